@@ -64,21 +64,21 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self, *tables: Mapping[str, Calibration]) -> np.ndarray:
         """Returns predicted step seconds [tables, cases]; each table has a calibration for each chip, by name."""
         # the cases so many times over, one whole list after the other
-        array_names = ("sizes", "pipeline", "legs", "fills", "links", "num_hosts", "num_nodes")
-        fields = map_figures(
+        array_fields = ("sizes", "pipeline", "legs", "fills", "links", "num_hosts", "num_nodes")
+        tiled_fields = map_figures(
             lambda value: np.tile(value, len(tables)) if isinstance(value, np.ndarray) else value,
-            {name: getattr(self, name) for name in array_names},
+            {field: getattr(self, field) for field in array_fields},
         )
-        fields["sizes"] = msgspec.structs.replace(fields["sizes"], cache={})
-        tiled = self.cases * len(tables)
-        batch = msgspec.structs.replace(self, cases=tiled, derived=_with_repeats(self.derived, tiled), **fields)
-        rates = batch.rates([table[case.chip.name] for table in tables for case in self.cases])
-        priced_step = PricedStep(derived=batch.derived, sizes=batch.sizes, rates=rates, pipeline=batch.pipeline)
+        tiled_fields["sizes"] = msgspec.structs.replace(tiled_fields["sizes"], cache={})
+        cases = self.cases * len(tables)
+        batch = msgspec.structs.replace(self, cases=cases, derived=_with_repeats(self.derived, cases), **tiled_fields)
+        step_rates = batch.rates([table[case.chip.name] for table in tables for case in self.cases])
+        priced_step = PricedStep(derived=batch.derived, sizes=batch.sizes, rates=step_rates, pipeline=batch.pipeline)
         return np.broadcast_to(priced_step.seconds.step_s, len(batch.cases)).reshape(len(tables), -1)
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
         """Returns the rates of the cases' machines as arrays; ``calibrations`` has one for each case."""
-        chips = [
+        case_rates = [
             chip_rates(
                 case.chip,
                 calibration,
@@ -88,18 +88,18 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
             )
             for case, calibration in zip(self.cases, calibrations, strict=True)
         ]
-        stacked = _stacked_calibration(calibrations)
+        figures = _stacked_calibration(calibrations)
         scatters = self.cases[0].setting.assumptions.scatters
-        rates_by_group = {group: leg_rates(legs, stacked, scatters=scatters) for group, legs in self.legs.items()}
+        rates_by_group = {group: leg_rates(legs, figures, scatters=scatters) for group, legs in self.legs.items()}
         return StepRates(
-            chip=msgspec.structs.replace(chips[0], **_arrays(chips, RATES), efficiency=stacked.efficiency),
+            chip=msgspec.structs.replace(case_rates[0], **_arrays(case_rates, RATES), efficiency=figures.efficiency),
             peak_flops_per_s=1.0,
             groups=rates_by_group,
             link_levels=("",) * len(self.links),
             uses={
-                key: busy
+                key: busy_flags
                 for group, rates in rates_by_group.items()
-                for key, busy in busy_links(group, rates, self.fills[group], self.links).items()
+                for key, busy_flags in busy_links(group, rates, self.fills[group], self.links).items()
             },
             num_hosts=self.num_hosts,
             num_nodes=self.num_nodes,
@@ -115,16 +115,16 @@ def calibrations(
     """Maps the name of every chip to its calibration, fitted with ``numbers`` or the shipped ones; chips without fitted
     numbers, or with ``datasheet`` all chips, get their data sheet."""
     chips = {case.chip.name: case.chip for case in cases}
-    fitted = {name: None if datasheet else fitted_calibration(chip, numbers) for name, chip in chips.items()}
-    return {name: fitted[name] or datasheet_calibration(chip) for name, chip in chips.items()}
+    fitted_by_name = {name: None if datasheet else fitted_calibration(chip, numbers) for name, chip in chips.items()}
+    return {name: fitted_by_name[name] or datasheet_calibration(chip) for name, chip in chips.items()}
 
 
 def batches(cases: Sequence[Case]) -> tuple[CaseBatch, ...]:
     """Returns the cases as batches of one pattern each."""
-    numbers_by_pattern: dict[tuple[object, ...], list[int]] = {}
-    for number, case in enumerate(cases):
-        numbers_by_pattern.setdefault(_pattern(case), []).append(number)
-    return tuple(_batch(cases, numbers) for numbers in numbers_by_pattern.values())
+    indices_by_pattern: dict[tuple[object, ...], list[int]] = {}
+    for case_index, case in enumerate(cases):
+        indices_by_pattern.setdefault(_pattern(case), []).append(case_index)
+    return tuple(_batch(cases, case_indices) for case_indices in indices_by_pattern.values())
 
 
 def _pattern(case: Case) -> tuple[object, ...]:
@@ -159,8 +159,8 @@ def _left_out(case: Case) -> tuple[str, ...]:
     )
 
 
-def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
-    batch_cases = tuple(cases[number] for number in numbers)
+def _batch(cases: Sequence[Case], case_indices: Sequence[int]) -> CaseBatch:
+    batch_cases = tuple(cases[case_index] for case_index in case_indices)
     first_case = batch_cases[0]
     if first_case.setting.job.trains:
         derived = first_case.setting.symbolic(first_case.strategy, without=_left_out(first_case))
@@ -168,16 +168,16 @@ def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
         derived = first_case.setting.derived(first_case.strategy)
     placements = [strategy_placements(case.setting.cluster, case.strategy)[0] for case in batch_cases]
     groups = collective_groups(derived)
-    sizes = [case.setting.sizes(case.strategy) for case in batch_cases]
+    case_sizes = [case.setting.sizes(case.strategy) for case in batch_cases]
     dims, mesh, sequences = (
-        map_figures(lambda *sizes: np.array(sizes, dtype=float), *(getattr(size, name) for size in sizes))
+        map_figures(lambda *values: np.array(values, dtype=float), *(getattr(size, name) for size in case_sizes))
         for name in ("dims", "mesh", "sequences")
     )
     return CaseBatch(
         cases=batch_cases,
-        numbers=np.array(numbers),
+        numbers=np.array(case_indices),
         derived=_with_repeats(derived, batch_cases),
-        sizes=msgspec.structs.replace(sizes[0], dims=dims, mesh=mesh, sequences=sequences),
+        sizes=msgspec.structs.replace(case_sizes[0], dims=dims, mesh=mesh, sequences=sequences),
         pipeline=PipelineCost(
             schedule=first_case.strategy.schedule,
             stages=np.array([case.strategy.mesh["pipeline"] for case in batch_cases]),
@@ -196,41 +196,41 @@ def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
 def _with_repeats(derived: Derived, cases: Sequence[Case]) -> Derived:
     """Returns the steps with arrays as the repeats of blocks, an entry per case."""
     programs = [case.setting.program for case in cases]
-    blocks = []
-    for block_index, steps in enumerate(derived.blocks):
+    repeated_blocks = []
+    for block_index, block_steps in enumerate(derived.blocks):
         repeats_of_case = np.array([program.blocks[block_index].repeat for program in programs])
-        block = msgspec.structs.replace(steps.block, repeat=repeats_of_case)
-        blocks.append(msgspec.structs.replace(steps, block=block))
-    return msgspec.structs.replace(derived, blocks=tuple(blocks))
+        block = msgspec.structs.replace(block_steps.block, repeat=repeats_of_case)
+        repeated_blocks.append(msgspec.structs.replace(block_steps, block=block))
+    return msgspec.structs.replace(derived, blocks=tuple(repeated_blocks))
 
 
-def _stacked_legs(every: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:
+def _stacked_legs(legs_of_cases: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:
     """Stacks the legs of all cases: their n-th legs of a level become one leg whose figures are arrays."""
     legs_by_slot: dict[tuple[Level, int], list[Leg]] = {}
-    for case_index, legs in enumerate(every):
-        num_legs_by_level: Counter[Level] = Counter()
+    for case_index, legs in enumerate(legs_of_cases):
+        leg_counts: Counter[Level] = Counter()
         for leg in legs:
-            legs_by_slot.setdefault((leg.level, num_legs_by_level[leg.level]), [NO_LEG] * len(every))[case_index] = leg
-            num_legs_by_level[leg.level] += 1
-    level_order = {"ici": 0, "nvlink": 0, "host": 0, "network": 1, "dcn": 2}
+            legs_by_slot.setdefault((leg.level, leg_counts[leg.level]), [NO_LEG] * len(legs_of_cases))[case_index] = leg
+            leg_counts[leg.level] += 1
+    rank_by_level = {"ici": 0, "nvlink": 0, "host": 0, "network": 1, "dcn": 2}
     return tuple(
         msgspec.structs.replace(stack(legs), level=level)
-        for (level, _), legs in sorted(legs_by_slot.items(), key=lambda slot: level_order[slot[0][0]])
+        for (level, _), legs in sorted(legs_by_slot.items(), key=lambda entry: rank_by_level[entry[0][0]])
     )
 
 
-def _arrays(every: Sequence[object], names: Iterable[str]) -> dict[str, Any]:
+def _arrays(items: Sequence[object], field_names: Iterable[str]) -> dict[str, Any]:
     """Stacks attributes of several objects into arrays."""
-    return {field: np.array([getattr(item, field) for item in every]) for field in names}
+    return {field: np.array([getattr(item, field) for item in items]) for field in field_names}
 
 
 def _filled(placements: Sequence[Placement], group: AxisGroup) -> np.ndarray:
     """Returns True where the group uses the axis [physical axes, cases]."""
-    filled = np.zeros(_links(placements).shape, dtype=bool)
+    is_filled = np.zeros(_links(placements).shape, dtype=bool)
     for case_index, placement in enumerate(placements):
         is_used = [any(axis in group and factor > 1 for axis, factor in link.parts) for link in placement.links]
-        filled[: len(is_used), case_index] = is_used
-    return filled
+        is_filled[: len(is_used), case_index] = is_used
+    return is_filled
 
 
 def _links(placements: Sequence[Placement]) -> np.ndarray:
@@ -241,14 +241,14 @@ def _links(placements: Sequence[Placement]) -> np.ndarray:
 
 def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
     """Returns an object with the calibration fields that pricing reads, most as arrays."""
-    fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
-    stacked = _arrays([calibration.efficiency for calibration in calibrations], fields)
+    array_fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
+    figures = _arrays([calibration.efficiency for calibration in calibrations], array_fields)
     has_overlap = calibrations[0].efficiency.overlap is not None
     exponents = ["overlap", "hiding"]
     tables = [calibration.efficiency.engine_s for calibration in calibrations]
-    stacked["engine_s"] = {name: np.array([table.get(name, 0.0) for table in tables]) for name in tables[0]}
-    stacked |= _arrays([c.efficiency for c in calibrations], exponents) if has_overlap else dict.fromkeys(exponents)
-    efficiency = SimpleNamespace(**stacked)
+    figures["engine_s"] = {engine: np.array([table.get(engine, 0.0) for table in tables]) for engine in tables[0]}
+    figures |= _arrays([c.efficiency for c in calibrations], exponents) if has_overlap else dict.fromkeys(exponents)
+    efficiency = SimpleNamespace(**figures)
     return SimpleNamespace(efficiency=efficiency, hop_s=_Hops([c.hop_s for c in calibrations]), collectives=())
 
 
@@ -259,5 +259,5 @@ class _Hops:
         self.every = every
 
     def get(self, level: str, own: np.ndarray) -> np.ndarray:
-        hop_s = np.array([hops.get(level, np.nan) for hops in self.every])
+        hop_s = np.array([hop_s_by_level.get(level, np.nan) for hop_s_by_level in self.every])
         return np.where(np.isnan(hop_s), own, hop_s)

@@ -104,13 +104,13 @@ def cases_of(
     records: Iterable[Record], make: Callable[[Record], Made]
 ) -> tuple[tuple[Made, ...], tuple[Unpredicted, ...]]:
     """Returns the cases that ``make`` makes of records, and the records that it refuses, with its reasons."""
-    cases, unpredicted = list[Made](), list[Unpredicted]()
+    cases, refusals = list[Made](), list[Unpredicted]()
     for record in records:
         try:
             cases.append(make(record))
         except (InputError, CannotRunError) as error:
-            unpredicted.append(Unpredicted(record=record, reason=str(error)))
-    return tuple(cases), tuple(unpredicted)
+            refusals.append(Unpredicted(record=record, reason=str(error)))
+    return tuple(cases), tuple(refusals)
 
 
 def training_case(record: Record) -> Case:
@@ -118,8 +118,8 @@ def training_case(record: Record) -> Case:
     if record.kind != "train":
         raise InputError(f"kind {record.kind}: only training is predicted in this version")
     if not record.model or not record.seq_len or not record.global_batch_seqs or record.n_chips < 1:
-        missing = [name for name in ("model", "seq_len", "global_batch_seqs") if not getattr(record, name)]
-        raise InputError(f"no {' and no '.join(missing or ['n_chips'])}")
+        missing_fields = [name for name in ("model", "seq_len", "global_batch_seqs") if not getattr(record, name)]
+        raise InputError(f"no {' and no '.join(missing_fields or ['n_chips'])}")
     model, cluster = model_of(record.model, record.seq_len), cluster_of(record)
     if record.lora:
         model = msgspec.structs.replace(model, lora=Lora(**msgspec.structs.asdict(record.lora)))
@@ -153,7 +153,7 @@ def training_case(record: Record) -> Case:
 
 def model_of(shape: ModelShape, seq_len: int) -> Model:
     """Returns a record's model: gpt2 blocks without a gate, llama blocks with one; experts, latents, windows if any."""
-    fields: dict[str, Any] = {
+    model_fields: dict[str, Any] = {
         "name": shape.name,
         "family": "llama",
         "num_layers": shape.layers,
@@ -166,13 +166,13 @@ def model_of(shape: ModelShape, seq_len: int) -> Model:
         "max_positions": seq_len,
     }
     if not shape.gated_mlp:
-        biases = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
-        fields |= {"family": "gpt2", "norm": "layer_norm", "gated": False, "activation": "gelu", **biases}
-        fields |= {"learned_positions": True, "tied_embeddings": True}
+        bias_flags = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+        model_fields |= {"family": "gpt2", "norm": "layer_norm", "gated": False, "activation": "gelu", **bias_flags}
+        model_fields |= {"learned_positions": True, "tied_embeddings": True}
     if shape.moe:
         moe = shape.moe
         dense_layers = [n for n in range(shape.layers) if n < moe.first_k_dense or (n + 1) % moe.interleave]
-        fields |= {
+        model_fields |= {
             "family": "qwen3_moe",
             "num_experts": moe.experts,
             "experts_per_token": moe.top_k,
@@ -182,7 +182,7 @@ def model_of(shape: ModelShape, seq_len: int) -> Model:
             "dense_layers": tuple(dense_layers),
         }
     if shape.attention == "mla":
-        fields |= {
+        model_fields |= {
             "family": "deepseek_v3",
             "head_dim": _MLA_HEAD + _ROPE_DIM,
             "q_lora_rank": shape.q_lora_rank,
@@ -192,9 +192,9 @@ def model_of(shape: ModelShape, seq_len: int) -> Model:
             "v_head_dim": _MLA_HEAD,
         }
     if shape.sliding_window:
-        sliding = tuple(range(0, shape.layers, 2)) if "alternating" in shape.attention else tuple(range(shape.layers))
-        fields |= {"sliding_window": shape.sliding_window, "sliding_layers": sliding}
-    return Model(**fields)
+        layer_ids = tuple(range(0, shape.layers, 2)) if "alternating" in shape.attention else tuple(range(shape.layers))
+        model_fields |= {"sliding_window": shape.sliding_window, "sliding_layers": layer_ids}
+    return Model(**model_fields)
 
 
 # -- cluster --------------------------------------------------------------------------------------------
@@ -202,40 +202,40 @@ def model_of(shape: ModelShape, seq_len: int) -> Model:
 
 def cluster_of(record: Record) -> Cluster:
     """Returns a record's cluster: equal domains as large as possible, or slices that are nearly cubic tori."""
-    unit = chip_of(record)
-    if unit.topology == "torus":
+    record_chip = chip_of(record)
+    if record_chip.topology == "torus":
         num_slices = record.slices or 1
         if record.n_chips % num_slices:
             raise InputError(f"{record.n_chips} chips do not divide into {num_slices} slices")
-        return make_cluster(unit, _torus_shape(unit, record.n_chips // num_slices), num_slices=num_slices)
+        return make_cluster(record_chip, _torus_shape(record_chip, record.n_chips // num_slices), num_slices=num_slices)
     # the domain must divide the chips: of the 72 chips of a rack, 64 for 128
-    max_domain = min(unit.domain_chips or record.n_chips, record.n_chips)
-    domain = max(size for size in range(1, max_domain + 1) if record.n_chips % size == 0)
-    return make_cluster(unit, (domain, record.n_chips // domain))
+    max_domain_chips = min(record_chip.domain_chips or record.n_chips, record.n_chips)
+    domain_chips = max(num_chips for num_chips in range(1, max_domain_chips + 1) if record.n_chips % num_chips == 0)
+    return make_cluster(record_chip, (domain_chips, record.n_chips // domain_chips))
 
 
 def _torus_shape(chip: Chip, num_chips: int) -> tuple[int, ...]:
     """Returns the shape closest to a cube, made of whole optically switched cubes if possible."""
     num_axes, cube_side = chip.num_ici_axes or 1, chip.wrap_multiple or 1
     if num_axes == 3 and num_chips % cube_side**num_axes == 0:
-        return tuple(cube_side * size for size in balanced_shape(num_chips // cube_side**num_axes, num_axes))
+        return tuple(cube_side * num_cubes for num_cubes in balanced_shape(num_chips // cube_side**num_axes, num_axes))
     return balanced_shape(num_chips, num_axes)
 
 
 def chip_of(record: Record) -> Chip:
     """Returns the chip of the catalogue that a record names, with the network that its note states."""
-    name = record.hardware.lower().replace("_", "-")
+    chip_name = record.hardware.lower().replace("_", "-")
     for affix in ("tpu-", "-sxm2-32gb", "-sxm-80gb", "-sxm", "-nvl72", "(ironwood)"):
-        name = name.replace(affix, "-40gb" if (affix == "-sxm" and name.endswith("-40gb")) else "")
-    name = {"a100-40gb-40gb": "a100-40gb", "v4": "v4p", "v7x": "tpu7x"}.get(name, name)
-    unit = chip(name)
+        chip_name = chip_name.replace(affix, "-40gb" if (affix == "-sxm" and chip_name.endswith("-40gb")) else "")
+    chip_name = {"a100-40gb-40gb": "a100-40gb", "v4": "v4p", "v7x": "tpu7x"}.get(chip_name, chip_name)
+    named_chip = chip(chip_name)
     rate_match = _GIGABITS_PER_NODE.search(record.note)
     bytes_per_s = None
     if rate_match:
-        bytes_per_s = float(rate_match[1]) / 8 * 1e9 / (unit.chips_per_host or 8)
+        bytes_per_s = float(rate_match[1]) / 8 * 1e9 / (named_chip.chips_per_host or 8)
     elif "A3-High" in record.note:
         bytes_per_s = A3_HIGH_BYTES_PER_S
-    return unit if bytes_per_s is None else msgspec.structs.replace(unit, nic_bytes_per_s=bytes_per_s)
+    return named_chip if bytes_per_s is None else msgspec.structs.replace(named_chip, nic_bytes_per_s=bytes_per_s)
 
 
 # -- strategy -------------------------------------------------------------------------------------------
@@ -246,33 +246,33 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
     degrees = record.parallelism
     is_tpu = cluster.kind == "torus"
     sizes = {"pipeline": degrees.pp or 1, "context": degrees.cp or 1, "tensor": degrees.tp or 1}
-    replicas = record.n_chips // math.prod(sizes.values())
-    if replicas * math.prod(sizes.values()) != record.n_chips:
+    num_replicas = record.n_chips // math.prod(sizes.values())
+    if num_replicas * math.prod(sizes.values()) != record.n_chips:
         degrees_text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise InputError(f"{degrees_text} do not divide {record.n_chips} chips")
-    expert = math.gcd(degrees.ep or 1, replicas) if model.num_experts else 1
+    ep_size = math.gcd(degrees.ep or 1, num_replicas) if model.num_experts else 1
     zero = degrees.zero_stage or 0
     if record.group.startswith("mlperf-train"):
         zero = max(zero, 1)  # USE_DIST_OPTIMIZER of NVIDIA's config_common.sh, from which all of them begin
-    outer = _outer_replicas(record, cluster, replicas // expert) if zero == 3 else 1
-    sizes |= {"expert": expert}
-    sizes |= {"fsdp": replicas // expert // outer, "data": outer} if zero else {"data": replicas // expert}
+    outer = _outer_replicas(record, cluster, num_replicas // ep_size) if zero == 3 else 1
+    sizes |= {"expert": ep_size}
+    sizes |= {"fsdp": num_replicas // ep_size // outer, "data": outer} if zero else {"data": num_replicas // ep_size}
     seqs_per_step = record.global_batch_seqs or 1
-    precision = next((name for name in PRECISIONS if record.precision.lower().startswith(name)), None)
-    if precision is None:
+    precision_prefix = next((prefix for prefix in PRECISIONS if record.precision.lower().startswith(prefix)), None)
+    if precision_prefix is None:
         raise InputError(f"precision {record.precision!r} is not known")
-    chunks = _chunks(record, model, sizes["pipeline"])
+    chunks_per_device = _chunks(record, model, sizes["pipeline"])
     is_narrow_sum = record.group.startswith(NARROW_SUMS) or record.precision == "fp16"  # stacks of 2021 sum in fp16
     return Strategy(
         mesh=make_mesh(sizes),
         assignment=standard_assignment(zero=zero, sequence_parallel=bool(degrees.sp) or is_tpu or sizes["tensor"] == 1),
         context_attention="ulysses" if "CP uses a2a" in record.note else "gather",
         remat=_remat(record),
-        num_microbatches=_microbatches(record, replicas, seqs_per_step, is_tpu),
-        schedule="interleaved" if chunks > 1 else "1f1b",
-        chunks=chunks,
+        num_microbatches=_microbatches(record, num_replicas, seqs_per_step, is_tpu),
+        schedule="interleaved" if chunks_per_device > 1 else "1f1b",
+        chunks=chunks_per_device,
         state="bf16-master" if is_tpu or is_narrow_sum else "bf16-master-fp32-grads",
-        precision=PRECISIONS[precision] or ("" if _wide(cluster.chip) == "bf16" else "fp16"),
+        precision=PRECISIONS[precision_prefix] or ("" if _wide(cluster.chip) == "bf16" else "fp16"),
         capacity_factor=record.recipe.capacity_factor if record.recipe else 0.0,
     )
 
@@ -281,42 +281,42 @@ def _software(record: Record) -> Software:
     """Returns "compiled" on TPUs and for MaxText; else a kind of eager software, that of 2021 for precision fp16."""
     if record.hardware.startswith("TPU") or record.group.startswith(COMPILED_GPU):
         return "compiled"
-    if any(name in record.source for name in WITHOUT_OVERLAP):
+    if any(source_name in record.source for source_name in WITHOUT_OVERLAP):
         return "eager-in-turn"
     if record.precision == "fp16":
         return "eager-2021"
-    graphs = record.recipe.graphs if record.recipe else "none"
-    if graphs == "step" or record.config.endswith(CAPTURED):
+    graph_scope = record.recipe.graphs if record.recipe else "none"
+    if graph_scope == "step" or record.config.endswith(CAPTURED):
         return "captured"
-    return "captured-layers" if graphs == "layers" else "eager"
+    return "captured-layers" if graph_scope == "layers" else "eager"
 
 
-def _chunks(record: Record, model: Model, stages: int) -> int:
+def _chunks(record: Record, model: Model, num_stages: int) -> int:
     """Returns the chunks per device; if the note says "not printed", the most chunks of `MIN_CHUNK_LAYERS` or more."""
-    if stages == 1 or not ("VPP" in record.note and "not printed" in record.note):
+    if num_stages == 1 or not ("VPP" in record.note and "not printed" in record.note):
         return record.parallelism.vpp or 1
-    depth = model.num_layers // stages
+    depth = model.num_layers // num_stages
     return max((n for n in range(1, depth + 1) if depth % n == 0 and depth // n >= MIN_CHUNK_LAYERS), default=1)
 
 
-def _outer_replicas(record: Record, cluster: Cluster, replicas: int) -> int:
+def _outer_replicas(record: Record, cluster: Cluster, num_replicas: int) -> int:
     """Returns the size of ``data`` beside FSDP: slices, or nodes if the note says that FSDP stays inside a node."""
     if cluster.kind == "torus":
-        return math.gcd(cluster.num_slices, replicas)
+        return math.gcd(cluster.num_slices, num_replicas)
     shards_match = re.search(r"FSDP (\d+) in node", record.note)
-    return replicas // int(shards_match[1]) if shards_match and replicas % int(shards_match[1]) == 0 else 1
+    return num_replicas // int(shards_match[1]) if shards_match and num_replicas % int(shards_match[1]) == 0 else 1
 
 
-def _microbatches(record: Record, replicas: int, per_step: float, tpu: bool) -> int:
+def _microbatches(record: Record, num_replicas: int, seqs_per_step: float, is_tpu: bool) -> int:
     """Returns the number of microbatches by the stated size of one; without it one per sequence in a pipeline, else 1.
 
     On TPUs it is 1: the batches that MaxText states are per chip, and it accumulates nothing.
     """
-    if tpu:
+    if is_tpu:
         return 1
     has_pipeline = (record.parallelism.pp or 1) > 1
-    micro_batch = record.micro_batch or (1 if has_pipeline else per_step / replicas)
-    return max(1, round(per_step / (replicas * micro_batch)))
+    microbatch_seqs = record.micro_batch or (1 if has_pipeline else seqs_per_step / num_replicas)
+    return max(1, round(seqs_per_step / (num_replicas * microbatch_seqs)))
 
 
 def _wide(chip: Chip) -> str:
@@ -353,24 +353,24 @@ def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> floa
 
     Raises InputError if none of these was measured.
     """
-    measured, tokens = record.measured, job.tokens_per_step
-    if measured.step_s:
-        return measured.step_s
-    if measured.tokens_per_s:
-        return tokens / measured.tokens_per_s
-    if measured.tokens_per_s_per_chip:
-        return tokens / measured.tokens_per_s_per_chip / record.n_chips
-    tflops = measured.tflops_per_chip
-    flops_per_s = tflops * 1e12 if tflops else (measured.mfu or 0.0) * peak(chip, _wide(chip))
-    if not flops_per_s:
+    measurement, step_tokens = record.measured, job.tokens_per_step
+    if measurement.step_s:
+        return measurement.step_s
+    if measurement.tokens_per_s:
+        return step_tokens / measurement.tokens_per_s
+    if measurement.tokens_per_s_per_chip:
+        return step_tokens / measurement.tokens_per_s_per_chip / record.n_chips
+    chip_tflops = measurement.tflops_per_chip
+    chip_flops_per_s = chip_tflops * 1e12 if chip_tflops else (measurement.mfu or 0.0) * peak(chip, _wide(chip))
+    if not chip_flops_per_s:
         raise InputError("no step time, throughput or utilisation was measured")
-    return _counted_flops(record, model, job) / flops_per_s / record.n_chips
+    return _counted_flops(record, model, job) / chip_flops_per_s / record.n_chips
 
 
 def _counted_flops(record: Record, model: Model, job: Job) -> float:
     """Returns the FLOPs of a step as the source counts them, with recomputation if its note says so."""
-    if any(words in record.note for words in RECOMPUTE_COUNTED):
-        width, layers = model.d_model, model.num_layers
-        vocabulary_share = model.vocab_size / (16 * layers * width)
-        return 96.0 * job.tokens_per_step * layers * width**2 * (1 + job.seq_len / (6 * width) + vocabulary_share)
+    if any(phrase in record.note for phrase in RECOMPUTE_COUNTED):
+        d_model, layers = model.d_model, model.num_layers
+        vocabulary_share = model.vocab_size / (16 * layers * d_model)
+        return 96.0 * job.tokens_per_step * layers * d_model**2 * (1 + job.seq_len / (6 * d_model) + vocabulary_share)
     return model_flops(model, job)

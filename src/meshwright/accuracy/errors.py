@@ -79,8 +79,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def groups(self) -> tuple[str, ...]:
         """Groups in order of their first record, including those without a prediction."""
-        names = [p.group for p in self.predictions] + [u.record.group for u in self.unpredicted]
-        return tuple(dict.fromkeys(names))
+        group_names = [p.group for p in self.predictions] + [u.record.group for u in self.unpredicted]
+        return tuple(dict.fromkeys(group_names))
 
     def summary(self, *, group: str | None = None) -> Summary:
         """Summarises the errors of all predictions, or of one group."""
@@ -95,8 +95,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     def reasons(self) -> dict[str, list[str]]:
         """Maps each reason to the ids of the records that are not predicted for it."""
         ids_by_reason: dict[str, list[str]] = {}
-        for unpredicted in self.unpredicted:
-            ids_by_reason.setdefault(unpredicted.reason, []).append(unpredicted.record.id)
+        for refusal in self.unpredicted:
+            ids_by_reason.setdefault(refusal.reason, []).append(refusal.record.id)
         return ids_by_reason
 
     def regret(self) -> PickRegret:
@@ -107,10 +107,10 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         regrets, random_regrets = [], []
         for predictions in predictions_by_job.values():
             if len(predictions) > 1:
-                measured = np.array([prediction.measured_s for prediction in predictions])
-                fastest = int(np.argmin([prediction.predicted_s for prediction in predictions]))
-                regrets.append(measured[fastest] / measured.min() - 1)
-                random_regrets.append(measured.mean() / measured.min() - 1)
+                measured_s = np.array([prediction.measured_s for prediction in predictions])
+                pick_index = int(np.argmin([prediction.predicted_s for prediction in predictions]))
+                regrets.append(measured_s[pick_index] / measured_s.min() - 1)
+                random_regrets.append(measured_s.mean() / measured_s.min() - 1)
         if not regrets:
             return PickRegret(num_jobs=0)
         return PickRegret(
@@ -138,25 +138,25 @@ def summarise(predictions: Sequence[Comparison]) -> Summary:
     """Returns the summary of some predictions; without any its figures are None."""
     if not predictions:
         return Summary(n=0, mape=None, median=None, bias=None, coverage=None)
-    errors = np.array([prediction.error for prediction in predictions])
-    coverage_flags = [prediction.covered for prediction in predictions if prediction.covered is not None]
+    relative_errors = np.array([prediction.error for prediction in predictions])
+    is_covered = [prediction.covered for prediction in predictions if prediction.covered is not None]
     return Summary(
         n=len(predictions),
-        mape=float(np.abs(errors).mean()),
-        median=float(np.median(np.abs(errors))),
-        bias=float(errors.mean()),
-        coverage=sum(coverage_flags) / len(coverage_flags) if coverage_flags else None,
+        mape=float(np.abs(relative_errors).mean()),
+        median=float(np.median(np.abs(relative_errors))),
+        bias=float(relative_errors.mean()),
+        coverage=sum(is_covered) / len(is_covered) if is_covered else None,
     )
 
 
 def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
     """Compares all records with predictions from the fitted numbers, or from data-sheet rates alone."""
-    cases, unpredicted = cases_of(records, training_case)
-    rates = calibrations(cases, datasheet=datasheet)
+    cases, refusals = cases_of(records, training_case)
+    calibration_by_chip = calibrations(cases, datasheet=datasheet)
     predicted_s = np.empty(len(cases))
     for batch in batches(cases):
-        predicted_s[batch.numbers] = batch.seconds(rates)[0]
-    return accuracy_of(cases, predicted_s, rates, unpredicted)
+        predicted_s[batch.numbers] = batch.seconds(calibration_by_chip)[0]
+    return accuracy_of(cases, predicted_s, calibration_by_chip, refusals)
 
 
 def accuracy_of(
@@ -175,12 +175,12 @@ def accuracy_of(
     )
 
 
-def _predicted(case: Case, seconds: float, calibration: Calibration) -> Comparison:
+def _predicted(case: Case, predicted_s: float, calibration: Calibration) -> Comparison:
     setting = case.setting
     model, cluster, job = setting.model, setting.cluster, setting.job
-    low, high = calibration.efficiency.interval(has_experts=model.num_experts > 0)
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise AssertionError(f"{case.record.id}: predicted {seconds} s")
+    low_ratio, high_ratio = calibration.efficiency.interval(has_experts=model.num_experts > 0)
+    if not math.isfinite(predicted_s) or predicted_s <= 0:
+        raise AssertionError(f"{case.record.id}: predicted {predicted_s} s")
     return Comparison(
         id=case.record.id,
         group=case.record.group,
@@ -191,7 +191,7 @@ def _predicted(case: Case, seconds: float, calibration: Calibration) -> Comparis
         chip=case.chip.name,
         fitted=not calibration.is_datasheet,
         measured_s=case.measured_s,
-        predicted_s=seconds,
-        low_s=None if low is None else seconds * low,
-        high_s=None if high is None else seconds * high,
+        predicted_s=predicted_s,
+        low_s=None if low_ratio is None else predicted_s * low_ratio,
+        high_s=None if high_ratio is None else predicted_s * high_ratio,
     )

@@ -77,17 +77,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_problem(cases: Sequence[Case]) -> Problem:
     """Batches the cases and weights them: cases of large groups, and cases outside a group's core, count less."""
-    groups = np.array([case.record.group for case in cases])
+    group_of_case = np.array([case.record.group for case in cases])
     is_core = np.array([case.record.core for case in cases])
     weights = np.ones(len(cases))
-    for group in set(groups.tolist()):
-        in_group = groups == group
-        num_core = int((is_core & in_group).sum())
-        is_large = num_core == 0 and in_group.sum() > LARGE_GROUP
+    for group in set(group_of_case.tolist()):
+        in_group = group_of_case == group
+        num_core_cases = int((is_core & in_group).sum())
+        is_large = num_core_cases == 0 and in_group.sum() > LARGE_GROUP
         weights[in_group] = np.sqrt(LARGE_GROUP / in_group.sum()) if is_large else 1.0
-        weights[in_group & ~is_core] *= OUTSIDE_CORE if num_core else 1.0
-        squared_weights = float((weights[in_group] ** 2).sum())
-        weights[in_group] *= np.clip((USUAL_SIZE / squared_weights) ** SIZE_POWER, *SIZE_FACTORS)
+        weights[in_group & ~is_core] *= OUTSIDE_CORE if num_core_cases else 1.0
+        squared_sum = float((weights[in_group] ** 2).sum())
+        weights[in_group] *= np.clip((USUAL_SIZE / squared_sum) ** SIZE_POWER, *SIZE_FACTORS)
     return Problem(
         cases=tuple(cases),
         seconds=partial(_step_seconds, cases, batches(cases)),
@@ -98,18 +98,18 @@ def make_problem(cases: Sequence[Case]) -> Problem:
 
 
 def _step_seconds(
-    cases: Sequence[Case], parts: Sequence[CaseBatch], points: Sequence[Mapping[str, float]]
+    cases: Sequence[Case], case_batches: Sequence[CaseBatch], points: Sequence[Mapping[str, float]]
 ) -> np.ndarray:
     """Returns predicted seconds of all cases for several sets of numbers [points, cases], each batch priced once."""
     all_tables = [calibrations(cases, numbers) for numbers in points]
     predicted_s = np.empty((len(points), len(cases)))
-    for batch in parts:
-        chips = {case.chip.name for case in batch.cases}
-        tables = [{chip: table[chip] for chip in chips} for table in all_tables]
+    for batch in case_batches:
+        chip_names = {case.chip.name for case in batch.cases}
+        point_tables = [{chip_name: table[chip_name] for chip_name in chip_names} for table in all_tables]
         # most numbers change nothing for most batches
-        distinct_tables = [table for index, table in enumerate(tables) if table not in tables[:index]]
+        distinct_tables = [table for index, table in enumerate(point_tables) if table not in point_tables[:index]]
         priced_s = batch.seconds(*distinct_tables)
-        predicted_s[:, batch.numbers] = priced_s[[distinct_tables.index(table) for table in tables]]
+        predicted_s[:, batch.numbers] = priced_s[[distinct_tables.index(table) for table in point_tables]]
     return predicted_s
 
 
@@ -125,26 +125,26 @@ def fit(
     Minimises errors of log times (see `ERROR_SCALE`) from ``start`` (default: priors) in ``rounds`` iterations. Shares
     of a data-sheet rate are at most 1.
     """
-    names, measured_s, weights = list(problem.priors), problem.measured_s, problem.weights[chosen]
-    centre = np.log([problem.priors[name][0] for name in names])
-    spread = np.array([problem.priors[name][1] for name in names])
+    prior_names, measured_s, weights = list(problem.priors), problem.measured_s, problem.weights[chosen]
+    log_priors = np.log([problem.priors[name][0] for name in prior_names])
+    log_spread = np.array([problem.priors[name][1] for name in prior_names])
 
     def residuals(*points: np.ndarray) -> np.ndarray:
         logs = np.stack(points)
-        predicted_s = problem.seconds([dict(zip(names, numbers, strict=True)) for numbers in np.exp(logs).tolist()])
-        scaled = np.log(predicted_s / measured_s)[:, chosen] / ERROR_SCALE
-        soft_errors = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
-        return np.concatenate([soft_errors * weights, (logs - centre) / spread], axis=1)
+        predicted_s = problem.seconds([dict(zip(prior_names, values, strict=True)) for values in np.exp(logs).tolist()])
+        scaled_errors = np.log(predicted_s / measured_s)[:, chosen] / ERROR_SCALE
+        soft_errors = np.sign(scaled_errors) * np.sqrt(2 * (np.sqrt(1 + scaled_errors**2) - 1))
+        return np.concatenate([soft_errors * weights, (logs - log_priors) / log_spread], axis=1)
 
     def slopes(point: np.ndarray) -> np.ndarray:
-        base_residuals, *moved_residuals = residuals(point, *(point + 1e-3 * np.eye(len(names))))
+        base_residuals, *moved_residuals = residuals(point, *(point + 1e-3 * np.eye(len(prior_names))))
         return (np.array(moved_residuals) - base_residuals).T / 1e-3
 
-    x0 = centre if start is None else np.log([start[name] for name in names])
-    best = least_squares(lambda point: residuals(point)[0], x0, slopes, x_scale=spread, ftol=1e-4, max_nfev=rounds + 1)
+    x0 = log_priors if start is None else np.log([start[name] for name in prior_names])
+    solution = least_squares(lambda x: residuals(x)[0], x0, slopes, x_scale=log_spread, ftol=1e-4, max_nfev=rounds + 1)
     # nothing is faster than its data sheet: a calibration takes shares above 1 as 1
-    max_values = np.array([1.0 if name.split(".")[0] in SHARES else np.inf for name in names])
-    return dict(zip(names, np.minimum(np.exp(best.x), max_values).tolist(), strict=True))
+    max_values = np.array([1.0 if name.split(".")[0] in SHARES else np.inf for name in prior_names])
+    return dict(zip(prior_names, np.minimum(np.exp(solution.x), max_values).tolist(), strict=True))
 
 
 def folds(cases: Sequence[Case]) -> np.ndarray:
@@ -158,21 +158,21 @@ def folds(cases: Sequence[Case]) -> np.ndarray:
 def folds_of(keys: Sequence[tuple[Any, ...]]) -> np.ndarray:
     """Returns the number of the fold of each key, below ``NUM_FOLDS`` [keys]; equal keys are in the same fold, and the
     keys of a group, their first entry, are spread over all."""
-    fold_of: dict[tuple[object, ...], int] = {}
-    for group in sorted({key[0] for key in keys}):
-        members = sorted({key for key in keys if key[0] == group}, key=str)
-        member_order = np.random.default_rng(0).permutation(len(members))
-        first_fold = len(fold_of)
-        for position, member_index in enumerate(member_order.tolist()):
-            fold_of[members[member_index]] = (first_fold + position) % NUM_FOLDS
-    return np.array([fold_of[key] for key in keys])
+    fold_by_key: dict[tuple[object, ...], int] = {}
+    for group_name in sorted({key[0] for key in keys}):
+        group_keys = sorted({key for key in keys if key[0] == group_name}, key=str)
+        key_order = np.random.default_rng(0).permutation(len(group_keys))
+        first_fold = len(fold_by_key)
+        for position, key_index in enumerate(key_order.tolist()):
+            fold_by_key[group_keys[key_index]] = (first_fold + position) % NUM_FOLDS
+    return np.array([fold_by_key[key] for key in keys])
 
 
 def configuration(case: Case) -> tuple[object, ...]:
     """Returns a key that is equal for near duplicates."""
     record = case.record
-    sizes = tuple(case.strategy.mesh.values())
-    return (record.group, case.setting.model.name, case.chip.name, record.n_chips, sizes)
+    mesh_sizes = tuple(case.strategy.mesh.values())
+    return (record.group, case.setting.model.name, case.chip.name, record.n_chips, mesh_sizes)
 
 
 def held_out(
@@ -183,18 +183,18 @@ def held_out(
 
     Every fit starts at the priors: numbers fitted on all cases would leak the held-out measurements.
     """
-    predicted = np.empty(len(problem.cases))
+    predicted_s = np.empty(len(problem.cases))
     for part in np.unique(parts).tolist():
         in_part = parts == part
         numbers = fitted[part] if fitted else fit(problem, ~in_part, rounds=rounds)
-        predicted[in_part] = problem.seconds([numbers])[0, in_part]
-    return predicted
+        predicted_s[in_part] = problem.seconds([numbers])[0, in_part]
+    return predicted_s
 
 
 def interval(predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     """Returns the weighted 10th and 90th percentiles of measured over predicted."""
-    low, high = np.quantile(measured_s / predicted_s, COVERED, weights=weights, method="inverted_cdf")
-    return float(low), float(high)
+    low_ratio, high_ratio = np.quantile(measured_s / predicted_s, COVERED, weights=weights, method="inverted_cdf")
+    return float(low_ratio), float(high_ratio)
 
 
 def with_intervals(
@@ -204,8 +204,8 @@ def with_intervals(
     intervals: dict[str, float] = {}
     for suffix, is_chosen in (("", ~experts), ("_experts", experts)):
         if is_chosen.sum() >= NUM_FOLDS:
-            bounds = interval(predicted_s[is_chosen], measured_s[is_chosen], weights[is_chosen])
-            intervals |= {f"{name}{suffix}": round(end, 3) for name, end in zip(("low", "high"), bounds, strict=True)}
+            ratios = interval(predicted_s[is_chosen], measured_s[is_chosen], weights[is_chosen])
+            intervals |= {f"{name}{suffix}": round(end, 3) for name, end in zip(("low", "high"), ratios, strict=True)}
     return intervals
 
 

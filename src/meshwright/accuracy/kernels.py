@@ -62,18 +62,18 @@ _TRAINED = ("tokamax_attention", ATTENTION)
 _MADE = ("tokamax_products", PRODUCTS)
 
 
-def _kernel(name: str, chips: str, phase: str, **where: str) -> dict[str, str]:
-    return {"kernel": name, "chip": chips, "pass": phase, "dtype": "bf16", **where}
+def _kernel(kernel_name: str, chip_names: str, phase: str, **where: str) -> dict[str, str]:
+    return {"kernel": kernel_name, "chip": chip_names, "pass": phase, "dtype": "bf16", **where}
 
 
-def _generated(name: str, source: str, dtype: str, of: Callable[..., Any], **how: Any) -> Any:
-    file_and_columns = ("generation_products", GEMM) if of is times.product_s else ("generation_experts", EXPERTS)
-    return name, source, file_and_columns, {"dtype": dtype}, functools.partial(of, **how)
+def _generated(operation: str, source: str, dtype: str, time_fn: Callable[..., Any], **how: Any) -> Any:
+    file_and_columns = ("generation_products", GEMM) if time_fn is times.product_s else ("generation_experts", EXPERTS)
+    return operation, source, file_and_columns, {"dtype": dtype}, functools.partial(time_fn, **how)
 
 
-def _decode(name: str, source: str, chips: str, **where: str) -> Any:
+def _decode(suffix: str, source: str, chips: str, **where: str) -> Any:
     file_and_columns = ("generation_attention", CACHED | GROUPED)
-    return f"decode attention{name}", source, file_and_columns, {"chip": chips, **where}, times.generation_attention_s
+    return f"decode attention{suffix}", source, file_and_columns, {"chip": chips, **where}, times.generation_attention_s
 
 
 _HOPPER, _BLACKWELL = "h100_sxm h200_sxm", "b200_sxm gb200 b300_sxm gb300"
@@ -180,21 +180,21 @@ def read_kernels(folder: Path) -> tuple[tuple[KernelGroup, ...], dict[str, int]]
 
     Raises InputError for a table that is missing, or a row without a number where one is needed.
     """
-    groups, num_left_by_reason = [], Counter[str]()
-    for file in dict.fromkeys(choice.file for choice in CHOICES):
-        path = folder / f"{file}.csv"
-        text = read_text(path, "Name a folder with the tables of benchmarks/data/kernels.")
-        rows = [{"_line": str(number)} | row for number, row in enumerate(csv.DictReader(text.splitlines()), 2)]
+    kernel_groups, num_left_by_reason = [], Counter[str]()
+    for file_name in dict.fromkeys(choice.file for choice in CHOICES):
+        path = folder / f"{file_name}.csv"
+        csv_text = read_text(path, "Name a folder with the tables of benchmarks/data/kernels.")
+        rows = [{"_line": str(line_no)} | row for line_no, row in enumerate(csv.DictReader(csv_text.splitlines()), 2)]
         chosen_lines: set[str] = set()
-        for choice in (choice for choice in CHOICES if choice.file == file):
+        for choice in (choice for choice in CHOICES if choice.file == file_name):
             picked_rows = [row for row in rows if all(row.get(name) in values for name, values in choice.where.items())]
-            column = COLUMNS[choice.source] if COLUMNS.get(choice.source) in rows[0] else "seconds"
-            picked_rows = [row | {"seconds": row[column]} for row in picked_rows if row.get(column) != ""]
+            time_column = COLUMNS[choice.source] if COLUMNS.get(choice.source) in rows[0] else "seconds"
+            picked_rows = [row | {"seconds": row[time_column]} for row in picked_rows if row.get(time_column) != ""]
             chosen_lines |= {row["_line"] for row in picked_rows}
-            for chip in dict.fromkeys(row["chip"] for row in picked_rows):
-                groups.append(_group(choice, [row for row in picked_rows if row["chip"] == chip], path))
+            for chip_name in dict.fromkeys(row["chip"] for row in picked_rows):
+                kernel_groups.append(_group(choice, [row for row in picked_rows if row["chip"] == chip_name], path))
         num_left_by_reason.update(_reason(row) for row in rows if row["_line"] not in chosen_lines)
-    return tuple(groups), dict(num_left_by_reason)
+    return tuple(kernel_groups), dict(num_left_by_reason)
 
 
 def _reason(row: Mapping[str, str]) -> str:
@@ -210,31 +210,31 @@ def _reason(row: Mapping[str, str]) -> str:
 
 
 def _group(choice: Choice, rows: Sequence[Mapping[str, str]], path: Path) -> KernelGroup:
-    sizes: dict[str, list[Any]] = {letter: [] for letter in choice.sizes}
+    values_by_letter: dict[str, list[Any]] = {letter: [] for letter in choice.sizes}
     measured_s = []
     for row in rows:
         try:
             for letter, column in choice.sizes.items():
-                sizes[letter].append(row[column] if letter == "op" else float(row[column]))
+                values_by_letter[letter].append(row[column] if letter == "op" else float(row[column]))
             measured_s.append(float(row["seconds"]))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path}:{row['_line']}: {error}. Each row has sizes and seconds of a kernel.") from None
         if (
-            not all(0 <= sizes[letter][-1] < np.inf for letter in sizes if letter != "op")
+            not all(0 <= values_by_letter[letter][-1] < np.inf for letter in values_by_letter if letter != "op")
             or not 0 < measured_s[-1] < np.inf
         ):
             raise InputError(f"{path}:{row['_line']}: a size or a time is not a positive number.")
-    array_of_size = {letter: np.array(values) for letter, values in sizes.items()}
+    array_by_letter = {letter: np.array(values) for letter, values in values_by_letter.items()}
     if choice.sizes is PREFILL:
-        array_of_size["causal"] = np.ones(len(rows))
+        array_by_letter["causal"] = np.ones(len(rows))
     key_columns = [column for column in choice.sizes.values() if column != "copied"]
-    keys = [",".join(row[column] for column in key_columns) for row in rows]
+    row_keys = [",".join(row[column] for column in key_columns) for row in rows]
     return KernelGroup(
         chip=rows[0]["chip"].removesuffix("_sxm"),
         choice=choice,
-        sizes=array_of_size,
+        sizes=array_by_letter,
         measured_s=np.array(measured_s),
-        folds=np.array([zlib.crc32(key.encode()) % NUM_FOLDS for key in keys]),
+        folds=np.array([zlib.crc32(row_key.encode()) % NUM_FOLDS for row_key in row_keys]),
     )
 
 
@@ -267,12 +267,12 @@ def fit_kernels(groups: Sequence[KernelGroup], *, held_out: int = -1) -> dict[st
 def kernel_errors(groups: Sequence[KernelGroup], shipped: Mapping[str, float]) -> list[KernelErrors]:
     """Returns the errors of each group, each shape predicted by numbers fitted without its fold."""
     numbers_of_fold = [fit_kernels(groups, held_out=fold) for fold in range(NUM_FOLDS)]
-    summaries = []
+    group_errors = []
     for group in groups:
         seconds_by_fold = np.stack([predicted_s(group, numbers) for numbers in numbers_of_fold])
         relative_errors = seconds_by_fold[group.folds, np.arange(len(group.folds))] / group.measured_s - 1
         median_error = float(np.median(np.abs(relative_errors)))
-        summaries.append(
+        group_errors.append(
             KernelErrors(
                 operation=group.choice.operation,
                 chip=group.chip,
@@ -285,4 +285,4 @@ def kernel_errors(groups: Sequence[KernelGroup], shipped: Mapping[str, float]) -
                 source=group.choice.source,
             )
         )
-    return summaries
+    return group_errors

@@ -54,19 +54,19 @@ def queued_accuracy(
 
 
 def _by_time(
-    name: str,
+    service: str,
     cases: Sequence[ServedCase],
     calibrations: Sequence[Mapping[str, Calibration]],
     unpredicted: Sequence[Unpredicted],
-    times: Sequence[np.ndarray],
+    predicted_times: Sequence[np.ndarray],
 ) -> dict[str, Accuracy]:
-    accuracies = {}
-    for kind, predicted_s in zip(("ttft", "tpot"), times, strict=True):
+    accuracy_by_name = {}
+    for kind, predicted_s in zip(("ttft", "tpot"), predicted_times, strict=True):
         decodes = [replace(case.decode, measured_s=getattr(case.record.measured, f"{kind}_ms") / 1e3) for case in cases]
-        compared = accuracy_of(decodes, predicted_s, calibrations[0], unpredicted, what="decode")
-        without_interval = tuple(replace(prediction, low_s=None, high_s=None) for prediction in compared.predictions)
-        accuracies[f"{name}-{kind}"] = replace(compared, predictions=without_interval)
-    return accuracies
+        kind_accuracy = accuracy_of(decodes, predicted_s, calibrations[0], unpredicted, what="decode")
+        predictions = tuple(replace(prediction, low_s=None, high_s=None) for prediction in kind_accuracy.predictions)
+        accuracy_by_name[f"{service}-{kind}"] = replace(kind_accuracy, predictions=predictions)
+    return accuracy_by_name
 
 
 def queued_times(
@@ -77,27 +77,27 @@ def queued_times(
     ``calibrations`` has, for each case, that of each chip by name. Cases of one configuration share the calibration and
     one table of step times.
     """
-    numbers_by_engine: dict[tuple[object, ...], list[int]] = {}
-    for number, case in enumerate(cases):
-        numbers_by_engine.setdefault(configuration(case), []).append(number)
+    indices_by_engine: dict[tuple[object, ...], list[int]] = {}
+    for case_index, case in enumerate(cases):
+        indices_by_engine.setdefault(configuration(case), []).append(case_index)
     ttft_s, tpot_s = np.empty(len(cases)), np.empty(len(cases))
-    for numbers in numbers_by_engine.values():
-        first_case = cases[numbers[0]]
-        clock = _clock([cases[number] for number in numbers], calibrations[numbers[0]][first_case.chip.name])
-        for number in numbers:
-            case = cases[number]
+    for indices in indices_by_engine.values():
+        first_case = cases[indices[0]]
+        clock = _clock([cases[case_index] for case_index in indices], calibrations[indices[0]][first_case.chip.name])
+        for case_index in indices:
+            case = cases[case_index]
             traffic = client_traffic(case, case.clients)
-            record = simulate(traffic, ReplicaPool(limits=engine_limits(case), clock=clock), concurrency=case.clients)
-            ttft_s[number], tpot_s[number] = record.ttft_s.mean(), np.nanmean(record.tpot_s)
+            outcome = simulate(traffic, ReplicaPool(limits=engine_limits(case), clock=clock), concurrency=case.clients)
+            ttft_s[case_index], tpot_s[case_index] = outcome.ttft_s.mean(), np.nanmean(outcome.tpot_s)
     return ttft_s, tpot_s
 
 
 def client_traffic(case: ServedCase, clients: int) -> RequestTraffic:
     """Returns the requests of a client that has so many on their way, all there from the start."""
-    generator, num_requests = np.random.default_rng(0), REQUESTS * clients
+    rng, num_requests = np.random.default_rng(0), REQUESTS * clients
     share = RANGE if (case.prompt_len, case.output_len) in INFERENCEX else 1.0
-    prompt, output = (uniform(max(int(share * longest), 1), longest) for longest in (case.prompt_len, case.output_len))
-    return traffic_of(np.zeros(num_requests), prompt(generator, num_requests), output(generator, num_requests))
+    draw_prompt, draw_output = (uniform(max(int(share * most), 1), most) for most in (case.prompt_len, case.output_len))
+    return traffic_of(np.zeros(num_requests), draw_prompt(rng, num_requests), draw_output(rng, num_requests))
 
 
 class PooledCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,13 +117,13 @@ class PooledCase(msgspec.Struct, frozen=True, kw_only=True):
 def pooled_accuracy(records: Sequence[Record], numbers: Mapping[str, float]) -> dict[str, Accuracy]:
     """Returns errors of simulated times of disaggregated services, by numbers that were fitted to engines alone. The
     first token comes from the pool that prefills, and is seen once the cache has been sent."""
-    cases, unpredicted = cases_of((record for record in records if record.kind == "disagg"), _pooled)
+    cases, refusals = cases_of((record for record in records if record.kind == "disagg"), _pooled)
     if not cases:
         return {}
     calibrations = served_calibrations([case.decode for case in cases], numbers)
     ttft_and_tpot_s = [_simulated(case, calibrations) for case in cases]
     decode_cases = [case.decode for case in cases]
-    return _by_time("pools", decode_cases, [calibrations] * len(cases), unpredicted, [*np.array(ttft_and_tpot_s).T])
+    return _by_time("pools", decode_cases, [calibrations] * len(cases), refusals, [*np.array(ttft_and_tpot_s).T])
 
 
 def _pooled(record: Record) -> PooledCase:
@@ -143,33 +143,33 @@ def _pooled(record: Record) -> PooledCase:
     full_cache = replace(setting, job=Job(kind="decode", batch_seqs=engines[1].replicas, seq_len=engines[1].prompt_len))
     link_bytes_per_s = transfer_bytes_per_s(make_cluster(engines[1].chip, (setting.cluster.num_chips, 2)))
     bytes_per_token = full_cache.memory(engines[1].decode.strategy)["kv_cache"] / engines[1].prompt_len
-    group = f"{ENGINES[record.backend]}, disaggregated"
-    prefill, decode = (replace(engine, record=replace(engine.record, group=group)) for engine in engines)
+    group_name = f"{ENGINES[record.backend]}, disaggregated"
+    prefill_case, decode_case = (replace(engine, record=replace(engine.record, group=group_name)) for engine in engines)
     return PooledCase(
-        prefill=prefill,
-        decode=replace(decode, decode=replace(decode.decode, record=decode.record)),
+        prefill=prefill_case,
+        decode=replace(decode_case, decode=replace(decode_case.decode, record=decode_case.record)),
         replicas=(attention_replicas[0] // divisor, attention_replicas[1] // divisor),
         clients=max(round(record.concurrency / divisor), 1),
         transfer_s=bytes_per_token / link_bytes_per_s,
     )
 
 
-def _simulated(case: PooledCase, rates: Mapping[str, Calibration]) -> tuple[float, float]:
+def _simulated(case: PooledCase, calibrations: Mapping[str, Calibration]) -> tuple[float, float]:
     """Returns mean seconds to the first token, its cache sent, and from token to token."""
 
     def pool(engine: ServedCase, policy: Policy, num_replicas: int) -> ReplicaPool:
-        limits, clock = replace(engine_limits(engine), policy=policy), _clock([engine], rates[engine.chip.name])
+        limits, clock = replace(engine_limits(engine), policy=policy), _clock([engine], calibrations[engine.chip.name])
         return ReplicaPool(limits=limits, clock=clock, num_replicas=num_replicas, routing="least_loaded")
 
     traffic = client_traffic(case.decode, case.clients)
-    record = simulate(
+    outcome = simulate(
         traffic,
         pool(case.prefill, "interleaved", case.replicas[0]),
         pool(case.decode, "chunked", case.replicas[1]),
-        transfer_s=lambda tokens: tokens * case.transfer_s,
+        transfer_s=lambda num_tokens: num_tokens * case.transfer_s,
         concurrency=case.clients,
     )
-    return float((record.ttft_s + traffic.prompt * case.transfer_s).mean()), float(np.nanmean(record.tpot_s))
+    return float((outcome.ttft_s + traffic.prompt * case.transfer_s).mean()), float(np.nanmean(outcome.tpot_s))
 
 
 def engine_limits(case: ServedCase) -> SchedulerLimits:

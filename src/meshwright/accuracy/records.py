@@ -150,14 +150,14 @@ def read_records(path: Path) -> tuple[Record, ...]:
     """Returns every record of a JSON-lines file. Raises InputError with file:line for a line that cannot be read."""
     advice = "Name a file of one JSON object a line."
     records = []
-    for number, table in json_rows(path, read_text(Path(path), advice), _LINES):
-        if table.get("kind") != "train" and "isl" not in table:
+    for line_number, fields in json_rows(path, read_text(Path(path), advice), _LINES):
+        if fields.get("kind") != "train" and "isl" not in fields:
             # other kinds of records have models of other shapes: they are counted, not predicted
-            table = {name: table[name] for name in ("id", "kind", "group", "core") if table.get(name) is not None}
+            fields = {name: fields[name] for name in ("id", "kind", "group", "core") if fields.get(name) is not None}
         try:
-            records.append(msgspec.convert(table, Record))
+            records.append(msgspec.convert(fields, Record))
         except msgspec.ValidationError as error:
-            raise InputError(f"{path}:{number}: {error}. {_LINES}") from None
+            raise InputError(f"{path}:{line_number}: {error}. {_LINES}") from None
     if not records:
         raise InputError(f"{path} has no records. {advice}")
     return tuple(records)

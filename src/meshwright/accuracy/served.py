@@ -108,20 +108,20 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
         """Returns predicted seconds per output token, and of a prompt by itself [points, cases]."""
         # prompts of a client come in waves and fill steps, so that the starts of their kernels are hidden
         decode_s, prefill_s = np.empty((2, len(points), len(self.cases)))
-        for times, groups, changes in ((decode_s, self.decode, {}), (prefill_s, self.prefill, {"host_kernel_s": 0.0})):
+        for out_s, groups, changes in ((decode_s, self.decode, {}), (prefill_s, self.prefill, {"host_kernel_s": 0.0})):
             calibration_tables = [served_calibrations(self.cases, {**numbers, **changes}) for numbers in points]
-            for group in groups:
-                times[:, group.numbers] = group.seconds(*calibration_tables)
-        batch = np.array([case.batch for case in self.cases])
-        output_len = np.array([case.output_len for case in self.cases])
+            for case_batch in groups:
+                out_s[:, case_batch.numbers] = case_batch.seconds(*calibration_tables)
+        batch_seqs = np.array([case.batch for case in self.cases])
+        output_lens = np.array([case.output_len for case in self.cases])
         wave_share = np.array([0.5 if case.record.backend in PREFILL_FIRST else 1.0 for case in self.cases])
-        return decode_s + wave_share * waiting_s(prefill_s, batch=batch, output_len=output_len), prefill_s
+        return decode_s + wave_share * waiting_s(prefill_s, batch=batch_seqs, output_len=output_lens), prefill_s
 
 
 def served_accuracy(records: Sequence[Record]) -> Accuracy:
     """Compares all records with predictions from the shipped numbers of generation."""
-    cases, unpredicted = served_cases(records)
-    return _compared(cases, served_batch(cases).seconds({})[0], {}, unpredicted)
+    cases, refusals = served_cases(records)
+    return _compared(cases, served_batch(cases).seconds({})[0], {}, refusals)
 
 
 class FittedServing(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class FittedServing(msgspec.Struct, frozen=True, kw_only=True):
 
 def fit_served(records: Sequence[Record]) -> FittedServing:
     """Fits the numbers of generation to the times per output token, and cross-validates them."""
-    cases, unpredicted = served_cases(records)
+    cases, refusals = served_cases(records)
     if len(cases) < 2 * NUM_FOLDS:
         raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS}.")
     batch, weights = served_batch(cases), np.ones(len(cases))
@@ -149,10 +149,10 @@ def fit_served(records: Sequence[Record]) -> FittedServing:
         weights=weights,
         priors=PRIORS,
     )
-    folds = folds_of([configuration(case) for case in cases])
-    numbers_by_fold = {fold: fit(problem, folds != fold) for fold in np.unique(folds).tolist()}
+    fold_of_case = folds_of([configuration(case) for case in cases])
+    numbers_by_fold = {fold: fit(problem, fold_of_case != fold) for fold in np.unique(fold_of_case).tolist()}
     seconds_by_name = {
-        "served": held_out(problem, folds, fitted=numbers_by_fold),
+        "served": held_out(problem, fold_of_case, fitted=numbers_by_fold),
         "served-chips": held_out(problem, np.array([case.chip.name for case in cases])),
         "served-engines": held_out(problem, np.array([case.record.backend for case in cases])),
     }
@@ -163,10 +163,10 @@ def fit_served(records: Sequence[Record]) -> FittedServing:
     calibrations_by_fold = {fold: served_calibrations(cases, numbers) for fold, numbers in numbers_by_fold.items()}
     return FittedServing(
         numbers=numbers,
-        errors={name: _compared(cases, predicted, numbers, unpredicted) for name, predicted in seconds_by_name.items()},
+        errors={name: _compared(cases, seconds, numbers, refusals) for name, seconds in seconds_by_name.items()},
         cases=cases,
-        unpredicted=unpredicted,
-        held_out=tuple(calibrations_by_fold[fold] for fold in folds.tolist()),
+        unpredicted=refusals,
+        held_out=tuple(calibrations_by_fold[fold] for fold in fold_of_case.tolist()),
     )
 
 
@@ -195,10 +195,10 @@ def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tup
 
     def once(record: Record) -> ServedCase:
         case = engine_case(record)
-        key = (*configuration(case), case.batch, record.isl, record.osl, record.measured)
-        if key in seen_keys:
+        case_key = (*configuration(case), case.batch, record.isl, record.osl, record.measured)
+        if case_key in seen_keys:
             raise InputError("the measurement is listed twice")
-        seen_keys.add(key)
+        seen_keys.add(case_key)
         return case
 
     return cases_of(records, once)
@@ -206,47 +206,47 @@ def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tup
 
 def served_batch(cases: Sequence[ServedCase]) -> ServedBatch:
     """Returns the cases with their prefills and decode steps in batches of one pattern each."""
-    prefill, decode = (batches([getattr(case, kind) for case in cases]) for kind in ("prefill", "decode"))
-    return ServedBatch(cases=tuple(cases), prefill=prefill, decode=decode)
+    prefills, decodes = (batches([getattr(case, kind) for case in cases]) for kind in ("prefill", "decode"))
+    return ServedBatch(cases=tuple(cases), prefill=prefills, decode=decodes)
 
 
 def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCase:
     """Returns the case of a record of one engine. Raises InputError or CannotRunError for one that is not predicted."""
     if record.kind != "decode":
         raise InputError(f"kind {record.kind}: only engines that prefill and decode are predicted in this version")
-    engine = ENGINES.get(record.backend)
-    tpot_ms, prompt_len, output_len, shape = record.measured.tpot_ms, record.isl, record.osl, record.model
-    if engine is None or not tpot_ms or not prompt_len or not output_len or not shape:
+    engine_name = ENGINES.get(record.backend)
+    tpot_ms, prompt_len, output_len, model_shape = record.measured.tpot_ms, record.isl, record.osl, record.model
+    if engine_name is None or not tpot_ms or not prompt_len or not output_len or not model_shape:
         raise InputError("no time per output token of an engine that is known")
     if record.precision not in STORED:
         raise InputError(f"precision {record.precision!r} is not known")
-    kind = "experts" if shape.moe else "dense"
-    record = msgspec.structs.replace(record, group=f"{engine}, {kind}")
-    chip, model = chip_of(record), model_of(shape, prompt_len + output_len)
-    tensor, replicas = _degrees(record)
-    if tensor * replicas > most_devices:
+    block_kind = "experts" if model_shape.moe else "dense"
+    record = msgspec.structs.replace(record, group=f"{engine_name}, {block_kind}")
+    chip, model = chip_of(record), model_of(model_shape, prompt_len + output_len)
+    tensor_size, num_replicas = _degrees(record)
+    if tensor_size * num_replicas > most_devices:
         raise InputError(f"attention over more than {most_devices} devices is a whole pool, listed as one engine")
-    cluster = make_cluster(chip, (tensor * replicas, 1))
+    cluster = make_cluster(chip, (tensor_size * num_replicas, 1))
     weight_dtype = STORED[record.precision]
     product_dtype = WEIGHT_DTYPES[weight_dtype]
     is_narrow_cache = product_dtype and (record.backend in NARROW_CACHES or family(chip) == "blackwell")
     stored_dtypes = StoredDtypes(weight_dtype, "fp8" if is_narrow_cache else "bf16")
     strategy = Strategy(
-        mesh=make_mesh({"expert" if model.num_experts else "data": replicas, "tensor": tensor}),
+        mesh=make_mesh({"expert" if model.num_experts else "data": num_replicas, "tensor": tensor_size}),
         assignment=standard_assignment(zero=0, sequence_parallel=False),
         precision=product_dtype if product_dtype in chip.peak_flops else "",
     )
     strategy = msgspec.structs.replace(strategy, placement=strategy_placements(cluster, strategy)[0].describe())
-    assumptions = Assumptions(software="served", engine=engine, empty_slots=False)
-    full_cache_job = Job(kind="decode", batch_seqs=replicas, seq_len=prompt_len + output_len)
+    assumptions = Assumptions(software="served", engine=engine_name, empty_slots=False)
+    full_cache_job = Job(kind="decode", batch_seqs=num_replicas, seq_len=prompt_len + output_len)
     setting = Setting(model, cluster, full_cache_job, storage=stored_dtypes.storage, assumptions=assumptions)
     concurrency = max(1, round(record.concurrency or record.global_batch_seqs or 1))
     seqs_that_fit = sequences_that_fit(setting, strategy)
-    if seqs_that_fit * replicas < concurrency:
+    if seqs_that_fit * num_replicas < concurrency:
         seqs_that_fit = sequences_that_fit(setting, strategy, TIGHT_SHARE)
     if seqs_that_fit < 1:
         raise InputError("weights and one sequence do not fit the devices that are listed")
-    running_seqs = min(concurrency, seqs_that_fit * replicas)
+    running_seqs = min(concurrency, seqs_that_fit * num_replicas)
 
     def case(kind: str, batch_seqs: int, seq_len: int) -> Case:
         job = Job(kind=kind, batch_seqs=batch_seqs, seq_len=seq_len)
@@ -259,12 +259,12 @@ def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCa
 
     return ServedCase(
         record=record,
-        prefill=case("prefill", replicas, prompt_len),
-        decode=case("decode", max(running_seqs, replicas), prompt_len + output_len // 2),
-        batch=max(running_seqs / replicas, 1.0),
+        prefill=case("prefill", num_replicas, prompt_len),
+        decode=case("decode", max(running_seqs, num_replicas), prompt_len + output_len // 2),
+        batch=max(running_seqs / num_replicas, 1.0),
         room=seqs_that_fit,
-        clients=max(round(concurrency / replicas), 1),
-        replicas=replicas,
+        clients=max(round(concurrency / num_replicas), 1),
+        replicas=num_replicas,
         prompt_len=prompt_len,
         output_len=output_len,
     )
@@ -273,8 +273,8 @@ def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCa
 def sequences_that_fit(setting: Setting, strategy: Strategy, share: float = MEMORY_SHARE) -> int:
     """Returns the sequences of the job's length that the caches of one replica of attention have room for, in the share
     of the memory that weights leave. The job is decode of one sequence on each replica."""
-    memory = setting.memory(strategy)
-    return int((share * known(setting.cluster.chip, "hbm_bytes") - memory["weights"]) / memory["kv_cache"])
+    memory_bytes = setting.memory(strategy)
+    return int((share * known(setting.cluster.chip, "hbm_bytes") - memory_bytes["weights"]) / memory_bytes["kv_cache"])
 
 
 def _degrees(record: Record) -> tuple[int, int]:

@@ -55,23 +55,23 @@ def derive(
         backward = _backward(block, shardings, forward, saved)
         shared_names = program.inputs_from_earlier_stacks(block.name)
         kept = tuple(a for a in backward.used if a.name not in shared_names and (a in saved or a.name in activations))
-        steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), kept)
-        steps = in_segments(in_blocks(steps, shardings), shardings)
-        blocks.append(with_fused_head(steps) if fused_head else steps)
-    weights = _updated(program, shardings)
-    result = Derived(
+        block_steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), kept)
+        block_steps = in_segments(in_blocks(block_steps, shardings), shardings)
+        blocks.append(with_fused_head(block_steps) if fused_head else block_steps)
+    updated_weights = _updated(program, shardings)
+    derived = Derived(
         program,
         blocks_leg_by_leg(blocks, strategy),
-        update=leg_by_leg(_update(program, shardings, weights, optimizer), strategy),
+        update=leg_by_leg(_update(program, shardings, updated_weights, optimizer), strategy),
         declared={name: shardings.declared(name) for name in program.variables},
         boundary=boundary(program, shardings),
         ahead=strategy.prefetch,
         ends=ends(program, shardings),
         shared=shardings.shared,
-        weights=weights,
+        weights=updated_weights,
         optimizer=optimizer,
     )
-    return with_split_backward(result) if result.boundary else result
+    return with_split_backward(derived) if derived.boundary else derived
 
 
 def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
@@ -90,19 +90,19 @@ def forward_pass(block: Block, shardings: Shardings) -> Tape:
     return tape
 
 
-def _backward(block: Block, shardings: Shardings, forward: Tape, saved: list[ShardedArray]) -> Tape:
+def _backward(block: Block, shardings: Shardings, forward: Tape, saved_arrays: list[ShardedArray]) -> Tape:
     """Returns the tape of one block's backward steps, including forward steps that recompute what is not saved."""
-    tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *saved})
+    tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *saved_arrays})
     tape.producers = forward.producers
     # later layers have left partial cotangents; this block adds to them
-    earlier = [name for name in shardings.program.inputs_from_earlier_stacks(block.name) if name in shardings.shared]
-    tape.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *earlier))
+    shared_names = [n for n in shardings.program.inputs_from_earlier_stacks(block.name) if n in shardings.shared]
+    tape.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *shared_names))
     tape.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
     for op in reversed(block.ops):
         tape.finish(op.out)
         if op.out in shardings.differentiated:
             op_kind(op.kind).backward(tape.at(op))
-    for name in (name for name in list(tape.contributions) if name not in earlier):
+    for name in (name for name in list(tape.contributions) if name not in shared_names):
         tape.finish(name)
     if any(weight.frozen for weight in shardings.program.variables.values()):
         tape.steps, needed_arrays = needed_steps(tape.steps, tape.left)
@@ -145,9 +145,9 @@ def _update(program: Program, shardings: Shardings, weights: dict[str, Updated],
     sums = {name: tuple(a for a in axes if a in (*stream, "pipeline")) for name in LOSSES if name in program.variables}
     for name, sum_axes in {**sums, "grad_norm": axes}.items():
         steps += reshard(ShardedArray(name, (), (), sum_axes, "fp32"), ShardedArray(name, (), (), dtype="fp32"))
-    update = op_kind(optimizer).update
-    assert update is not None, f"{optimizer} is an optimizer, but its op has no update"
+    update_rule = op_kind(optimizer).update
+    assert update_rule is not None, f"{optimizer} is an optimizer, but its op has no update"
     for name, weight in weights.items():
         array, shard = shardings.declared(name), weight.shard
-        steps += (*reshard(array, shard), *update(weight), *reshard(shard, array))
+        steps += (*reshard(array, shard), *update_rule(weight), *reshard(shard, array))
     return [msgspec.structs.replace(step, phase="update", scope="step", block="update") for step in steps]

@@ -94,12 +94,12 @@ class Derived(msgspec.Struct, frozen=True):
         for block in self.blocks:
             # weights of the loop's last iteration are still gathered from the forward pass
             stay = block.block.num_in_last_iterations if self.ahead and block.is_layer and block.segment is None else 0
-            begin, times_again = len(block.forward), block.times_again(runs)
-            for number, step in enumerate((*block.forward, *block.backward)):
+            start_i, times_again = len(block.forward), block.times_again(runs)
+            for i, step in enumerate((*block.forward, *block.backward)):
                 weight = self.program.variables.get(step.result.name)
                 is_gather = weight is not None and weight.role in WEIGHTS and step.phase == "backward"
-                times = times_again if begin <= number < begin + block.num_again else block.repeat - stay * is_gather
-                yield step, times if step.scope == "step" else times * num_microbatches
+                num_runs = times_again if start_i <= i < start_i + block.num_again else block.repeat - stay * is_gather
+                yield step, num_runs if step.scope == "step" else num_runs * num_microbatches
         repeat_of = {name: b.repeat for b in self.blocks for name in b.block.reads}
         for step in self.update:
             yield step, 1 if self.is_stacked(step) else repeat_of.get(step.result.name, 1)

@@ -41,9 +41,9 @@ def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
 
     follow(_reduce)
     follow(_move)
-    current = steps[-1].result if steps else array
+    current_array = steps[-1].result if steps else array
     # Axes that the target has nowhere go first: they may block the place that another axis must move to.
-    for dim in sorted(array.dims, key=lambda d: not set(target.spread).isdisjoint(_surplus(current, target, d))):
+    for dim in sorted(array.dims, key=lambda d: not set(target.spread).isdisjoint(_surplus(current_array, target, d))):
         follow(partial(_gather, dim))
         follow(_move)
     follow(_slice)
@@ -51,18 +51,18 @@ def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
 
 
 def _reduce(array: ShardedArray, target: ShardedArray) -> Step | None:
-    pending = tuple(a for a in array.unreduced if a not in target.unreduced)
+    axes_left = tuple(a for a in array.unreduced if a not in target.unreduced)
     for dim, axes in zip(array.dims, array.axes, strict=True):
         goal_axes = target.axes_of(dim)
-        run = tuple(takewhile(pending.__contains__, goal_axes[len(axes) :])) if goal_axes[: len(axes)] == axes else ()
+        run = tuple(takewhile(axes_left.__contains__, goal_axes[len(axes) :])) if goal_axes[: len(axes)] == axes else ()
         if run:
             unreduced = tuple(a for a in array.unreduced if a not in run)
             result = array.resharded({dim: axes + run}, unreduced=unreduced)
             return Step(op="reduce_scatter", inputs=(array,), result=result, axes=run, dim=dim)
-    if not pending:
+    if not axes_left:
         return None
-    unreduced = tuple(a for a in array.unreduced if a not in pending)
-    return Step(op="all_reduce", inputs=(array,), result=array.replace(unreduced=unreduced), axes=pending)
+    unreduced = tuple(a for a in array.unreduced if a not in axes_left)
+    return Step(op="all_reduce", inputs=(array,), result=array.replace(unreduced=unreduced), axes=axes_left)
 
 
 def _surplus(array: ShardedArray, target: ShardedArray, dim: str) -> Axes:
@@ -74,8 +74,8 @@ def _move(array: ShardedArray, target: ShardedArray) -> Step | None:
     """Returns an all-to-all of axes that the target has next in order on another dim: as many minor axes at once as
     fit; None without any."""
     for dim in array.dims:
-        surplus = _surplus(array, target, dim)
-        for axes in (surplus[n:] for n in range(len(surplus))):
+        surplus_axes = _surplus(array, target, dim)
+        for axes in (surplus_axes[n:] for n in range(len(surplus_axes))):
             for to_dim in array.dims:
                 to_axes, target_axes = array.axes_of(to_dim), target.axes_of(to_dim)
                 if to_dim != dim and target_axes[: len(to_axes) + len(axes)] == to_axes + axes:
@@ -85,35 +85,35 @@ def _move(array: ShardedArray, target: ShardedArray) -> Step | None:
 
 
 def _gather(dim: str, array: ShardedArray, target: ShardedArray) -> Step | None:
-    surplus = _surplus(array, target, dim)
-    if not surplus:
+    surplus_axes = _surplus(array, target, dim)
+    if not surplus_axes:
         return None
-    result = array.resharded({dim: array.axes_of(dim)[: -len(surplus)]})
-    return Step(op="all_gather", inputs=(array,), result=result, axes=surplus, dim=dim)
+    result = array.resharded({dim: array.axes_of(dim)[: -len(surplus_axes)]})
+    return Step(op="all_gather", inputs=(array,), result=result, axes=surplus_axes, dim=dim)
 
 
 def _slice(array: ShardedArray, target: ShardedArray) -> Step | None:
     for dim in array.dims:
-        missing = target.axes_of(dim)[len(array.axes_of(dim)) :]
-        if missing:
+        missing_axes = target.axes_of(dim)[len(array.axes_of(dim)) :]
+        if missing_axes:
             result = array.resharded({dim: target.axes_of(dim)})
-            return Step(op="slice", inputs=(array,), result=result, axes=missing, dim=dim)
+            return Step(op="slice", inputs=(array,), result=result, axes=missing_axes, dim=dim)
     return None
 
 
 def _resolve_conflicts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
     """Returns operands of which no axis splits two dims: the dim that ``out`` does not keep on the axis loses it."""
     for axis in lhs.spread:
-        left, right = lhs.dim_on(axis), rhs.dim_on(axis)
-        if left is None or right is None or left == right:
+        left_dim, right_dim = lhs.dim_on(axis), rhs.dim_on(axis)
+        if left_dim is None or right_dim is None or left_dim == right_dim:
             continue
-        keeps_left, keeps_right = axis in out.axes_of(left), axis in out.axes_of(right)
-        lhs_yields = keeps_right if keeps_left != keeps_right else left not in out.dims or right in out.dims
+        keeps_left, keeps_right = axis in out.axes_of(left_dim), axis in out.axes_of(right_dim)
+        lhs_yields = keeps_right if keeps_left != keeps_right else left_dim not in out.dims or right_dim in out.dims
         # an axis is given up with whatever is minor to it on the same dim
         if lhs_yields:
-            lhs = lhs.resharded({left: lhs.axes_of(left)[: lhs.axes_of(left).index(axis)]})
+            lhs = lhs.resharded({left_dim: lhs.axes_of(left_dim)[: lhs.axes_of(left_dim).index(axis)]})
         else:
-            rhs = rhs.resharded({right: rhs.axes_of(right)[: rhs.axes_of(right).index(axis)]})
+            rhs = rhs.resharded({right_dim: rhs.axes_of(right_dim)[: rhs.axes_of(right_dim).index(axis)]})
     return lhs, rhs
 
 
@@ -141,16 +141,16 @@ def align(
 
 
 def _may_take(
-    before: ShardedArray, now: ShardedArray, out: ShardedArray, dim: str, wanted: Axes, slice_axes: Collection[str]
+    before: ShardedArray, now: ShardedArray, out: ShardedArray, dim: str, wanted_axes: Axes, slice_axes: Collection[str]
 ) -> bool:
     own_axes = now.axes_of(dim)
-    new_axes = wanted[len(own_axes) :]
-    if not new_axes or wanted[: len(own_axes)] != own_axes or any(a in now.spread for a in new_axes):
+    new_axes = wanted_axes[len(own_axes) :]
+    if not new_axes or wanted_axes[: len(own_axes)] != own_axes or any(a in now.spread for a in new_axes):
         return False
     had_axes = all(a in before.spread for a in new_axes)
-    kept_by_output = dim in out.dims and out.axes_of(dim)[: len(wanted)] == wanted
-    left_unreduced = dim not in out.dims and all(a in out.unreduced for a in new_axes)
-    return had_axes or kept_by_output or left_unreduced or all(a in slice_axes for a in new_axes)
+    is_kept = dim in out.dims and out.axes_of(dim)[: len(wanted_axes)] == wanted_axes
+    is_left_unreduced = dim not in out.dims and all(a in out.unreduced for a in new_axes)
+    return had_axes or is_kept or is_left_unreduced or all(a in slice_axes for a in new_axes)
 
 
 def local_product(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> ShardedArray:

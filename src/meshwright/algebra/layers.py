@@ -217,22 +217,22 @@ def written(model: Model, text: str, **names: str | bool) -> str:
 def embed_text(model: Model) -> str:
     """Returns the lines of the embedding, from tokens to x."""
     multiplier = model.embed_multiplier if model.embed_multiplier != 1 else ""
-    embedded, scale = "e" if model.learned_positions else "x", "sqrt(D)" if model.embed_scale else multiplier
-    return written(model, EMBED, embedded=embedded, scale=f"; scale={scale}" if scale else "")
+    result_name, scale_text = "e" if model.learned_positions else "x", "sqrt(D)" if model.embed_scale else multiplier
+    return written(model, EMBED, embedded=result_name, scale=f"; scale={scale_text}" if scale_text else "")
 
 
 def loss_text(model: Model, options: ProgramOptions) -> str:
     """Returns the lines of the loss head, from the stream hf after its norm to the loss."""
-    table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
-    attributes = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
+    table_text = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
+    attribute_text = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
     by_text, is_divided = f"{1 / model.logit_divisor}", model.logit_divisor != 1
-    return written(model, LOSS, table=table, given=attributes, by=by_text, divided=is_divided)
+    return written(model, LOSS, table=table_text, given=attribute_text, by=by_text, divided=is_divided)
 
 
 def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
     """Returns the arrays that the decoder's attention reads of each sequence, by name."""
-    names = mask_named(model.attention_mask).data if model.attention_mask else ()
-    return names if "documents" in names or not options.documents else (*names, "documents")
+    data_names = mask_named(model.attention_mask).data if model.attention_mask else ()
+    return data_names if "documents" in data_names or not options.documents else (*data_names, "documents")
 
 
 def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, options: ProgramOptions) -> str:
@@ -240,24 +240,24 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
     feed-forward experts, ``rotates`` adds rope."""
     data_text = "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
     if model.latent_attention:
-        attributes = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
-        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=data_text + attributes, x1="x1")
+        attribute_text = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
+        text = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=data_text + attribute_text, x1="x1")
     else:
-        lines = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, data=data_text, rotates=rotates)
+        text = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, data=data_text, rotates=rotates)
     if model.encoder:
-        attributes = given_attributes(sees_all=True, softcap=model.attention_softcap)
-        lines += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=attributes)
+        attribute_text = given_attributes(sees_all=True, softcap=model.attention_softcap)
+        text += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=attribute_text)
     if not routed:
-        return with_adapters(model, lines + _dense(model))
-    capacity = options.capacity_factor
+        return with_adapters(model, text + _dense(model))
+    capacity_factor = options.capacity_factor
     is_corrected = model.router_scores == "sigmoid"
-    rate = options.correction_rate if is_corrected and not has_frozen_matrices(model) else 0.0
+    correction_rate = options.correction_rate if is_corrected and not has_frozen_matrices(model) else 0.0
     loss_weights = {"balance": options.balance_loss, "z": options.router_z_loss}
-    routing_text = given_attributes(**loss_weights, capacity=capacity, correction_rate=rate)
-    attributes = given_attributes(capacity=capacity)
-    names = {"correction": ", router_correction[E]" * is_corrected, "routing": routing_text, "capacity": attributes}
-    lines += written(model, EXPERTS, activation=_activation(model), **names)
-    return with_adapters(model, lines)
+    routing_text = given_attributes(**loss_weights, capacity=capacity_factor, correction_rate=correction_rate)
+    attribute_text = given_attributes(capacity=capacity_factor)
+    texts = {"correction": ", router_correction[E]" * is_corrected, "routing": routing_text, "capacity": attribute_text}
+    text += written(model, EXPERTS, activation=_activation(model), **texts)
+    return with_adapters(model, text)
 
 
 ADAPTER = """
@@ -283,23 +283,23 @@ def with_adapters(model: Model, text: str) -> str:
             lines.append(line)
             continue
         out, out_dims, x, x_dims, w, w_dims = match.groups()
-        inputs = [dim for dim in w_dims.split(",") if dim in x_dims.split(",")]
-        names: dict[str, str] = {
-            "outputs": ",".join(dim for dim in w_dims.split(",") if dim not in inputs),
+        in_dims = [dim for dim in w_dims.split(",") if dim in x_dims.split(",")]
+        text_by_name: dict[str, str] = {
+            "outputs": ",".join(dim for dim in w_dims.split(",") if dim not in in_dims),
             **{"out": out, "out_dims": out_dims, "x": x, "x_dims": x_dims, "w": w, "w_dims": w_dims},
-            **{"a": adapter_of[w], "inputs": ",".join(inputs), "scale": repr(model.lora.scale if model.lora else 1.0)},
+            **{"a": adapter_of[w], "inputs": ",".join(in_dims), "scale": repr(model.lora.scale if model.lora else 1.0)},
         }
         if f"{adapter_of[w]}_low[" not in "".join(lines):
-            lines.append(written(model, ADAPTER, **names))
-        lines.append(written(model, ADAPTED, **names))
-    scale_rows = {row.name.removeprefix("layers."): row for row in weight_table(model) if row.part == "scale"}
+            lines.append(written(model, ADAPTER, **text_by_name))
+        lines.append(written(model, ADAPTED, **text_by_name))
+    scale_row_of = {row.name.removeprefix("layers."): row for row in weight_table(model) if row.part == "scale"}
 
     def quantised(found: re.Match[str]) -> str:
-        scale = scale_rows.get(f"{found[5]}_scale")
-        if scale is None:
+        scale_row = scale_row_of.get(f"{found[5]}_scale")
+        if scale_row is None:
             return found[0]
-        operands = f"{found[3]}[{found[4]}], {found[5]}[{found[6]}], {found[5]}_scale[{','.join(scale.dims)}]"
-        return f"{found[1]}[{found[2]}] = quantised_einsum({operands})"
+        operands_text = f"{found[3]}[{found[4]}], {found[5]}[{found[6]}], {found[5]}_scale[{','.join(scale_row.dims)}]"
+        return f"{found[1]}[{found[2]}] = quantised_einsum({operands_text})"
 
     return _PRODUCT.sub(quantised, "".join(lines))
 
@@ -311,20 +311,20 @@ def encoder_layer_text(model: Model) -> str:
 
 def _attention(
     model: Model,
-    result: str,
+    result_name: str,
     *,
     sliding: bool = False,
     data: str = "",
     causal: bool = True,
     rotates: bool = True,
 ) -> str:
-    """Returns the lines of attention from the stream x to the stream ``result``; qr, kr and v enter attention."""
+    """Returns the lines of attention from the stream x to the stream ``result_name``; qr, kr and v enter attention."""
     # where neither bias nor norm nor rope follows, the products themselves have the names that policies keep
     bare_suffix = "" if rotates or model.qkv_bias or model.qk_norm else "r"
     rotates = rotates and model.rotated_width > 0
     is_relative = model.relative_buckets > 0
     operand_text = data + ", sinks[N]" * (model.attention_sinks and causal) + ", relative_bias[R,N]" * is_relative
-    attributes = given_attributes(
+    attribute_text = given_attributes(
         sees_all=not causal,
         window=model.sliding_window if sliding else None,
         softcap=model.attention_softcap,
@@ -340,8 +340,8 @@ def _attention(
         b="b" if model.qk_norm or rotates else "r",
         n="n" if rotates else "r",
         rotates=rotates,
-        others=operand_text + attributes,
-        x1=result,
+        others=operand_text + attribute_text,
+        x1=result_name,
     )
 
 

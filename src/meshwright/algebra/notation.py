@@ -102,16 +102,16 @@ def check(array: ShardedArray, dims: Sizes, mesh: Sizes) -> None:
     for dim, axes in zip(array.dims, array.axes, strict=True):
         if dim not in dims:
             raise InputError(f"dim {dim} of {array} has no size. Give it with --dims {dim}=...")
-        ways = product(mesh[a] for a in axes)
-        if dims[dim] % ways:
+        num_parts = product(mesh[a] for a in axes)
+        if dims[dim] % num_parts:
             has_groups = dim[-1] == "g" and dim != "Pg"  # of inputs that share a scale
             remedy = (
                 "weights without groups of inputs (int8, fp8)"
                 if has_groups
-                else f"a {dim} that is a multiple of {ways}"
+                else f"a {dim} that is a multiple of {num_parts}"
             )
             raise InputError(
-                f"{dim}={dims[dim]} of {array} does not divide by {'x'.join(axes)}={ways}. "
+                f"{dim}={dims[dim]} of {array} does not divide by {'x'.join(axes)}={num_parts}. "
                 f"Use {remedy}, or smaller axes."
             )
 

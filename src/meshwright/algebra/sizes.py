@@ -74,8 +74,8 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     def bytes(self, array: ShardedArray) -> Number:
         """Returns the bytes of one device's block: in the array's dtype if it has one, else the width of the state."""
         if array not in self.cache:
-            width = DTYPE_BYTES[array.dtype] if array.dtype else self.width
-            self.cache[array] = self.elements(array) * width * self._padding(array)
+            element_bytes = DTYPE_BYTES[array.dtype] if array.dtype else self.width
+            self.cache[array] = self.elements(array) * element_bytes * self._padding(array)
         return self.cache[array]
 
     def _padding(self, array: ShardedArray) -> Number:
@@ -84,8 +84,8 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not self.padded or array.dims[-1:] not in WIDTHS:
             return 1.0
-        width = self.local(array)[array.dims[-1]]
-        return np.where(2 * width < LANES, 1.0, np.ceil(width / LANES) * LANES / width)
+        local_width = self.local(array)[array.dims[-1]]
+        return np.where(2 * local_width < LANES, 1.0, np.ceil(local_width / LANES) * LANES / local_width)
 
     def total(self, *arrays: ShardedArray) -> Number:
         """Returns the bytes of several blocks."""

@@ -84,8 +84,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         if self.op in BOOK_NAMES:
-            dims = f":{self.dim}->{self.to_dim}" if self.to_dim else ""
-            return f"{self.result} = {BOOK_NAMES[self.op]}_{join_axes(self.axes)}{dims}({self.inputs[0]})"
+            dims_text = f":{self.dim}->{self.to_dim}" if self.to_dim else ""
+            return f"{self.result} = {BOOK_NAMES[self.op]}_{join_axes(self.axes)}{dims_text}({self.inputs[0]})"
         if self.parts:
             return f"{'; '.join(str(part) for part in self.parts)}, in blocks of {self.dim} as they go round"
         if self.op == "einsum":

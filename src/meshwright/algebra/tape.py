@@ -61,8 +61,8 @@ class Shardings:
         rules = self.strategy.rules(role)
         if "S" in dims and "S" not in rules and "T" in rules:  # positions of an encoder are split as a decoder's are
             rules = {**rules, "S": rules["T"]}
-        groups = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}
-        rules = {**groups, **rules}  # groups of entries are split as the entries are
+        group_rules = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}
+        rules = {**group_rules, **rules}  # groups of entries are split as the entries are
         array_name = f"d{name}" if weight_role == "grad" else name
         is_fp32 = array_name in (*LOSSES, "logits") or dims == ("E", "C")
         dtype = "fp32" if is_fp32 else "int32" if role in ("input", "position") else ""
@@ -117,8 +117,8 @@ class Tape:
         try:
             return msgspec.convert(dict(self.op.attributes), form, strict=False)
         except msgspec.ValidationError as error:
-            attributes = ", ".join(map("=".join, self.op.attributes))
-            raise InputError(f"{self.op.out} = {self.op.kind}(...; {attributes}): {error}") from None
+            attribute_text = ", ".join(map("=".join, self.op.attributes))
+            raise InputError(f"{self.op.out} = {self.op.kind}(...; {attribute_text}): {error}") from None
 
     def move(self, array: ShardedArray, target: ShardedArray) -> ShardedArray:
         """Adds the steps that reshard ``array`` to ``target`` and returns ``target``."""
@@ -146,27 +146,27 @@ class Tape:
     def add(self, *steps: Step) -> None:
         """Adds steps after the steps that make what they need, and skips a move whose result exists."""
         for step in steps:
-            exists = step.result in self.available
-            if step.only_moves and exists:
+            has_result = step.result in self.available
+            if step.only_moves and has_result:
                 continue
             self.need(*step.inputs)
-            accumulates = step.accumulates or (not step.only_moves and exists)
+            accumulates = step.accumulates or (not step.only_moves and has_result)
             self._emit(replace(step, accumulates=accumulates), self.phase)
 
     def _emit(self, step: Step, phase: Phase, *, scope: Scope | None = None) -> None:
-        source = step.inputs[0] if step.inputs else step.result
+        source_array = step.inputs[0] if step.inputs else step.result
         is_weight = self.shardings.is_weight(step.result.name)
         # the permute of a ring overlaps with the attention to the block of keys before it
         moves_data = step.is_collective and step.op != "permute"
-        emitted = replace(
+        emitted_step = replace(
             step,
             block=self.block.name,
             role=self.role,
             phase="backward" if phase == "recompute" and is_weight else phase,
             scope=scope or ("layer" if self.block.carry else "microbatch"),
-            critical=moves_data and not is_weight and (phase == "forward" or source not in self.start),
+            critical=moves_data and not is_weight and (phase == "forward" or source_array not in self.start),
         )
-        self.steps.append(emitted)
+        self.steps.append(emitted_step)
         self.available.update(step.results)
 
     def need(self, *arrays: ShardedArray) -> None:
@@ -189,8 +189,8 @@ class Tape:
         addends = self.contributions.setdefault(name, [])
         if array not in addends:
             addends.append(array)
-        uses = sum(op.inputs.count(name) for op in self.block.ops)
-        if uses == 1 and self.shardings.is_weight(name):
+        num_uses = sum(op.inputs.count(name) for op in self.block.ops)
+        if num_uses == 1 and self.shardings.is_weight(name):
             self.finish(name)
 
     def finish(self, name: str) -> None:
@@ -208,18 +208,18 @@ class Tape:
         if all(op.out != name for op in self.block.ops):
             self.left.add(target)
         moves_of = {a: reshard(a, target) for a in addends}
-        while unfinished := {a: steps for a, steps in moves_of.items() if steps}:
-            source = max(unfinished, key=lambda a: len(unfinished[a]))
-            step = moves_of.pop(source)[0]
+        while unfinished_moves := {a: steps for a, steps in moves_of.items() if steps}:
+            source_array = max(unfinished_moves, key=lambda a: len(unfinished_moves[a]))
+            step = moves_of.pop(source_array)[0]
             if moves_of:
-                self.available.discard(source)
+                self.available.discard(source_array)
             if step.result in moves_of:
                 step = replace(step, accumulates=True)
             self._emit(step, self.phase)
             moves_of[step.result] = reshard(step.result, target)
         # the backward pass of the first block that uses a weight (tied embeddings have two) is the last to add to it
-        is_first = self.shardings.first_use.get(name) == self.block.name
-        if addends and is_first and is_weight:
+        is_first_user = self.shardings.first_use.get(name) == self.block.name
+        if addends and is_first_user and is_weight:
             for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
                 self._emit(step, self.phase, scope="step")
 

@@ -57,10 +57,10 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
         layers_by_facts.setdefault(facts, []).append(layer)
     kinds = []
     for (sliding, routed, rotates), layers in layers_by_facts.items():
-        name = f"{'_moe' * routed}{'_unrotated' * (not rotates)}{'_local' * sliding}"
+        kind_name = f"{'_moe' * routed}{'_unrotated' * (not rotates)}{'_local' * sliding}"
         flags = {"sliding": sliding, "routed": routed, "rotates": rotates}
-        suffix = name if len(layers_by_facts) > 1 else ""
-        kinds.append(LayerKind(block=f"layer{name}", suffix=suffix, layers=tuple(layers), **flags))
+        suffix = kind_name if len(layers_by_facts) > 1 else ""
+        kinds.append(LayerKind(block=f"layer{kind_name}", suffix=suffix, layers=tuple(layers), **flags))
     last_kind = next(kind for kind in kinds if model.num_layers - 1 in kind.layers)
     mtp = [replace(last_kind, block="layer_mtp", suffix="_mtp", layers=model.mtp_layers)] if model.mtp_layers else []
     return (*kinds, *mtp)
@@ -68,8 +68,8 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
 
 def layer_names(model: Model) -> tuple[str, ...]:
     """Returns the block of every layer of the main model, first to last."""
-    blocks = {layer: kind.block for kind in layer_kinds(model) for layer in kind.layers}
-    return tuple(blocks[layer] for layer in range(model.num_layers))
+    block_of_layer = {layer: kind.block for kind in layer_kinds(model) for layer in kind.layers}
+    return tuple(block_of_layer[layer] for layer in range(model.num_layers))
 
 
 def local_name(weight: Weight) -> str:
@@ -83,16 +83,16 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
 
     Where layers are of several kinds, the weights of one kind are variables of their own: ``wq``, ``wq_moe``.
     """
-    variables: dict[str, tuple[Weight, int]] = {}
+    row_by_name: dict[str, tuple[Weight, int]] = {}
     for weight in (weight for weight in weight_table(model) if not weight.tied_to):
         if not weight.layers or local_name(weight).startswith(ENCODER):
-            variables[local_name(weight)] = (weight, weight.repeat)
+            row_by_name[local_name(weight)] = (weight, weight.repeat)
             continue
         for kind in layer_kinds(model):
-            repeat = len(set(kind.layers) & set(weight.layers))
-            if repeat:
-                variables[local_name(weight) + kind.suffix] = (weight, repeat)
-    return variables
+            num_layers = len(set(kind.layers) & set(weight.layers))
+            if num_layers:
+                row_by_name[local_name(weight) + kind.suffix] = (weight, num_layers)
+    return row_by_name
 
 
 @lru_cache(maxsize=64)
@@ -103,31 +103,31 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     """
     if model.encoder and options.documents:
         raise InputError("rows of an encoder and a decoder have one document each. Leave documents out.")
-    roles = {"tokens": "input", "labels": "input", "positions": "position"}
+    role_by_name = {"tokens": "input", "labels": "input", "positions": "position"}
     variables = {name: Variable(name, MASK_DATA[name], "position") for name in mask_data(model, options)}
-    variables |= {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
+    variables |= {name: Variable(name, ("B", "T"), role) for name, role in role_by_name.items()}
     variables["logits"] = Variable("logits", ("B", "T", "V"), "activation")
     for name, (weight, _) in weight_variables(model).items():
         is_split = weight.kind == "matrix" or weight.dims[0] in _SPLIT_DIMS or len(weight.dims) > 1
         role = "weight" if is_split and weight.part != "buffer" else "vector"
         variables[name] = Variable(name, weight.dims, role, weight.dtype, weight.inputs, weight.frozen)
-    encoder, stacks = _encoder(model, variables)
-    names, norm, loss = layer_names(model), written(model, FINAL_NORM), loss_text(model, options)
+    encoder_blocks, stacks = _encoder(model, variables)
+    names, norm_text, loss_lines = layer_names(model), written(model, FINAL_NORM), loss_text(model, options)
     kinds = (kind for kind in layer_kinds(model) if kind.layers != model.mtp_layers)
     blocks = (
-        *encoder,
+        *encoder_blocks,
         parse_block("embed", embed_text(model), variables),
         *(_layer_block(model, kind, variables, options, names) for kind in kinds),
     )
-    inputs = ("encoded",) if encoder else ()
+    inputs = ("encoded",) if encoder_blocks else ()
     decoder = Stack(first="embed", layers=names, last="final" if model.mtp_layers else "head", carry="x", inputs=inputs)
     if not model.mtp_layers:
-        return Program((*blocks, parse_block("head", norm + loss, variables)), variables, (*stacks, decoder))
-    final = parse_block("final", norm, variables)
-    of_mtp, mtp = _mtp(model, variables, options)
-    head = Stack(first="", layers=(), last="head", carry="hf")
-    last_blocks = (final, *of_mtp, parse_block("head", loss, variables))
-    return Program((*blocks, *last_blocks), variables, (decoder, mtp, head))
+        return Program((*blocks, parse_block("head", norm_text + loss_lines, variables)), variables, (*stacks, decoder))
+    final_block = parse_block("final", norm_text, variables)
+    mtp_blocks, mtp_stack = _mtp(model, variables, options)
+    head_stack = Stack(first="", layers=(), last="head", carry="hf")
+    last_blocks = (final_block, *mtp_blocks, parse_block("head", loss_lines, variables))
+    return Program((*blocks, *last_blocks), variables, (decoder, mtp_stack, head_stack))
 
 
 def _mtp(
@@ -151,21 +151,21 @@ def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block,
         return (), ()
     for name, role in (("tokens", "input"), ("positions", "position")):
         variables[f"{ENCODER}{name}"] = Variable(f"{ENCODER}{name}", ("B", "S"), role)
-    first, layer, last, x = (f"{ENCODER}{name}" for name in ("embed", "layer", "end", "x"))
+    first_name, layer_name, last_name, x_name = (f"{ENCODER}{name}" for name in ("embed", "layer", "end", "x"))
     depth, texts = model.encoder.num_layers, (embed_text(model), encoder_layer_text(model), written(model, FINAL_NORM))
-    embed, layers, end = map(_of_encoder, texts)
+    embed_lines, layer_lines, end_lines = map(_of_encoder, texts)
     blocks = (
-        parse_block(first, embed, variables),
-        parse_block(layer, layers, variables, repeat=depth, carry=x, result=f"{x}2"),
-        parse_block(last, end, variables, renamed={f"{ENCODER}hf": "encoded"}),
+        parse_block(first_name, embed_lines, variables),
+        parse_block(layer_name, layer_lines, variables, repeat=depth, carry=x_name, result=f"{x_name}2"),
+        parse_block(last_name, end_lines, variables, renamed={f"{ENCODER}hf": "encoded"}),
     )
-    return blocks, (Stack(first=first, layers=(layer,) * depth, last=last, carry=x),)
+    return blocks, (Stack(first=first_name, layers=(layer_name,) * depth, last=last_name, carry=x_name),)
 
 
 def _of_encoder(text: str) -> str:
     """Returns the lines of a decoder with the names and dims of the encoder's; the table of tokens is one for both."""
-    names = re.sub(r"(\w+)\[", lambda match: f"{'' if match[1] == 'embed' else ENCODER}{match[1]}[", text)
-    return names.replace("[B,T", "[B,S").replace("[P,", "[Ps,")
+    renamed_text = re.sub(r"(\w+)\[", lambda match: f"{'' if match[1] == 'embed' else ENCODER}{match[1]}[", text)
+    return renamed_text.replace("[B,T", "[B,S").replace("[P,", "[Ps,")
 
 
 def layer_dims(model: Model) -> dict[str, int]:
@@ -228,15 +228,15 @@ instead of 7 and run a tenth faster, since nothing is copied into and out of sta
 def spans(names: Sequence[str]) -> tuple[Span, ...]:
     """Returns layers as spans, in order: the repeating pattern at the front that covers most layers, then the spans of
     the remaining layers."""
-    starts = dict.fromkeys(names, 0)
+    next_row_of = dict.fromkeys(names, 0)
     spans_found: list[Span] = []
     names_left = tuple(names)
     while names_left:
         pattern, repeats = _leading(names_left)
-        row_starts = {name: starts[name] for name in dict.fromkeys(pattern)}
+        row_starts = {name: next_row_of[name] for name in dict.fromkeys(pattern)}
         spans_found.append(Span(pattern=pattern, repeats=repeats, starts=row_starts))
         for name in pattern:
-            starts[name] += repeats
+            next_row_of[name] += repeats
         names_left = names_left[len(pattern) * repeats :]
     return tuple(spans_found)
 
@@ -244,18 +244,18 @@ def spans(names: Sequence[str]) -> tuple[Span, ...]:
 def _leading(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
     """Returns the pattern at the front that covers most layers, and its repeats; the shorter of two that cover as
     many."""
-    best_pattern, num_covered = (names[:1], _repeats(names, 1)), 0
-    for length in range(1, min(MAX_PATTERN, len(names)) + 1):
-        repeats = _repeats(names, length)
-        if (repeats > 1 or length == 1) and repeats * length > num_covered:
-            best_pattern, num_covered = (names[:length], repeats), repeats * length
-    return best_pattern
+    best, num_covered = (names[:1], _repeats(names, 1)), 0
+    for pattern_len in range(1, min(MAX_PATTERN, len(names)) + 1):
+        num_repeats = _repeats(names, pattern_len)
+        if (num_repeats > 1 or pattern_len == 1) and num_repeats * pattern_len > num_covered:
+            best, num_covered = (names[:pattern_len], num_repeats), num_repeats * pattern_len
+    return best
 
 
-def _repeats(names: tuple[str, ...], length: int) -> int:
-    """Returns how often the first ``length`` names repeat in sequence."""
+def _repeats(names: tuple[str, ...], pattern_len: int) -> int:
+    """Returns how often the first ``pattern_len`` names repeat in sequence."""
     num_repeats = 1
-    while names[num_repeats * length : (num_repeats + 1) * length] == names[:length]:
+    while names[num_repeats * pattern_len : (num_repeats + 1) * pattern_len] == names[:pattern_len]:
         num_repeats += 1
     return num_repeats
 
@@ -263,15 +263,15 @@ def _repeats(names: tuple[str, ...], length: int) -> int:
 def rows(model: Model) -> dict[str, Weight]:
     """Returns, for each weight of the program (tied ones appear once), its row of the weight table, with the layers of
     that variable only."""
-    layers_of = {kind.suffix: kind.layers for kind in layer_kinds(model)}
-    weights = {}
+    layers_by_suffix = {kind.suffix: kind.layers for kind in layer_kinds(model)}
+    row_of = {}
     for name, (weight, _) in weight_variables(model).items():
         if not weight.layers or name.startswith(ENCODER):
-            weights[name] = weight
+            row_of[name] = weight
             continue
-        kind_layers = layers_of[name.removeprefix(local_name(weight))]
-        weights[name] = replace(weight, layers=tuple(layer for layer in kind_layers if layer in set(weight.layers)))
-    return weights
+        kind_layers = layers_by_suffix[name.removeprefix(local_name(weight))]
+        row_of[name] = replace(weight, layers=tuple(layer for layer in kind_layers if layer in set(weight.layers)))
+    return row_of
 
 
 # -- lines read -----------------------------------------------------------------------------------------------
@@ -314,12 +314,12 @@ def parse_block(
         if match is None:
             raise InputError(f"program line {line.strip()!r} is not 'out[dims] = ...'.")
         call = _CALL.fullmatch(match["rest"])
-        kind, args, options = call.groups("") if call else ("einsum", match["rest"], "")
-        inputs = tuple(map(entered, _ARG.findall(args)))
+        kind, args_text, options_text = call.groups("") if call else ("einsum", match["rest"], "")
+        inputs = tuple(map(entered, _ARG.findall(args_text)))
         if kind == "einsum" and len(inputs) != 2:
             raise InputError(f"program line {line.strip()!r} is not a product of two arrays.")
         # "window=128, sees_all" has the pairs (window, 128) and (sees_all, true)
-        pairs = (part.strip().partition("=") for part in options.split(",") if part.strip())
+        pairs = (part.strip().partition("=") for part in options_text.split(",") if part.strip())
         attributes = tuple((key.strip(), value.strip() or "true") for key, _, value in pairs)
         ops.append(Op(kind, inputs, entered(match["out"]), attributes))
     return Block(name, tuple(ops), repeat, carry, result, num_in_last_iterations)

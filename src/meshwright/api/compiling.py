@@ -41,23 +41,23 @@ def compile_request(request: Request, folder: Path) -> None:
     platform = request.target.platform if is_only_lower else ""
     write_json_whole(folder / OPTIONS, compiler_options(mesh))
     if job.trains:
-        lowered = step.lower(job.batch_seqs, job.seq_len, platform=platform)
+        lowered_step = step.lower(job.batch_seqs, job.seq_len, platform=platform)
     else:
-        lowered = step.on(mesh, platform).lower(step.shape_of(job))
+        lowered_step = step.on(mesh, platform).lower(step.shape_of(job))
     (folder / LOWERED).touch()
     if is_only_lower:
         return
-    compiled = lowered.compile()
-    analysis: Any = compiled.memory_analysis()
+    compiled_step = lowered_step.compile()
+    memory_analysis: Any = compiled_step.memory_analysis()
     memory = Memory(
-        arguments=analysis.argument_size_in_bytes,
-        temporaries=analysis.temp_size_in_bytes,
-        outputs=max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
-        peak=analysis.peak_memory_in_bytes,
+        arguments=memory_analysis.argument_size_in_bytes,
+        temporaries=memory_analysis.temp_size_in_bytes,
+        outputs=max(0, memory_analysis.output_size_in_bytes - memory_analysis.alias_size_in_bytes),
+        peak=memory_analysis.peak_memory_in_bytes,
     )
     if request.target.platform == "cpu":
         # the other compilers dump the text; some of libtpu's programs cannot be printed after compilation
-        write_text_whole(folder / MODULE, compiled.as_text() or "")
+        write_text_whole(folder / MODULE, compiled_step.as_text() or "")
     write_json_whole(folder / MEMORY, memory)
 
 
@@ -70,7 +70,7 @@ def target_mesh(request: Request) -> Mesh:
     if target.platform == "cpu":
         devices = list(jax.devices("cpu"))
     else:
-        options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
+        options = {name: tuple(value) if isinstance(value, list) else value for name, value in target.options.items()}
         topology = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
         devices = list(topology.devices)
     chips = in_order(devices) if target.platform == "tpu" else sorted(devices, key=lambda device: device.id)
@@ -79,7 +79,7 @@ def target_mesh(request: Request) -> Mesh:
             f"{target.topology} has {len(chips)} chips, but the plan has {target.num_devices}. Name the cluster with "
             f"its shape, such as v5p:4x4x8."
         )
-    ordered_chips = [chips[number] for number in request.order] if request.order else chips
+    ordered_chips = [chips[chip_index] for chip_index in request.order] if request.order else chips
     return device_mesh(request.strategy.mesh, ordered_chips)
 
 

@@ -45,10 +45,10 @@ def make_setting(
     """
     loaded_model = load_model(model) if isinstance(model, str | Path) else model
     parsed_cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    num_tokens = parse_count(f"{seq_len}", what="seq_len", least=1)
-    batch_seqs = parse_batch(f"{batch}", seq_len=num_tokens)
+    tokens_per_seq = parse_count(f"{seq_len}", what="seq_len", least=1)
+    batch_seqs = parse_batch(f"{batch}", seq_len=tokens_per_seq)
     weights_folder = weights_of(str(model)) if isinstance(model, str | Path) else ""
-    fields_of_job = {"batch_seqs": batch_seqs, "seq_len": num_tokens, "weights": weights_folder, **job_fields}
+    fields_of_job = {"batch_seqs": batch_seqs, "seq_len": tokens_per_seq, "weights": weights_folder, **job_fields}
     if not isinstance(calibration, Calibration):
         calibration = rates_for(parsed_cluster, None if calibration is None else Path(calibration), fitted=True)
     return Setting(loaded_model, parsed_cluster, convert_fields(fields_of_job, Job, section="job"), calibration)
@@ -61,9 +61,9 @@ def derive(model: str | Path | Model, strategy: Strategy | None = None, *, optim
     """
     loaded_model = load_model(model) if isinstance(model, str | Path) else model
     strategy_with_heads = strategy_of_heads(strategy or Strategy(mesh=make_mesh({})), loaded_model.num_kv_heads)
-    derived = derive_program(transformer(loaded_model), strategy_with_heads, optimizer=optimizer)
-    require_even_splits(derived, loaded_model, strategy_with_heads.mesh)
-    return derived
+    derivation = derive_program(transformer(loaded_model), strategy_with_heads, optimizer=optimizer)
+    require_even_splits(derivation, loaded_model, strategy_with_heads.mesh)
+    return derivation
 
 
 def plan_of(setting: Setting, strategy: Strategy) -> Plan:
@@ -73,16 +73,16 @@ def plan_of(setting: Setting, strategy: Strategy) -> Plan:
     Raises CannotRunError, which names the broken rule, for a strategy that does not run.
     """
     require_legal(setting, strategy)
-    priced = price_strategy(setting, strategy)
+    price = price_strategy(setting, strategy)
     if setting.cluster.kind == "torus":
-        strategy = msgspec.structs.replace(strategy, placement=priced.placement.describe())
-    return plan_in(setting, strategy, priced.estimate)
+        strategy = msgspec.structs.replace(strategy, placement=price.placement.describe())
+    return plan_in(setting, strategy, price.estimate)
 
 
 def changed_plan(plan: Plan, **changes: Any) -> Plan:
     """Returns the plan with parts changed (``strategy=``, ``job=``, ...), checked and predicted again by `plan_of`."""
-    fields = set(Plan.__struct_fields__) - {"predicted", "version"}
-    if unknown := set(changes) - fields:
-        raise InputError(f"{min(unknown)!r} is no part of a plan that can change.{nearest(min(unknown), fields)}")
+    field_names = set(Plan.__struct_fields__) - {"predicted", "version"}
+    if unknown := set(changes) - field_names:
+        raise InputError(f"{min(unknown)!r} is no part of a plan that can change.{nearest(min(unknown), field_names)}")
     new_plan = msgspec.structs.replace(plan, **changes)
     return plan_of(new_plan.setting, new_plan.strategy)

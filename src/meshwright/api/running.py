@@ -65,15 +65,15 @@ def require_devices(plan: Plan) -> None:
     from meshwright.parallel.mesh import emulate_devices
     from meshwright.parallel.processes import start_processes
 
-    cluster, processes = plan.cluster, start_processes()
-    share, num_left_over = divmod(cluster.num_chips, processes)
+    cluster, num_procs = plan.cluster, start_processes()
+    num_own, num_left_over = divmod(cluster.num_chips, num_procs)
     if num_left_over:
         raise CannotRunError(
-            f"{cluster.num_chips} devices of {cluster.short_name} do not divide into {processes} processes. "
+            f"{cluster.num_chips} devices of {cluster.short_name} do not divide into {num_procs} processes. "
             f"Launch a number of processes that divides {cluster.num_chips}."
         )
     if cluster.kind == "host":
-        emulate_devices(share)
+        emulate_devices(num_own)
     import jax
 
     devices = jax.devices()
@@ -82,10 +82,10 @@ def require_devices(plan: Plan) -> None:
             f"the plan is for {cluster.num_chips} {cluster.chip.name} chips, but this machine has {len(devices)} of "
             f"platform {devices[0].platform}. Run it on such chips, or plan for emulated devices: --on cpu:8."
         )
-    if processes > 1 and jax.local_device_count() != share:
+    if num_procs > 1 and jax.local_device_count() != num_own:
         raise CannotRunError(
-            f"this process has {jax.local_device_count()} devices, but the plan gives {share} to each of {processes} "
-            f"processes. Start them with launch --processes {processes} --devices {share}, or make {share} visible."
+            f"this process has {jax.local_device_count()} devices, but the plan gives {num_own} to each of {num_procs} "
+            f"processes. Start them with launch --processes {num_procs} --devices {num_own}, or make {num_own} visible."
         )
 
 
@@ -139,13 +139,13 @@ def generate_text(
     prompt_ids = [source.text.encode(text) for text in prompts]
     sampling = fitted(options.sampling or LIKELIEST, type(LIKELIEST), "TextOptions.sampling")
     requests = as_requests(prompt_ids, max_tokens=options.max_tokens, sampling=sampling, end_tokens=source.end_tokens)
-    longest, positions, num_new = max(map(len, prompt_ids)), source.model.max_positions, options.max_tokens
-    if longest + num_new > positions:  # beyond its positions the model would not write text
+    longest, max_positions, num_new = max(map(len, prompt_ids)), source.model.max_positions, options.max_tokens
+    if longest + num_new > max_positions:  # beyond its positions the model would not write text
         raise InputError(
             f"a prompt of {counted(longest, 'token')} and {num_new:,} more need {longest + num_new:,} positions, but "
-            f"{source.model.name} has {positions:,}. Shorten the prompt, or use a smaller max_tokens."
+            f"{source.model.name} has {max_positions:,}. Shorten the prompt, or use a smaller max_tokens."
         )
-    bounds = RequestBounds(source.model.vocab_size, options.max_len or positions, source.adapters)
+    bounds = RequestBounds(source.model.vocab_size, options.max_len or max_positions, source.adapters)
     for request in requests:  # before anything compiles
         bounds.check(request)
     opened_engine = open_engine(source, options, requests=requests)
@@ -154,16 +154,16 @@ def generate_text(
         for line in opened_engine.lines:
             on_loaded(line)
     streams = [TextStream(source.text, prompt) for prompt in prompt_ids]
-    pieces: list[list[str]] = [[] for _ in prompts]
+    pieces_by_prompt: list[list[str]] = [[] for _ in prompts]
 
     def push(row: int, text: str) -> None:
-        pieces[row].append(text)
+        pieces_by_prompt[row].append(text)
         if on_text is not None:
             on_text(row, text)
 
-    generated = generate(opened_engine.engine, requests, lambda row, token: push(row, streams[row].push(token)))
+    generation = generate(opened_engine.engine, requests, lambda row, token: push(row, streams[row].push(token)))
     for row, stream in enumerate(streams):
         push(row, stream.finish())
-    texts = tuple("".join(parts) for parts in pieces)
+    texts = tuple("".join(parts) for parts in pieces_by_prompt)
     mesh_axes = {**opened_engine.engine.engines[0].packed.strategy.mesh, "data": len(opened_engine.engine.engines)}
-    return GeneratedText(model=source.model.name, mesh=mesh_axes, texts=texts, generated=generated, opened_s=opened_s)
+    return GeneratedText(model=source.model.name, mesh=mesh_axes, texts=texts, generated=generation, opened_s=opened_s)

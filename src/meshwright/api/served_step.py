@@ -83,8 +83,8 @@ class ServedDecode:
 
     def compile(self) -> jax.stages.Compiled:
         """Returns the program of a step in which all requests decode."""
-        shapes = (shape for shape in self.engine.shapes() if shape.longest == 1)
-        return self.step.compiled(next(shape for shape in shapes if shape.rows >= self.job.batch_seqs))
+        decode_shapes = (shape for shape in self.engine.shapes() if shape.longest == 1)
+        return self.step.compiled(next(shape for shape in decode_shapes if shape.rows >= self.job.batch_seqs))
 
     def advance(self, compiled: jax.stages.Compiled) -> None:
         """Runs a step of the engine; until it has ended, so that all of it is in one window of the trace."""

@@ -31,12 +31,12 @@ class Clock(Protocol):
         return np.zeros(num_steps) + self.step_s(num_decode, cached_by_step, 0, 0.0)
 
 
-def _grid(most: int, ratio: float) -> list[int]:
-    """Returns 0 and whole numbers to ``most``, each at most ``ratio`` times the one before, or one more."""
-    numbers = [0, 1]
-    while numbers[-1] < most:
-        numbers.append(max(numbers[-1] + 1, int(numbers[-1] * ratio)))
-    return [*numbers[:-1], max(most, 1)]
+def _grid(max_value: int, ratio: float) -> list[int]:
+    """Returns 0 and whole numbers to ``max_value``, each at most ``ratio`` times the one before, or one more."""
+    grid_values = [0, 1]
+    while grid_values[-1] < max_value:
+        grid_values.append(max(grid_values[-1] + 1, int(grid_values[-1] * ratio)))
+    return [*grid_values[:-1], max(max_value, 1)]
 
 
 class TabledClock(Clock):
@@ -49,7 +49,7 @@ class TabledClock(Clock):
 
     def __init__(self, clock: Clock, most: tuple[int, int, int, int]) -> None:
         self._most = most
-        self._grids = [_grid(largest, ratio) for largest, ratio in zip(most, (1.3, 2, 1.3, 2), strict=True)]
+        self._grids = [_grid(max_value, ratio) for max_value, ratio in zip(most, (1.3, 2, 1.3, 2), strict=True)]
         mesh = np.meshgrid(*(np.asarray(grid) for grid in self._grids), indexing="ij", sparse=True)
         seconds_table = np.broadcast_to(clock.step_s(*mesh), tuple(map(len, self._grids)))
         self._table = np.ascontiguousarray(seconds_table, dtype=float)
@@ -66,23 +66,23 @@ class TabledClock(Clock):
         """Returns the seconds of each of a number of steps, see `Clock`."""
         if num_decode not in self._rows:
             self._rows[num_decode] = self._blend((num_decode,))[:, 0, 0]
-        max_cached = cached_tokens + num_decode * (num_steps - 1)
-        if max_cached > self._most[1]:
-            raise InputError(f"{max_cached:,} cached tokens are beyond the table's {self._most[1]:,}.")
+        max_cached_tokens = cached_tokens + num_decode * (num_steps - 1)
+        if max_cached_tokens > self._most[1]:
+            raise InputError(f"{max_cached_tokens:,} cached tokens are beyond the table's {self._most[1]:,}.")
         cached_by_step = cached_tokens + num_decode * np.arange(num_steps)
         return np.interp(cached_by_step, self._cached, self._rows[num_decode])
 
-    def _blend(self, at: Sequence[float]) -> Number:
+    def _blend(self, point: Sequence[float]) -> Number:
         """Returns the table interpolated in its first dims."""
-        slices, shares = [], []
-        for value, grid, max_value in zip(at, self._grids, self._most, strict=False):
-            if value > max_value:
+        slices, fractions = [], []
+        for coord, grid, max_value in zip(point, self._grids, self._most, strict=False):
+            if coord > max_value:
                 limits = ", ".join(f"{largest:,}" for largest in self._most)
-                raise InputError(f"a step of {value:,} is beyond the table's {limits} (decode, cached, prefill, past).")
-            low_index = min(bisect_right(grid, value), len(grid) - 1) - 1
+                raise InputError(f"a step of {coord:,} is beyond the table's {limits} (decode, cached, prefill, past).")
+            low_index = min(bisect_right(grid, coord), len(grid) - 1) - 1
             slices.append(slice(low_index, low_index + 2))
-            shares.append((value - grid[low_index]) / (grid[low_index + 1] - grid[low_index]))
-        block = self._table[tuple(slices)]
-        for share in shares:
-            block = block[0] + (block[1] - block[0]) * share
-        return block
+            fractions.append((coord - grid[low_index]) / (grid[low_index + 1] - grid[low_index]))
+        corner_block = self._table[tuple(slices)]
+        for fraction in fractions:
+            corner_block = corner_block[0] + (corner_block[1] - corner_block[0]) * fraction
+        return corner_block

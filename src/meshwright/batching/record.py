@@ -65,14 +65,14 @@ class StepsLog:
 
     def gaps(self) -> TokenGaps:
         """Returns all gaps, in no order."""
-        ends_s, run_lengths = np.array(self._ends), np.array(self._lengths)
-        is_in_run = np.ones(len(ends_s), dtype=bool)
-        is_in_run[np.cumsum(run_lengths) - run_lengths] = False
-        gap_s, end_s, num = np.array(self._single).reshape(-1, 3).T
+        ends_s, steps_per_run = np.array(self._ends), np.array(self._lengths)
+        has_gap = np.ones(len(ends_s), dtype=bool)
+        has_gap[np.cumsum(steps_per_run) - steps_per_run] = False
+        gap_s, end_s, num_requests = np.array(self._single).reshape(-1, 3).T
         return TokenGaps(
-            gap_s=np.concatenate([gap_s, np.diff(ends_s, prepend=0.0)[is_in_run]]),
-            end_s=np.concatenate([end_s, ends_s[is_in_run]]),
-            num=np.concatenate([num.astype(np.int32), np.repeat(np.array(self._live), run_lengths - 1)]),
+            gap_s=np.concatenate([gap_s, np.diff(ends_s, prepend=0.0)[has_gap]]),
+            end_s=np.concatenate([end_s, ends_s[has_gap]]),
+            num=np.concatenate([num_requests.astype(np.int32), np.repeat(np.array(self._live), steps_per_run - 1)]),
         )
 
     def runs(self) -> Floats:
@@ -224,14 +224,14 @@ class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tr
         taken_slots = (self._slots_to(max_cached) - self._slots_to(min_cached)).sum()
         return float(1 - used_slots / taken_slots) if taken_slots else 0.0
 
-    def _slots_to(self, most: Ints) -> Ints:
-        """Returns the sum of the slots in the pages of 1, ..., most tokens."""
-        full_pages, rest_tokens = np.divmod(most, self.page_len)
+    def _slots_to(self, n: Ints) -> Ints:
+        """Returns the sum of the slots in the pages of 1, ..., n tokens."""
+        full_pages, rest_tokens = np.divmod(n, self.page_len)
         return self.page_len * (self.page_len * _sum_to(full_pages) + rest_tokens * (full_pages + 1))
 
 
-def _sum_to(most: Ints) -> Ints:
-    return most * (most + 1) // 2
+def _sum_to(n: Ints) -> Ints:
+    return n * (n + 1) // 2
 
 
 def _use(log: StepsLog, start_s: float, end_s: float) -> PoolUse:
@@ -254,9 +254,9 @@ def percentiles(values: Floats, num: NDArray[np.int32] | None = None) -> Percent
         return Percentiles(mean=np.nan, p50=np.nan, p90=np.nan, p99=np.nan)
     sort_order = np.argsort(values)
     sorted_values = values[sort_order]
-    cumulative = np.arange(1, len(values) + 1) if num is None else np.cumsum(num[sort_order], dtype=np.int64)
-    ranks = np.array([0.5, 0.9, 0.99]) * (cumulative[-1] - 1)
-    low_values = sorted_values[np.searchsorted(cumulative, np.floor(ranks), side="right")]
-    high_values = sorted_values[np.searchsorted(cumulative, np.ceil(ranks), side="right")]
+    num_up_to = np.arange(1, len(values) + 1) if num is None else np.cumsum(num[sort_order], dtype=np.int64)
+    ranks = np.array([0.5, 0.9, 0.99]) * (num_up_to[-1] - 1)
+    low_values = sorted_values[np.searchsorted(num_up_to, np.floor(ranks), side="right")]
+    high_values = sorted_values[np.searchsorted(num_up_to, np.ceil(ranks), side="right")]
     p50, p90, p99 = (low_values + (high_values - low_values) * (ranks - np.floor(ranks))).tolist()
     return Percentiles(mean=float(np.average(values, weights=num)), p50=p50, p90=p90, p99=p99)

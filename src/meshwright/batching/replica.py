@@ -57,16 +57,16 @@ class Replica:
         if not step.repeats:
             return False
         for active in step.admitted:
-            number = active.request.number
+            request_id = active.request.number
             if active.is_ready:
-                self._joined[number] = self._away.pop(number)
-            elif isnan(self._times.admitted_s[number]):
-                self._times.admitted_s[number] = now_s
+                self._joined[request_id] = self._away.pop(request_id)
+            elif isnan(self._times.admitted_s[request_id]):
+                self._times.admitted_s[request_id] = now_s
         for active in step.preempted:
-            number = active.request.number
-            self._times.num_preempted[number] += 1
-            if active.produced and number not in self._away:
-                self._away[number] = self._joined.pop(number, self._decoded_s)
+            request_id = active.request.number
+            self._times.num_preempted[request_id] += 1
+            if active.produced and request_id not in self._away:
+                self._away[request_id] = self._joined.pop(request_id, self._decoded_s)
         self._step = step
         num_repeats = min(step.repeats, self._most_jump)
         decode_load = len(step.decode), step.cached_tokens
@@ -103,13 +103,13 @@ class Replica:
             self._decoded_s = now_s
         prefilled, ended = scheduler.commit(step, num_steps)
         for active in prefilled:
-            number = active.request.number
-            if number in self._away:
-                log.add_gap(now_s - self._away.pop(number), now_s, 1)
+            request_id = active.request.number
+            if request_id in self._away:
+                log.add_gap(now_s - self._away.pop(request_id), now_s, 1)
             else:
-                times.first_token_s[number] = now_s
+                times.first_token_s[request_id] = now_s
             if not step.decode and active.produced < active.request.output:
-                self._joined[number] = now_s
+                self._joined[request_id] = now_s
         for active in ended:
             times.ended_s[active.request.number] = now_s
         if self.recorder:

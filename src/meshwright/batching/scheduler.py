@@ -134,19 +134,19 @@ class Scheduler:
                 preempted = self._take_decode_pages()
                 if preempted and not self.running:
                     chunks = admit(admitted)
-        decode = () if chunks and policy != "chunked" else tuple(self._decoding.values())
-        num_prefill, twice_past = 0, 0
+        decoding_requests = () if chunks and policy != "chunked" else tuple(self._decoding.values())
+        num_prefill_tokens, twice_past_tokens = 0, 0
         for active, num_tokens in chunks:
-            num_prefill += num_tokens
-            twice_past += num_tokens * (2 * active.cached + num_tokens - 1)
+            num_prefill_tokens += num_tokens
+            twice_past_tokens += num_tokens * (2 * active.cached + num_tokens - 1)
         return EngineStep(
-            decode=decode,
-            cached_tokens=self._cached if decode else 0,
+            decode=decoding_requests,
+            cached_tokens=self._cached if decoding_requests else 0,
             prefill=tuple(chunks),
-            prefill_tokens=num_prefill,
-            prefill_past=twice_past / (2 * num_prefill) if num_prefill else 0.0,
+            prefill_tokens=num_prefill_tokens,
+            prefill_past=twice_past_tokens / (2 * num_prefill_tokens) if num_prefill_tokens else 0.0,
             # After a preemption there may be room again for the next in the queue.
-            repeats=1 if chunks or preempted else self._quiet_rounds(rounds_to_look) if decode else 0,
+            repeats=1 if chunks or preempted else self._quiet_rounds(rounds_to_look) if decoding_requests else 0,
             admitted=tuple(admitted),
             preempted=tuple(preempted),
         )
@@ -161,10 +161,10 @@ class Scheduler:
         if step.decode:
             if num_steps > 1:
                 # the pages that the rounds after the next one write first
-                full_pages, rest_rounds = divmod(num_steps - 1, self.limits.page_len)
+                pages_each, rest_rounds = divmod(num_steps - 1, self.limits.page_len)
                 rounds = range(self.round + 1, self.round + 1 + rest_rounds)
                 num_crossing = sum(self._crossings[round_number % self.limits.page_len] for round_number in rounds)
-                self.pages.take(full_pages * len(self._decoding) + num_crossing)
+                self.pages.take(pages_each * len(self._decoding) + num_crossing)
             self.round += num_steps
             self._cached += num_steps * len(step.decode)
         self._looked = self.round if step.prefill else self._looked
@@ -178,12 +178,12 @@ class Scheduler:
                 prefilled.append(active)
         while self._ends and self._ends[0][0] <= self.round:
             end_round, admission = heappop(self._ends)
-            ending = self._decoding.get(admission)
-            if ending and ending.end_round == end_round:
-                ended.append(ending)
+            ending_request = self._decoding.get(admission)
+            if ending_request and ending_request.end_round == end_round:
+                ended.append(ending_request)
                 self.num_live -= 1
                 if self.limits.policy != "static":
-                    self._leave(ending, ended=True)
+                    self._leave(ending_request, ended=True)
         if ended:
             self._end_static_batch()
         return prefilled, ended
@@ -195,12 +195,12 @@ class Scheduler:
 
     def _take_decode_pages(self) -> list[ActiveRequest]:
         """Takes the pages that the next round writes first; returns the requests that were preempted for them."""
-        offset = self.round % self.limits.page_len
-        needed_pages = self._crossings[offset] + sum(self._owed.values())
+        page_offset = self.round % self.limits.page_len
+        needed_pages = self._crossings[page_offset] + sum(self._owed.values())
         preempted = []
         while needed_pages > self.pages.room:
             victim = self.running[next(reversed(self.running))]
-            needed_pages -= victim.joined >= 0 and self._crossing(victim) == offset
+            needed_pages -= victim.joined >= 0 and self._crossing(victim) == page_offset
             needed_pages -= self._owed.get(victim.admission, 0)
             preempted.append(victim)
             num_produced = victim.produced + (self.round - victim.joined if victim.joined >= 0 else 0)
@@ -214,48 +214,48 @@ class Scheduler:
 
     def _chunks(self, admitted: list[ActiveRequest], *, may_admit: bool) -> list[tuple[ActiveRequest, int]]:
         """Spends what decoding leaves of the token budget on prompts, first those that have begun."""
-        budget = self.limits.token_budget - len(self._decoding) * (1 + self.limits.num_drafts)
+        tokens_left = self.limits.token_budget - len(self._decoding) * (1 + self.limits.num_drafts)
         chunks = []
         for prefilling in self._prefilling:
-            num_tokens = min(budget, prefilling.uncached)
+            num_tokens = min(tokens_left, prefilling.uncached)
             if num_tokens:
                 chunks.append((prefilling, num_tokens))
-                budget -= num_tokens
-        while may_admit and budget > 0 and (active := self._admit_next()):
+                tokens_left -= num_tokens
+        while may_admit and tokens_left > 0 and (active := self._admit_next()):
             admitted.append(active)
-            num_tokens = min(budget, active.uncached)
+            num_tokens = min(tokens_left, active.uncached)
             if num_tokens:
                 chunks.append((active, num_tokens))
             elif self._crossing(active) == self.round % self.limits.page_len:
                 self.pages.take(1)  # it decodes in this step, whose pages were taken before
-            budget -= num_tokens or 1 + self.limits.num_drafts
+            tokens_left -= num_tokens or 1 + self.limits.num_drafts
         return chunks
 
     def _whole_prompts(self, admitted: list[ActiveRequest]) -> list[tuple[ActiveRequest, int]]:
-        budget, chunks = self.limits.token_budget, list[tuple[ActiveRequest, int]]()
-        while active := self._admit_next(budget if chunks else None):
+        tokens_left, chunks = self.limits.token_budget, list[tuple[ActiveRequest, int]]()
+        while active := self._admit_next(tokens_left if chunks else None):
             admitted.append(active)
             if active.uncached:
                 chunks.append((active, active.uncached))
-                budget -= active.uncached
+                tokens_left -= active.uncached
         return chunks
 
     def _static_batch(self, admitted: list[ActiveRequest]) -> list[tuple[ActiveRequest, int]]:
         """Admits the next requests that have room together until the longest of their outputs ends."""
         if self.running:
             return []
-        limits, batch = self.limits, list[GenerationRequest]()
-        max_output = num_pages = 0
+        limits, batch_requests = self.limits, list[GenerationRequest]()
+        max_output_len = num_pages = 0
         for active in islice(self.waiting, limits.max_requests):
             request = active.request
-            if request.output > max_output:
-                max_output = request.output
-                num_pages = sum(limits.pages(earlier.prompt + max_output - 1) for earlier in batch)
-            num_pages += limits.pages(request.prompt + max_output - 1)
+            if request.output > max_output_len:
+                max_output_len = request.output
+                num_pages = sum(limits.pages(earlier.prompt + max_output_len - 1) for earlier in batch_requests)
+            num_pages += limits.pages(request.prompt + max_output_len - 1)
             if num_pages > limits.num_pages:
                 break
-            batch.append(request)
-        for _ in batch:
+            batch_requests.append(request)
+        for _ in batch_requests:
             active = self.waiting.popleft()
             self.pages.take(limits.pages(active.num_known))
             self._enter(active)
@@ -269,25 +269,25 @@ class Scheduler:
         max_pages = min(active.request.prefix_len, active.num_known - 1) // self.limits.page_len
         return self.pages.usable(active.request.prefix, max_pages)
 
-    def _admit_next(self, most_tokens: int | None = None) -> ActiveRequest | None:
+    def _admit_next(self, max_tokens: int | None = None) -> ActiveRequest | None:
         """Admits the head of the queue if a slot and its pages are free, and it has at most so many to prefill."""
         if not self.waiting or len(self.running) >= self.limits.max_requests:
             return None
-        active, pool, page_len = self.waiting[0], self.pages, self.limits.page_len
-        prefix, hit_pages = active.request.prefix, self._hit_pages(active)
-        if most_tokens is not None and active.uncached - hit_pages * page_len > most_tokens:
+        active, page_pool, page_len = self.waiting[0], self.pages, self.limits.page_len
+        prefix_key, hit_pages = active.request.prefix, self._hit_pages(active)
+        if max_tokens is not None and active.uncached - hit_pages * page_len > max_tokens:
             return None
         needed_pages = self.limits.pages(active.num_known)
-        spare_pages = int(self.limits.watermark * pool.num_pages) if self.running else 0
-        if needed_pages - hit_pages + spare_pages > pool.room_beside(prefix if hit_pages else None):
-            if needed_pages + spare_pages > pool.room:
+        spare_pages = int(self.limits.watermark * page_pool.num_pages) if self.running else 0
+        if needed_pages - hit_pages + spare_pages > page_pool.room_beside(prefix_key if hit_pages else None):
+            if needed_pages + spare_pages > page_pool.room:
                 return None
             hit_pages = 0  # there is room if the prefix is evicted, which is longer than what this request shares of it
-        if hit_pages and prefix is not None:
-            pool.pin(prefix, hit_pages)
+        if hit_pages and prefix_key is not None:
+            page_pool.pin(prefix_key, hit_pages)
             active.cached, active.shared_pages = hit_pages * page_len, hit_pages
         # The page for the next token of a request that decodes at once is taken as for all that decode.
-        pool.take(self.limits.pages(active.cached) if active.is_ready else needed_pages - hit_pages)
+        page_pool.take(self.limits.pages(active.cached) if active.is_ready else needed_pages - hit_pages)
         self.waiting.popleft()
         self._enter(active)
         return active
@@ -333,24 +333,24 @@ class Scheduler:
 
     def _keep_prefix(self, active: ActiveRequest) -> None:
         """Shares the full pages of a prefix that were just computed, unless another request was first."""
-        prefix, num_kept = active.request.prefix, self.pages.kept(active.request.prefix)
-        num_new = min(active.request.prefix_len, active.cached) // self.limits.page_len - num_kept
-        if self.limits.prefix_cache and prefix is not None and num_new > 0 and active.shared_pages == num_kept:
-            self.pages.keep(prefix, num_new)
-            active.shared_pages += num_new
+        prefix_key, kept_pages = active.request.prefix, self.pages.kept(active.request.prefix)
+        new_pages = min(active.request.prefix_len, active.cached) // self.limits.page_len - kept_pages
+        if self.limits.prefix_cache and prefix_key is not None and new_pages > 0 and active.shared_pages == kept_pages:
+            self.pages.keep(prefix_key, new_pages)
+            active.shared_pages += new_pages
 
-    def _quiet_rounds(self, rest: int) -> int:
-        """Returns for how many rounds no request ends before the last and the free pages suffice, at most ``rest`` if
-        requests wait to be looked for."""
+    def _quiet_rounds(self, rest_rounds: int) -> int:
+        """Returns for how many rounds no request ends before the last and the free pages suffice, at most
+        ``rest_rounds`` if requests wait to be looked for."""
         while (active := self._decoding.get(self._ends[0][1])) is None or active.end_round != self._ends[0][0]:
             heappop(self._ends)
         max_rounds, page_len, free_pages = self._ends[0][0] - self.round - 1, self.limits.page_len, self.pages.room
-        rounds = free_pages // len(self._decoding) * page_len
+        num_rounds = free_pages // len(self._decoding) * page_len
         free_pages %= len(self._decoding)
-        while rounds < max_rounds:
-            free_pages -= self._crossings[(self.round + 1 + rounds) % page_len]
+        while num_rounds < max_rounds:
+            free_pages -= self._crossings[(self.round + 1 + num_rounds) % page_len]
             if free_pages < 0:
                 break
-            rounds += 1
-        quiet_rounds = min(rounds, max_rounds) + 1
-        return min(quiet_rounds, rest) if rest and self.waiting else quiet_rounds
+            num_rounds += 1
+        quiet_rounds = min(num_rounds, max_rounds) + 1
+        return min(quiet_rounds, rest_rounds) if rest_rounds and self.waiting else quiet_rounds

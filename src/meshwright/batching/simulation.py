@@ -52,8 +52,8 @@ class _Line:
         pool.check()
         self.log = StepsLog(pool.num_replicas)
         self.replicas = [Replica(pool.limits, pool.clock, times, self.log, most_jump) for _ in range(pool.num_replicas)]
-        for number, replica in enumerate(self.replicas if spans else ()):
-            replica.recorder = SlotRecorder(number, pool.limits.max_requests)
+        for replica_index, replica in enumerate(self.replicas if spans else ()):
+            replica.recorder = SlotRecorder(replica_index, pool.limits.max_requests)
         self._routing, self._homes, self._count = pool.routing, dict[int, int](), 0
 
     @property
@@ -68,12 +68,12 @@ class _Line:
             return (self._count - 1) % len(self.replicas)
         loads = [replica.scheduler.load for replica in self.replicas]
         min_load, max_load = min(loads), max(loads)
-        index = loads.index(min_load)
+        replica_index = loads.index(min_load)
         if self._routing == "prefix_aware" and request.prefix is not None:
             if max_load - min_load <= IMBALANCE or max_load <= IMBALANCE_RATIO * min_load:
-                index = self._homes.get(request.prefix, index)
-            self._homes[request.prefix] = index
-        return index
+                replica_index = self._homes.get(request.prefix, replica_index)
+            self._homes[request.prefix] = replica_index
+        return replica_index
 
 
 def simulate(
@@ -125,31 +125,31 @@ class _Events:
         """Runs until nothing is left to happen."""
         self._send(0.0)
         while self._events:
-            now_s, kind, number = heappop(self._events)
-            if kind == 1:
-                self._arrive(now_s, number)
-            elif kind == 2:
-                if self._replicas[number].end_s == inf and self._replicas[number].begin(now_s):
-                    heappush(self._events, (self._replicas[number].end_s, 0, number))
-            elif self._replicas[number].end_s == now_s:
-                self._end(now_s, number)
-                heappush(self._events, (now_s, 2, number))
+            now_s, event_kind, whose = heappop(self._events)
+            if event_kind == 1:
+                self._arrive(now_s, whose)
+            elif event_kind == 2:
+                if self._replicas[whose].end_s == inf and self._replicas[whose].begin(now_s):
+                    heappush(self._events, (self._replicas[whose].end_s, 0, whose))
+            elif self._replicas[whose].end_s == now_s:
+                self._end(now_s, whose)
+                heappush(self._events, (now_s, 2, whose))
 
     def _send(self, now_s: float) -> None:
         """Has the client send its next request, if it may."""
-        if self._in_flight < self._most and (next_request := next(self._source, None)):
+        if self._in_flight < self._most and (next_arrival := next(self._source, None)):
             self._in_flight += 1
-            sent_s, request = max(next_request[0], now_s), next_request[1]
+            sent_s, request = max(next_arrival[0], now_s), next_arrival[1]
             self.sent_s[request.number] = sent_s
             self._coming[request.number] = request
             heappush(self._events, (sent_s, 1, request.number))
 
-    def _arrive(self, now_s: float, number: int) -> None:
-        request = self._coming.pop(number)
-        line = self._lines[request.prefilled]
-        replica_index = line.route(request) + len(self._lines[0].replicas) * request.prefilled
+    def _arrive(self, now_s: float, request_id: int) -> None:
+        request = self._coming.pop(request_id)
+        pool_line = self._lines[request.prefilled]
+        replica_index = pool_line.route(request) + len(self._lines[0].replicas) * request.prefilled
         if len(self._lines) > 1 and not request.prefilled:
-            self._coming[number] = request
+            self._coming[request_id] = request
             request = replace(request, output=1)
         if not request.prefilled:
             self._send(now_s)
@@ -161,9 +161,9 @@ class _Events:
         elif replica.end_s < planned_end_s:
             heappush(self._events, (replica.end_s, 0, replica_index))
 
-    def _end(self, now_s: float, number: int) -> None:
+    def _end(self, now_s: float, replica_index: int) -> None:
         """Ends a replica's step: requests go on to the pool that decodes, or make room for the client's next."""
-        for ended_request in self._replicas[number].end():
+        for ended_request in self._replicas[replica_index].end():
             full_request = self._coming.pop(ended_request.number, ended_request)
             if full_request.output > ended_request.output:
                 self._coming[ended_request.number] = replace(full_request, prefilled=True)

@@ -43,22 +43,22 @@ class SlotRecorder:
         for active, _ in step.prefill:
             self._add(active.request.number, start_s, end_s, "prefill")
         for active in step.decode:
-            number = active.request.number
-            self._add(number, start_s, end_s, "ended" if number in self._ended else "decode")
+            request_id = active.request.number
+            self._add(request_id, start_s, end_s, "ended" if request_id in self._ended else "decode")
 
     def leave(self, ended: Iterable[ActiveRequest], running: Iterable[ActiveRequest]) -> None:
         """Frees the slots of requests that do not run any more; ``ended`` have all their tokens."""
         self._ended.update(active.request.number for active in ended)
-        for number in self._slots.keys() - {active.request.number for active in running}:
-            heappush(self._free, self._slots.pop(number))
+        for request_id in self._slots.keys() - {active.request.number for active in running}:
+            heappush(self._free, self._slots.pop(request_id))
 
-    def _add(self, request: int, start_s: float, end_s: float, phase: SlotPhase) -> None:
-        slot = self._slots[request]
+    def _add(self, request_id: int, start_s: float, end_s: float, phase: SlotPhase) -> None:
+        slot = self._slots[request_id]
         last_span = self.spans[self._last[slot]] if slot in self._last else None
-        if last_span and (last_span.request, last_span.phase, last_span.end_s) == (request, phase, start_s):
+        if last_span and (last_span.request, last_span.phase, last_span.end_s) == (request_id, phase, start_s):
             self.spans[self._last[slot]] = msgspec.structs.replace(last_span, end_s=end_s)
             return
         self._last[slot] = len(self.spans)
         self.spans.append(
-            SlotSpan(replica=self._replica, slot=slot, request=request, start_s=start_s, end_s=end_s, phase=phase)
+            SlotSpan(replica=self._replica, slot=slot, request=request_id, start_s=start_s, end_s=end_s, phase=phase)
         )

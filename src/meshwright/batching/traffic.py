@@ -54,12 +54,12 @@ class RequestTraffic(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Yields the time of arrival and the request, numbered from 0."""
         columns = (self.arrival_s, self.prompt, self.output, self.prefix, self.prefix_len)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        for number, (arrival_s, prompt, output, prefix, prefix_len) in enumerate(rows):
+        for request_id, (arrival_s, prompt_len, output_len, prefix_key, prefix_len) in enumerate(rows):
             request = GenerationRequest(
-                number=number,
-                prompt=prompt,
-                output=output,
-                prefix=prefix if prefix >= 0 else None,
+                number=request_id,
+                prompt=prompt_len,
+                output=output_len,
+                prefix=prefix_key if prefix_key >= 0 else None,
                 prefix_len=prefix_len,
             )
             yield arrival_s, request
@@ -148,12 +148,12 @@ def parse_lengths(text: str) -> LengthSampler:
     least_text, _, most_text = text.partition("..")
     try:
         if kind == "lognormal" and len(number_texts) in (1, 2):
-            mean, sigma = float(number_texts[0]), float(number_texts[1]) if number_texts[1:] else LOGNORMAL_SIGMA
+            mean_len, sigma = float(number_texts[0]), float(number_texts[1]) if number_texts[1:] else LOGNORMAL_SIGMA
         else:
-            bounds = [parse_count(bound_text) for bound_text in (least_text, most_text or least_text)]
+            len_bounds = [parse_count(bound_text) for bound_text in (least_text, most_text or least_text)]
     except ValueError:
         raise InputError(f"lengths {text!r} are not understood. Give 500, 1..999 or lognormal:500:0.8.") from None
-    return lognormal(mean, sigma=sigma) if kind == "lognormal" else uniform(*bounds)
+    return lognormal(mean_len, sigma=sigma) if kind == "lognormal" else uniform(*len_bounds)
 
 
 # -- observed requests --------------------------------------------------------------------------------------
@@ -170,23 +170,23 @@ def load_trace(path: Path) -> RequestTraffic:
     prompts share prefixes. Raises InputError that names the file, and the line where one is wrong.
     """
     text = read_text(path, "Name a trace in JSONL or CSV.", most=MOST_TRACE_BYTES)
-    columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
-    for line, row in _rows(path, text):
-        for _, fault in unknown_fields(row, columns, ()):
-            raise InputError(f"{path}:{line}: {fault}")
-        for name, column in columns.items():
-            value = row.get(name, COLUMNS[name])
+    values_by_name: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    for line_number, row in _rows(path, text):
+        for _, fault in unknown_fields(row, values_by_name, ()):
+            raise InputError(f"{path}:{line_number}: {fault}")
+        for name, column_values in values_by_name.items():
+            raw_value = row.get(name, COLUMNS[name])
             try:
-                number = float(value)
-                if name != "arrival_s" and not (number == int(number) and abs(number) <= MOST_TOKENS):
+                float_value = float(raw_value)
+                if name != "arrival_s" and not (float_value == int(float_value) and abs(float_value) <= MOST_TOKENS):
                     raise ValueError
             except (TypeError, ValueError, OverflowError):
                 kind_words = "seconds" if name == "arrival_s" else f"a whole number of at most {MOST_TOKENS:,}"
-                value_fault = f"is {value!r}" if name in row else "is missing"
-                raise InputError(f"{path}:{line}: {name} {value_fault}. Give {kind_words}.") from None
-            column.append(number)
+                value_fault = f"is {raw_value!r}" if name in row else "is missing"
+                raise InputError(f"{path}:{line_number}: {name} {value_fault}. Give {kind_words}.") from None
+            column_values.append(float_value)
     try:
-        return traffic_of(*columns.values())
+        return traffic_of(*values_by_name.values())
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 

@@ -13,45 +13,45 @@ SHORTEST_HOP_S = 1e-8
 def calibration_of(report: BenchReport) -> Calibration:
     """Returns rates per device with sources: measured, else the chip's fitted numbers, else its data sheet."""
     benched_chip = chip(report.chip)
-    base = fitted_calibration(benched_chip) or Calibration(name="", chip=benched_chip.name)
+    base_calibration = fitted_calibration(benched_chip) or Calibration(name="", chip=benched_chip.name)
     collectives = report.collectives.collectives if report.collectives else ()
-    efficiency, hop_s = _links(collectives, benched_chip, base)
-    matmul_flops_per_s, matmul_source = matmul_rates(report, base.efficiency)
-    attention_flops_per_s, attention_source = attention_rates(report, base.efficiency)
+    efficiency, hop_s_by_level = _links(collectives, benched_chip, base_calibration)
+    matmul_rate_by_dtype, matmul_source = matmul_rates(report, base_calibration.efficiency)
+    attention_rate_by_dtype, attention_source = attention_rates(report, base_calibration.efficiency)
     # Layers on emulated devices read and write a few MiB with a silu; elsewhere the largest copy shows the rate.
     copy = report.copy.largest("silu" if report.platform == "cpu" else "copy") if report.copy else None
-    sizes = [time.array_bytes for time in collectives[0].times] if collectives else []
+    sizes_bytes = [collective_time.array_bytes for collective_time in collectives[0].times] if collectives else []
     text_by_figure = {
         "matmul_flops_per_s": matmul_source,
         "attention_flops_per_s": attention_source,
         "memory_bytes_per_s": f"{copy.kind} of {copy.array_bytes} bytes, read and written once" if copy else "",
         "memory_bytes": "the machine's, shared equally" if report.platform == "cpu" else "the backend's limit",
     }
-    if sizes:
-        sizes_text = f"{len(sizes)} sizes of {min(sizes)} to {max(sizes)} bytes"
+    if sizes_bytes:
+        sizes_text = f"{len(sizes_bytes)} sizes of {min(sizes_bytes)} to {max(sizes_bytes)} bytes"
         text_by_figure["collectives"] = f"lines through {sizes_text}, least relative deviation"
     # the highest rate of a product by element type, for machines without a data sheet
-    peak_flops_per_s: dict[str, float] = {}
+    peak_by_dtype: dict[str, float] = {}
     products: list[Product | Mlp] = [*(report.matmul.sweep if report.matmul else ())]
     products += report.mlp.mlps if report.mlp else ()
     for product in products:
-        peak_flops_per_s[product.dtype] = max(peak_flops_per_s.get(product.dtype, 0.0), product.flops_per_s)
-    origin_text = f"meshwright bench, {report.date}"
+        peak_by_dtype[product.dtype] = max(peak_by_dtype.get(product.dtype, 0.0), product.flops_per_s)
+    origin = f"meshwright bench, {report.date}"
     return Calibration(
         name=report.machine,
         chip=benched_chip.name,
         machine=report.machine,
         date=report.date[:10],
         devices=report.num_devices if report.platform == "cpu" else None,
-        matmul_flops_per_s=matmul_flops_per_s,
-        peak_flops_per_s=peak_flops_per_s,
-        attention_flops_per_s=attention_flops_per_s,
+        matmul_flops_per_s=matmul_rate_by_dtype,
+        peak_flops_per_s=peak_by_dtype,
+        attention_flops_per_s=attention_rate_by_dtype,
         memory_bytes_per_s=copy.bytes_per_s if copy else None,
         memory_bytes=report.memory_bytes,
         collectives=_slowest(collectives),
-        hop_s=hop_s,
+        hop_s=hop_s_by_level,
         efficiency=efficiency,
-        sources=base.sources | {name: f"{origin_text}; {text}" for name, text in text_by_figure.items() if text},
+        sources=base_calibration.sources | {name: f"{origin}; {text}" for name, text in text_by_figure.items() if text},
     )
 
 
@@ -89,21 +89,21 @@ def attention_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[s
     part = report.attention
     if part is None or not part.times:
         return {}, ""
-    timed = part.times[0] if report.platform == "cpu" else max(part.times, key=lambda timed: timed.both_flops_per_s)
-    flops_per_s = timed.both_flops_per_s * (1 + efficiency.head_half / timed.head_dim)
+    best_time = part.times[0] if report.platform == "cpu" else max(part.times, key=lambda t: t.both_flops_per_s)
+    flops_per_s = best_time.both_flops_per_s * (1 + efficiency.head_half / best_time.head_dim)
     if report.platform != "cpu":
-        flops_per_s *= 1 + efficiency.rows_half / timed.length
-    shape = (timed.batch, timed.length, timed.num_heads, timed.num_kv_heads, timed.head_dim)
+        flops_per_s *= 1 + efficiency.rows_half / best_time.length
+    shape = (best_time.batch, best_time.length, best_time.num_heads, best_time.num_kv_heads, best_time.head_dim)
     return {part.dtype: flops_per_s}, f"forward and backward, B T N K H = {shape}"
 
 
 def _slowest(collectives: tuple[Collective, ...]) -> tuple[CollectiveRate, ...]:
     """Returns one rate for every kind and group size: the slowest of all axes of that size."""
-    slowest: dict[tuple[str, int], CollectiveRate] = {}
+    rate_by_group: dict[tuple[str, int], CollectiveRate] = {}
     for move in collectives:
-        slowest_rate = slowest.setdefault((move.kind, move.group.size), move.rate)
-        slowest[move.kind, move.group.size] = min(slowest_rate, move.rate, key=lambda rate: rate.bytes_per_s)
-    return tuple(slowest.values())
+        slowest_rate = rate_by_group.setdefault((move.kind, move.group.size), move.rate)
+        rate_by_group[move.kind, move.group.size] = min(slowest_rate, move.rate, key=lambda rate: rate.bytes_per_s)
+    return tuple(rate_by_group.values())
 
 
 def _links(collectives: tuple[Collective, ...], unit: Chip, base: Calibration) -> tuple[Efficiency, dict[str, float]]:
@@ -111,10 +111,10 @@ def _links(collectives: tuple[Collective, ...], unit: Chip, base: Calibration) -
 
     `cost` prices links of accelerators by these two, not by the rates of collectives.
     """
-    gathers = [collective.rate for collective in collectives if collective.kind == "all_gather"]
-    if not gathers or unit.topology != "switched" or unit.nvlink_bytes_per_s is None:
+    gather_rates = [collective.rate for collective in collectives if collective.kind == "all_gather"]
+    if not gather_rates or unit.topology != "switched" or unit.nvlink_bytes_per_s is None:
         return base.efficiency, base.hop_s
-    gather_rate = max(gathers, key=lambda gather_rate: gather_rate.group_size)
-    nvlink_share = min(1.0, gather_rate.bytes_per_s / unit.nvlink_bytes_per_s)
+    widest_rate = max(gather_rates, key=lambda widest_rate: widest_rate.group_size)
+    nvlink_share = min(1.0, widest_rate.bytes_per_s / unit.nvlink_bytes_per_s)
     efficiency = msgspec.structs.replace(base.efficiency, nvlink=nvlink_share)
-    return efficiency, {**base.hop_s, "nvlink": max(gather_rate.latency_s, SHORTEST_HOP_S)}
+    return efficiency, {**base.hop_s, "nvlink": max(widest_rate.latency_s, SHORTEST_HOP_S)}

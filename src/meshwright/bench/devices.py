@@ -191,8 +191,8 @@ class Bench:
 
     def share_of_peak(self, flops_per_s: float, dtype: str) -> float | None:
         """Returns a rate as a share of the data sheet's peak for an element type; None without such a peak."""
-        peak = self.chip.peak_flops.get(dtype)
-        return flops_per_s / peak if peak else None
+        peak_flops_per_s = self.chip.peak_flops.get(dtype)
+        return flops_per_s / peak_flops_per_s if peak_flops_per_s else None
 
     def mesh(self, axes: Mapping[str, int] | None) -> Mesh:
         """Returns a mesh of the devices with the given axes, or with one axis."""
@@ -202,26 +202,26 @@ class Bench:
         """Returns a function that runs the body on all devices' shards; results are sharded along their first dim."""
         mesh = self.mesh(workload.axes)
         spec = PartitionSpec(mesh.axis_names)
-        mapped = jax.shard_map(workload.body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return jax.jit(mapped, donate_argnums=(0,) if workload.arrays == "in place" else ())
+        mapped_body = jax.shard_map(workload.body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(mapped_body, donate_argnums=(0,) if workload.arrays == "in place" else ())
 
     def data(self, workload: Workload, number: int) -> tuple[Array, ...]:
         """Returns the inputs of a workload: equal shards on all devices, different for each ``number``."""
         mesh, rng = self.mesh(workload.axes), np.random.default_rng(number)
         sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        arrays = []
+        global_arrays = []
         for shard in workload.shards:
-            values = _numbers(shard, rng)
+            shard_values = _numbers(shard, rng)
             if self.emulated:
                 # On the host: compiling a program that repeats the numbers takes longer than most measurements.
-                values = _repeated(values, shard.shape)
+                shard_values = _repeated(shard_values, shard.shape)
             # Copied, because emulated devices would otherwise read one array, which then stays in the shared cache.
-            device_arrays = [jax.device_put(values, device, may_alias=False) for device in mesh.devices.flat]
+            device_arrays = [jax.device_put(shard_values, device, may_alias=False) for device in mesh.devices.flat]
             if not self.emulated:
-                device_arrays = [_repeated_on_device(part, shard.shape) for part in device_arrays]
-            shape = (len(device_arrays) * shard.shape[0], *shard.shape[1:])
-            arrays.append(jax.make_array_from_single_device_arrays(shape, sharding, device_arrays))
-        return tuple(arrays)
+                device_arrays = [_repeated_on_device(device_array, shard.shape) for device_array in device_arrays]
+            global_shape = (len(device_arrays) * shard.shape[0], *shard.shape[1:])
+            global_arrays.append(jax.make_array_from_single_device_arrays(global_shape, sharding, device_arrays))
+        return tuple(global_arrays)
 
     def call(self, workload: Workload, kept: list[Array] | None = None) -> Call:
         """Returns a workload as a call to time. Workloads in place share their inputs through one list ``kept``."""
@@ -285,20 +285,20 @@ class Runner:
 
     def each(self, items: Sequence[Item]) -> Iterator[tuple[Item, "Runner"]]:
         """Yields every item with a runner that may use an equal share of the seconds left at that moment."""
-        for number, item in enumerate(items):
-            yield item, self.share(1 / (len(items) - number))
+        for item_index, item in enumerate(items):
+            yield item, self.share(1 / (len(items) - item_index))
 
     def time(
         self, calls: Mapping[Name, Workload | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
     ) -> dict[Name, Timing]:
         """Returns timings by key, taken in alternation; messages call a failed one ``left_out.format(key)``."""
-        ready = {key: self.bench.call(call) if isinstance(call, Workload) else call for key, call in calls.items()}
-        timings, reason_by_key = time_together(ready, self.budget, max_repeats=max_repeats)
+        call_map = {key: self.bench.call(call) if isinstance(call, Workload) else call for key, call in calls.items()}
+        timing_by_key, reason_by_key = time_together(call_map, self.budget, max_repeats=max_repeats)
         reason_by_text: dict[str, str] = {}
         for key, reason in reason_by_key.items():
             reason_by_text.setdefault(left_out.format(key), reason)
         self.left_out.extend(f"{text}: {reason}" for text, reason in reason_by_text.items())
-        return timings
+        return timing_by_key
 
     def time_one(self, call: Workload | Call, left_out: str, *, max_repeats: int = MAX_REPEATS) -> Timing | None:
         """Times one workload; None if that was not possible."""
@@ -306,6 +306,6 @@ class Runner:
 
     def product_rate(self, dtype: str) -> float | None:
         """Returns FLOP/s of the fastest product measured, else of the data sheet; None if neither is known."""
-        matmul: MatmulPart | None = self.found.get("matmul")
-        best_product = matmul.best(dtype) if matmul else None
+        matmul_part: MatmulPart | None = self.found.get("matmul")
+        best_product = matmul_part.best(dtype) if matmul_part else None
         return best_product.flops_per_s if best_product else self.bench.chip.peak_flops.get(dtype)

@@ -37,19 +37,19 @@ from meshwright.spec.chip import Chip
 def measure_distance(runner: Runner) -> DistancePart:
     """Measures all `DISTANCES` in alternation in float32. Predictions take the measured rate of products, else the data
     sheet's; and the data sheet's rate of vector units, else the measured one."""
-    size = runner.bench.sizes.distance
-    elementwise: ElementwisePart | None = runner.found.get("elementwise")
-    vector_rate = (elementwise and elementwise.vector_flops_per_s) or vector_peak(runner.bench.chip)
-    seconds_of = predicted_seconds(size, runner.bench.platform, matmul=runner.product_rate("fp32"), vector=vector_rate)
-    timings = runner.time({name: distance_workload(name, size) for name in DISTANCES}, max_repeats=15)
+    side = runner.bench.sizes.distance
+    elementwise_part: ElementwisePart | None = runner.found.get("elementwise")
+    vector_rate = (elementwise_part and elementwise_part.vector_flops_per_s) or vector_peak(runner.bench.chip)
+    seconds_of = predicted_seconds(side, runner.bench.platform, matmul=runner.product_rate("fp32"), vector=vector_rate)
+    timings = runner.time({name: distance_workload(name, side) for name in DISTANCES}, max_repeats=15)
     product_timing, predicted_product_s = timings.get("matmul"), seconds_of["matmul"]
     distances = []
     for name, timing in timings.items():
         predicted_s = seconds_of[name]
         distances.append(
             Distance(
-                what=name, m=size, k=size, n=size, seconds=timing,
-                flops_per_s=product_flops(size, size, size) / timing.median_s,
+                what=name, m=side, k=side, n=side, seconds=timing,
+                flops_per_s=product_flops(side, side, side) / timing.median_s,
                 ratio=timing.median_s / product_timing.median_s if product_timing else None,
                 predicted_s=predicted_s,
                 predicted_ratio=predicted_s / predicted_product_s if predicted_s and predicted_product_s else None,
@@ -64,8 +64,8 @@ def predicted_seconds(
     """Returns seconds by name: 2 n^3 over the matrix rate; vector operations over half the vector FLOP/s; else None."""
     seconds_by_name: dict[str, float | None] = {}
     for name, (_, work) in DISTANCES.items():
-        rate, ops = (matmul, 2) if work is None else (vector and vector / 2, work[0] + work[1] * EXP_OPS[platform])
-        seconds_by_name[name] = ops * float(size) ** 3 / rate if rate else None
+        ops_per_s, ops = (matmul, 2) if work is None else (vector and vector / 2, work[0] + work[1] * EXP_OPS[platform])
+        seconds_by_name[name] = ops * float(size) ** 3 / ops_per_s if ops_per_s else None
     return seconds_by_name
 
 
@@ -106,36 +106,36 @@ def chain_elements(bench: Bench, seconds: float) -> int:
 
     Emulated devices get fewer if making all arrays would take the host more than a sixth of the seconds.
     """
-    num_bytes = max(4 * bench.cache_bytes, bench.sizes.chain_bytes)
+    array_bytes = max(4 * bench.cache_bytes, bench.sizes.chain_bytes)
     if bench.emulated:
-        num_bytes = min(num_bytes, max(2.0**20, MADE_BYTES_PER_S * seconds / 6 / len(bench.devices)))
-    elements = int(min(num_bytes, bench.memory_bytes / 20)) // ELEMENT_BYTES
-    return int(2 ** (elements.bit_length() - 1))
+        array_bytes = min(array_bytes, max(2.0**20, MADE_BYTES_PER_S * seconds / 6 / len(bench.devices)))
+    num_elements = int(min(array_bytes, bench.memory_bytes / 20)) // ELEMENT_BYTES
+    return int(2 ** (num_elements.bit_length() - 1))
 
 
-def _chain(workload: Workload, repeats: int, seconds: Timing, *, fused: bool) -> ChainTime:
+def _chain(workload: Workload, repeats: int, timing: Timing, *, fused: bool) -> ChainTime:
     moved_bytes = 2 * ELEMENT_BYTES * workload.shards[0].shape[0] * workload.launches
     return ChainTime(
         repeats=repeats,
         fused=fused,
-        seconds=seconds,
-        flops_per_s=workload.work / seconds.median_s,
-        bytes_per_s=moved_bytes / seconds.median_s,
+        seconds=timing,
+        flops_per_s=workload.work / timing.median_s,
+        bytes_per_s=moved_bytes / timing.median_s,
     )
 
 
-def _doubling(fused: Sequence[ChainTime], chip: Chip) -> dict[str, Any]:
+def _doubling(chains: Sequence[ChainTime], chip: Chip) -> dict[str, Any]:
     """Returns the fields of `ElementwisePart` on the length at which the time doubles, measured and predicted."""
-    if not fused:
+    if not chains:
         return {}
-    sheet_flops_per_s, first_s = vector_peak(chip), fused[0].seconds.median_s
-    flops_per_s = sheet_flops_per_s or _fastest(fused)
+    sheet_flops_per_s, first_chain_s = vector_peak(chip), chains[0].seconds.median_s
+    vector_flops_per_s = sheet_flops_per_s or _fastest(chains)
     rate_source = f"data sheet of {chip.name}" if sheet_flops_per_s else "measured, the fastest chain"
     return {
-        "doubles_at": crossing([c.repeats for c in fused], [c.seconds.median_s for c in fused], 2 * first_s),
-        "predicted_at": doubling_repeats(flops_per_s, fused[0].bytes_per_s) if flops_per_s else None,
-        "vector_flops_per_s": flops_per_s,
-        "vector_source": rate_source if flops_per_s else "",
+        "doubles_at": crossing([c.repeats for c in chains], [c.seconds.median_s for c in chains], 2 * first_chain_s),
+        "predicted_at": doubling_repeats(vector_flops_per_s, chains[0].bytes_per_s) if vector_flops_per_s else None,
+        "vector_flops_per_s": vector_flops_per_s,
+        "vector_source": rate_source if vector_flops_per_s else "",
     }
 
 
@@ -145,11 +145,11 @@ def doubling_repeats(vector_flops_per_s: float, bytes_per_s: float) -> float:
     return float(2 * critical_repeats(ops_per_s, bytes_per_s, bytes_per_element=2 * ELEMENT_BYTES))
 
 
-def _fastest(fused: Sequence[ChainTime]) -> float | None:
+def _fastest(chains: Sequence[ChainTime]) -> float | None:
     """Returns the FLOP/s of the fastest chain; None if memory hides the arithmetic: the time did not double."""
-    if fused[-1].seconds.median_s < 2 * fused[0].seconds.median_s:
+    if chains[-1].seconds.median_s < 2 * chains[0].seconds.median_s:
         return None
-    return max(chain.flops_per_s for chain in fused)
+    return max(chain.flops_per_s for chain in chains)
 
 
 SMALLEST, LARGEST = 2**16, 2**32
@@ -161,18 +161,18 @@ LEAST_ROUNDS = 8
 def measure_copy(runner: Runner) -> CopyPart:
     """Measures a silu over a few MiB, as in layers, then ever larger copies, as far as memory and budget allow."""
     max_bytes = min(LARGEST, runner.bench.memory_bytes / runner.bench.sizes.largest_copy)
-    sizes = [SMALLEST * 4**power for power in range(16) if SMALLEST * 4**power <= max_bytes]
-    return CopyPart(copies=(*_copies(runner.share(0.3), "silu", [SILU_BYTES]), *_copies(runner, "copy", sizes)))
+    sizes_bytes = [SMALLEST * 4**power for power in range(16) if SMALLEST * 4**power <= max_bytes]
+    return CopyPart(copies=(*_copies(runner.share(0.3), "silu", [SILU_BYTES]), *_copies(runner, "copy", sizes_bytes)))
 
 
 def _copies(runner: Runner, kind: CopyKind, sizes: Sequence[int]) -> list[Copy]:
     """Measures increasing sizes until one cannot be measured."""
     copies, tail = list[Copy](), " and more"
-    for size, share in runner.each(sizes):
+    for size, timer in runner.each(sizes):
         bytes_per_s = copies[-1].bytes_per_s if copies else 1e9
         rounds = max(LEAST_ROUNDS, rounds_for(2 * size / bytes_per_s, target_s=min(0.01, runner.left_s / 20), most=256))
         workload = copy_workload(kind, size, rounds)
-        timing = share.time_one(workload, f"{kind} of {format_bytes(size)}{tail * (size < sizes[-1])}", max_repeats=10)
+        timing = timer.time_one(workload, f"{kind} of {format_bytes(size)}{tail * (size < sizes[-1])}", max_repeats=10)
         if not timing:
             break
         copies.append(Copy(kind=kind, array_bytes=size, seconds=timing, bytes_per_s=workload.work / timing.median_s))

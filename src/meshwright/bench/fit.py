@@ -59,9 +59,9 @@ def fit_knee(xs: Sequence[float], ys: Sequence[float]) -> Knee | None:
     def distances(floor: float, slope: float) -> list[float]:
         return [abs(math.log(y / max(floor, slope * x))) for x, y in points]
 
-    flat, sloped = [(y, 0.0) for _, y in points], [(0.0, y / x) for x, y in points]
-    knees = [(floor, slope) for floor, _ in flat for _, slope in sloped]
-    floor, slope = min([*flat, *sloped, *knees], key=lambda pair: sum(distances(*pair)), default=(0.0, 0.0))
+    constants, lines = [(y, 0.0) for _, y in points], [(0.0, y / x) for x, y in points]
+    knees = [(floor, slope) for floor, _ in constants for _, slope in lines]
+    floor, slope = min([*constants, *lines, *knees], key=lambda knee: sum(distances(*knee)), default=(0.0, 0.0))
     if not slope or not points[0][0] < floor / slope < points[-1][0]:
         return None
     return Knee(at=floor / slope, floor=floor, slope=slope, error=statistics.median(distances(floor, slope)))
@@ -72,6 +72,6 @@ def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float | 
     points = sorted(zip(xs, ys, strict=True))
     for (x, y), (x2, y2) in itertools.pairwise(points):
         if y <= level < y2:
-            share = math.log(level / y) / math.log(y2 / y)
-            return float(x * (x2 / x) ** share)
+            log_share = math.log(level / y) / math.log(y2 / y)
+            return float(x * (x2 / x) ** log_share)
     return None

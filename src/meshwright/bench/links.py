@@ -26,15 +26,15 @@ def measure_collectives(runner: Runner) -> CollectivesPart:
     groups = groups_of(len(runner.bench.devices), runner.bench.axes)
     if not groups:
         runner.left_out.append("collectives: one device has none")
-    pairs = [(group, kind) for group in groups for kind in COLLECTIVE_FUNCTIONS]
-    collectives = [_collective(share, kind, group) for (group, kind), share in runner.each(pairs)]
+    groups_and_kinds = [(group, kind) for group in groups for kind in COLLECTIVE_FUNCTIONS]
+    collectives = [_collective(sub_runner, kind, group) for (group, kind), sub_runner in runner.each(groups_and_kinds)]
     return CollectivesPart(collectives=tuple(collective for collective in collectives if collective))
 
 
 def _collective(runner: Runner, kind: CollectiveKind, group: Group) -> Collective | None:
-    workloads = {n: collective_workload(kind, group, n) for n in runner.bench.sizes.collective_bytes}
+    workload_by_size = {n: collective_workload(kind, group, n) for n in runner.bench.sizes.collective_bytes}
     timings, reason_by_size = time_together(
-        {n: runner.bench.call(workload) for n, workload in workloads.items()}, runner.budget, max_repeats=15
+        {n: runner.bench.call(workload) for n, workload in workload_by_size.items()}, runner.budget, max_repeats=15
     )
     if len(timings) < MIN_SIZES:
         reason = f"{len(timings)} of the {MIN_SIZES} sizes that a line needs ({next(iter(reason_by_size.values()))})"
@@ -79,12 +79,12 @@ LAUNCHES = 20
 def measure_overhead(runner: Runner) -> OverheadPart:
     """Measures a nearly empty program by number of arguments, in alternation: many launches before one wait, and one
     launch with its wait. Runs on the first device only."""
-    calls = {}
+    call_by_name = {}
     for num_args in NUM_ARGUMENTS:
         arrays = tuple(jax.device_put(jnp.float32(number), runner.bench.devices[0]) for number in range(num_args))
-        calls[f"launch {num_args}"] = _launches(arrays, LAUNCHES)
-        calls[f"wait {num_args}"] = _launches(arrays, 1)
-    timings = runner.time(calls, "{} arguments")
+        call_by_name[f"launch {num_args}"] = _launches(arrays, LAUNCHES)
+        call_by_name[f"wait {num_args}"] = _launches(arrays, 1)
+    timings = runner.time(call_by_name, "{} arguments")
     rows = [
         Launch(num_arguments=num_args, launch=timings[f"launch {num_args}"], wait=timings[f"wait {num_args}"])
         for num_args in NUM_ARGUMENTS
@@ -94,14 +94,14 @@ def measure_overhead(runner: Runner) -> OverheadPart:
     return OverheadPart(launches=tuple(rows), line=line)
 
 
-def _launches(arrays: tuple[Array, ...], launches: int) -> Call:
+def _launches(arrays: tuple[Array, ...], num_launches: int) -> Call:
     # Each number of arguments has its own jitted function: one with several programs looks one up at each launch.
     program = jax.jit(lambda *values: values[0] + 1)
 
     def run(*given: Array) -> Array | None:
         result: Array | None = None
-        for _ in range(launches):
+        for _ in range(num_launches):
             result = program(*given)
         return result
 
-    return Call(run=run, arguments=lambda repeat: arrays, rounds=launches)
+    return Call(run=run, arguments=lambda repeat: arrays, rounds=num_launches)

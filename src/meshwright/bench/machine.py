@@ -56,20 +56,20 @@ def measure_machine(
     step; without these, steps are priced by the other rates.
     """
     bench = Bench(devices=tuple(jax.devices()[:num_devices]), chip=chip("cpu"), dtypes=(DTYPE,))
-    workloads: dict[str, Workload] = {"memory": copy_workload("silu", SILU_BYTES, ROUNDS)}
+    workload_by_name: dict[str, Workload] = {"memory": copy_workload("silu", SILU_BYTES, ROUNDS)}
     for dtype in DTYPES:
-        workloads[f"matmul {dtype}"] = mlp_workload(matmul_shape, dtype)
-        workloads[f"attention {dtype}"] = attention_workload(EMULATED.attention[0], dtype, both=True)
-        workloads[f"weight {dtype}"] = weight_workload(dtype)
-        workloads |= {f"square {s} {dtype}": product_workload(bench, dtype, s, rounds=1) for s in PEAK_SIDES}
+        workload_by_name[f"matmul {dtype}"] = mlp_workload(matmul_shape, dtype)
+        workload_by_name[f"attention {dtype}"] = attention_workload(EMULATED.attention[0], dtype, both=True)
+        workload_by_name[f"weight {dtype}"] = weight_workload(dtype)
+        workload_by_name |= {f"square {s} {dtype}": product_workload(bench, dtype, s, rounds=1) for s in PEAK_SIDES}
     moves = [(kind, group) for group in reversed(groups_of(num_devices, {})) for kind in COLLECTIVE_FUNCTIONS]
     for kind, group in moves:
         for num_bytes in (SMALL_BYTES, LARGE_BYTES):
-            workloads[f"{kind} {group.size} {num_bytes}"] = collective_workload(kind, group, num_bytes)
+            workload_by_name[f"{kind} {group.size} {num_bytes}"] = collective_workload(kind, group, num_bytes)
     seconds_of = sweep_medians(
-        {name: bench.call(workload) for name, workload in workloads.items()}, seconds_each=seconds_per_figure
+        {name: bench.call(workload) for name, workload in workload_by_name.items()}, seconds_each=seconds_per_figure
     )
-    work_rate = {name: workload.work / seconds_of[name] for name, workload in workloads.items()}
+    work_rate = {name: workload.work / seconds_of[name] for name, workload in workload_by_name.items()}
     matmul, attention, weights = (
         {dtype: work_rate[f"{work} {dtype}"] for dtype in DTYPES} for work in ("matmul", "attention", "weight")
     )
@@ -103,15 +103,15 @@ def measure_machine(
     )
 
 
-def _sources(how: str, matmul_shape: MlpShape) -> dict[str, str]:
+def _sources(method: str, matmul_shape: MlpShape) -> dict[str, str]:
     return {
-        "matmul_flops_per_s": f"{how}; gated MLP with gradients, m k n = {matmul_shape}",
-        "peak_flops_per_s": f"{how}; the fastest of the gated MLP and square products of sides {PEAK_SIDES}",
-        "attention_flops_per_s": f"{how}; forward and backward, B T N K H = {EMULATED.attention[0]}",
-        "weight_bytes_per_s": f"{how}; a product of 8 rows with a weight of 16384 x 1024, read once",
-        "memory_bytes_per_s": f"{how}; silu over {SILU_BYTES} bytes, read and written once",
+        "matmul_flops_per_s": f"{method}; gated MLP with gradients, m k n = {matmul_shape}",
+        "peak_flops_per_s": f"{method}; the fastest of the gated MLP and square products of sides {PEAK_SIDES}",
+        "attention_flops_per_s": f"{method}; forward and backward, B T N K H = {EMULATED.attention[0]}",
+        "weight_bytes_per_s": f"{method}; a product of 8 rows with a weight of 16384 x 1024, read once",
+        "memory_bytes_per_s": f"{method}; silu over {SILU_BYTES} bytes, read and written once",
         "memory_bytes": "physical memory of the machine, shared equally",
-        "collectives": f"{how}; line through {SMALL_BYTES} and {LARGE_BYTES} bytes a device",
+        "collectives": f"{method}; line through {SMALL_BYTES} and {LARGE_BYTES} bytes a device",
     }
 
 
@@ -125,15 +125,15 @@ def machine_speed(calibration: Calibration | None, *, seconds: float = 0.3) -> f
         return None
     bench = Bench(devices=tuple(jax.devices()[:num_devices]), chip=chip("cpu"), dtypes=(DTYPE,))
     workload = mlp_workload(EMULATED.mlps[0], DTYPE)
-    seconds_of = sweep_medians({"matmul": bench.call(workload)}, seconds_each=seconds)
-    return workload.work / seconds_of["matmul"] / known_flops_per_s
+    seconds_by_name = sweep_medians({"matmul": bench.call(workload)}, seconds_each=seconds)
+    return workload.work / seconds_by_name["matmul"] / known_flops_per_s
 
 
-def _collective_rate(kind: CollectiveKind, size: int, seconds: Mapping[str, float]) -> CollectiveRate:
+def _collective_rate(kind: CollectiveKind, group_size: int, seconds_by_name: Mapping[str, float]) -> CollectiveRate:
     """Returns the rate of a collective, by the line through the seconds of a small and a large one."""
-    small_s, large_s = (seconds[f"{kind} {size} {num_bytes}"] for num_bytes in (SMALL_BYTES, LARGE_BYTES))
+    small_s, large_s = (seconds_by_name[f"{kind} {group_size} {num_bytes}"] for num_bytes in (SMALL_BYTES, LARGE_BYTES))
     slope = max(0.0, (large_s - small_s) / (LARGE_BYTES - SMALL_BYTES))
-    return rate_of(kind, size, FittedLine(start=small_s - slope * SMALL_BYTES, slope=slope, error=0.0))
+    return rate_of(kind, group_size, FittedLine(start=small_s - slope * SMALL_BYTES, slope=slope, error=0.0))
 
 
 def with_host_rates(found: Calibration, say: Callable[[str], None] = lambda line: None) -> Calibration:
@@ -149,9 +149,9 @@ def with_host_rates(found: Calibration, say: Callable[[str], None] = lambda line
     return msgspec.structs.replace(found, host=host, sources={**found.sources, "host": source_text})
 
 
-def _rate(seconds: float, unit: str) -> str:
+def _rate(s_per_unit: float, unit: str) -> str:
     """Formats seconds per unit as billions of units a second; the fit finds no time for some parts of a step."""
-    return f"{1e-9 / seconds:.3g} {unit}" if seconds > IN_NO_TIME else "no time seen"
+    return f"{1e-9 / s_per_unit:.3g} {unit}" if s_per_unit > IN_NO_TIME else "no time seen"
 
 
 IN_NO_TIME = 1e-13

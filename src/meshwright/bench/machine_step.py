@@ -110,11 +110,11 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
 def measure_references(calibration: Calibration, num_devices: int) -> list[MeasuredStep]:
     """Runs and profiles the reference steps on all devices."""
     with tempfile.TemporaryDirectory() as folder:
-        running = [RunningStep(reference, num_devices, Path(folder) / reference.model.name) for reference in REFERENCES]
+        steps = [RunningStep(reference, num_devices, Path(folder) / reference.model.name) for reference in REFERENCES]
         for round_index in range(ROUNDS):
-            for step in running:
+            for step in steps:
                 step.profile(round_index)
-    return [step.measured(calibration) for step in running]
+    return [step.measured(calibration) for step in steps]
 
 
 class RunningStep:
@@ -135,17 +135,17 @@ class RunningStep:
 
     def profile(self, number: int) -> None:
         """Times some steps without the profiler and profiles as many; the first step of a round does not count."""
-        folder = self.folder / str(number)
+        trace_folder = self.folder / str(number)
         self.subject.advance(self.compiled)
         for _ in range(STEPS_A_ROUND):
             start_s = time.perf_counter()
             self.subject.advance(self.compiled)
             self.plain_s.append(time.perf_counter() - start_s)
-        with traced(folder):
-            for index in range(STEPS_A_ROUND):
-                with jax.profiler.TraceAnnotation(STEP, step=index):
+        with traced(trace_folder):
+            for step_index in range(STEPS_A_ROUND):
+                with jax.profiler.TraceAnnotation(STEP, step=step_index):
                     self.subject.advance(self.compiled)
-        trace = load_trace(newest_trace(folder), self.program)
+        trace = load_trace(newest_trace(trace_folder), self.program)
         for window in trace.windows:
             seconds_by_op = shared_seconds(msgspec.structs.replace(trace, windows=(window,)), self.program)
             seconds_by_step = defaultdict(float, {GAPS: window.end_s - window.start_s - sum(seconds_by_op.values())})
@@ -157,12 +157,12 @@ class RunningStep:
         """Returns medians over the faster half of the profiled steps, scaled to the time without the profiler."""
         num_fastest = -(-len(self.steps) // 2)
         fastest_steps = sorted(self.steps, key=lambda step: sum(step.values()))[:num_fastest]
-        plain_share = median(sorted(self.plain_s)[:num_fastest]) / median(sum(step.values()) for step in fastest_steps)
+        plain_ratio = median(sorted(self.plain_s)[:num_fastest]) / median(sum(step.values()) for step in fastest_steps)
         step_names = {name for step in fastest_steps for name in step}
         cluster = parse_cluster(f"cpu:{self.strategy.num_chips}")
         return MeasuredStep(
             priced=price_strategy(Setting(self.model, cluster, self.job, calibration), self.strategy),
-            seconds={name: plain_share * median(step[name] for step in fastest_steps) for name in step_names},
+            seconds={name: plain_ratio * median(step[name] for step in fastest_steps) for name in step_names},
         )
 
 
@@ -176,17 +176,17 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
 
 def host_rates(references: Sequence[MeasuredStep]) -> HostRates:
     """Returns the rates inside a step, fitted to the reference steps."""
-    all_work = [_spent(reference) for reference in references]
+    work_lists = [_spent(reference) for reference in references]
     work_by_kind: dict[str, list[Spent]] = defaultdict(list)
-    for row in itertools.chain(*all_work):
+    for row in itertools.chain(*work_lists):
         if row.kind == PRODUCTS or row.amounts.byte or row.amounts.score:
             work_by_kind[row.kind].append(row)
     product = pace(work_by_kind.pop(PRODUCTS, []))
-    streamed = [row for op, rows in work_by_kind.items() for row in rows if op != "adamw" and row.amounts.byte]
+    stream_rows = [row for op, rows in work_by_kind.items() for row in rows if op != "adamw" and row.amounts.byte]
     paces = {op: pace(rows) for op, rows in work_by_kind.items()}
-    outside = pace([_outside(reference, work) for reference, work in zip(references, all_work, strict=True)])
+    outside = pace([_outside(reference, work) for reference, work in zip(references, work_lists, strict=True)])
     paces["adamw"] = msgspec.structs.replace(paces["adamw"], byte=paces["adamw"].byte + outside.call)
-    return HostRates(product=product, ops=paces, stream=pace(streamed), loop_byte=outside.byte, **_gaps(references))
+    return HostRates(product=product, ops=paces, stream=pace(stream_rows), loop_byte=outside.byte, **_gaps(references))
 
 
 def _spent(reference: MeasuredStep) -> list[Spent]:
@@ -198,8 +198,8 @@ def _spent(reference: MeasuredStep) -> list[Spent]:
     for cost in reference.priced.costs.all:
         step, label = cost.step, label_text(cost.step)
         if not step.is_collective:
-            amount = amounts_of(step, sizes, kept=kept_by_block.get((step.block, step.phase), frozenset()))
-            amounts_by_label[label] += np.array(msgspec.structs.astuple(amount), float) * float(cost.count)
+            amounts = amounts_of(step, sizes, kept=kept_by_block.get((step.block, step.phase), frozenset()))
+            amounts_by_label[label] += np.array(msgspec.structs.astuple(amounts), float) * float(cost.count)
             kind_by_label.setdefault(label, PRODUCTS if is_product(step) else step.op)
     return [
         Spent(amounts=Amounts(**_named(amounts_by_label[label])), seconds=reference.seconds.get(label, 0.0), kind=kind)
@@ -216,25 +216,25 @@ def pace(spent: Sequence[Spent]) -> Pace:
 
     The fit is least squares of relative deviations, weighted by seconds.
     """
-    rows = [row for row in spent if row.seconds > 0]
-    if not rows:
+    spent_rows = [spent_row for spent_row in spent if spent_row.seconds > 0]
+    if not spent_rows:
         return Pace()
-    matrix = np.array([msgspec.structs.astuple(row.amounts) for row in rows], float)
-    seconds = np.array([row.seconds for row in rows])
-    column_scale, weights = matrix.max(axis=0), 1 / np.sqrt(seconds)
+    amount_matrix = np.array([msgspec.structs.astuple(spent_row.amounts) for spent_row in spent_rows], float)
+    spent_s = np.array([spent_row.seconds for spent_row in spent_rows])
+    column_scale, weights = amount_matrix.max(axis=0), 1 / np.sqrt(spent_s)
     column_scale[column_scale == 0] = 1
-    solution, _ = nnls(matrix / column_scale * weights[:, None], seconds * weights)
-    return Pace(**_named(solution / column_scale))
+    scaled_pace, _ = nnls(amount_matrix / column_scale * weights[:, None], spent_s * weights)
+    return Pace(**_named(scaled_pace / column_scale))
 
 
-def _outside(reference: MeasuredStep, spent: Sequence[Spent]) -> Spent:
+def _outside(reference: MeasuredStep, spent_rows: Sequence[Spent]) -> Spent:
     """Returns the seconds of instructions without a derived step, and two amounts that explain them: in ``byte`` the
     bytes that loops over layers copy, in ``call`` those of the optimizer, whose norms and counters have no step."""
     derived, sizes = reference.priced.derived, reference.priced.sizes
-    copied = [block.repeat * sum(loop_bytes(block, derived, sizes)) for block in derived.blocks if block.block.carry]
-    updated_bytes = sum(row.amounts.byte for row in spent if row.kind == "adamw")
-    seconds = sum(seconds for name, seconds in reference.seconds.items() if name.startswith(OUTSIDE))
-    return Spent(amounts=Amounts(byte=float(sum(copied)), call=updated_bytes), seconds=seconds)
+    num_bytes = [block.repeat * sum(loop_bytes(block, derived, sizes)) for block in derived.blocks if block.block.carry]
+    updated_bytes = sum(row.amounts.byte for row in spent_rows if row.kind == "adamw")
+    seconds = sum(seconds for op_name, seconds in reference.seconds.items() if op_name.startswith(OUTSIDE))
+    return Spent(amounts=Amounts(byte=float(sum(num_bytes)), call=updated_bytes), seconds=seconds)
 
 
 def _gaps(references: Sequence[MeasuredStep]) -> dict[str, float]:
@@ -255,6 +255,6 @@ def _gaps(references: Sequence[MeasuredStep]) -> dict[str, float]:
         gap_pace = pace(work_of_collectives)
         return {"meets": gap_pace.call, "waits": gap_pace.byte}
     sizes = references[0].priced.sizes
-    costs = itertools.chain(*(reference.priced.costs.all for reference in references))
-    kernel_count = sum(float(num_kernels(cost.step, sizes) * cost.count) for cost in costs)
+    all_costs = itertools.chain(*(reference.priced.costs.all for reference in references))
+    kernel_count = sum(float(num_kernels(cost.step, sizes) * cost.count) for cost in all_costs)
     return {"kernel_s": sum(collective_work.seconds for collective_work in work_of_collectives) / kernel_count}

@@ -44,11 +44,11 @@ CONTENTS: tuple[Contents, ...] = ("zeros", "ones", "uniform", "normal")
 def measure_matmul(runner: Runner) -> MatmulPart:
     """Measures the sizes of the main element type, then partial tiles, then the sizes of other element types."""
     main_dtype, *other_dtypes = runner.bench.dtypes
-    sweep = _sweep(runner.share(0.45), main_dtype)
-    edges = _edges(runner.share(0.35), max((p.flops_per_s for p in sweep), default=None))
+    sweep_products = _sweep(runner.share(0.45), main_dtype)
+    edges = _edges(runner.share(0.35), max((p.flops_per_s for p in sweep_products), default=None))
     for dtype, dtype_runner in runner.each(other_dtypes):
-        sweep += _sweep(dtype_runner, dtype)
-    return MatmulPart(sweep=tuple(sweep), edges=tuple(edges))
+        sweep_products += _sweep(dtype_runner, dtype)
+    return MatmulPart(sweep=tuple(sweep_products), edges=tuple(edges))
 
 
 def _sweep(runner: Runner, dtype: str) -> list[Product]:
@@ -57,75 +57,75 @@ def _sweep(runner: Runner, dtype: str) -> list[Product]:
     flops_per_s = _probed_rate(runner, dtype, f"{dtype} products")
     if flops_per_s is None:
         return products
-    for size in SIZES:
-        product_s, left_out_text = product_flops(size, size, size) / flops_per_s, f"{dtype} products of {size} and more"
-        reason = _too_large(runner, dtype, size, product_s)
+    for side in SIZES:
+        product_s, left_out_text = product_flops(side, side, side) / flops_per_s, f"{dtype} products of {side} and more"
+        reason = _too_large(runner, dtype, side, product_s)
         if reason:
             runner.left_out.append(f"{left_out_text}: {reason}")
             break
         workload = product_workload(
-            runner.bench, dtype, size, rounds_for(product_s, target_s=min(0.02, runner.left_s / 20))
+            runner.bench, dtype, side, rounds_for(product_s, target_s=min(0.02, runner.left_s / 20))
         )
         timing = runner.share(0.4).time_one(workload, left_out_text, max_repeats=10)
         if not timing:
             break
-        products.append(_product(runner.bench, dtype, size, timing))
+        products.append(_product(runner.bench, dtype, side, timing))
         flops_per_s = max(flops_per_s, products[-1].flops_per_s)
     return products
 
 
-def _probed_rate(runner: Runner, dtype: str, left_out: str) -> float | None:
+def _probed_rate(runner: Runner, dtype: str, left_out_text: str) -> float | None:
     """Returns the FLOP/s of a small product; None if it could not be timed."""
     workload = product_workload(runner.bench, dtype, PROBE_SIDE, runner.bench.sizes.probe_rounds)
-    timing = runner.time_one(workload, left_out, max_repeats=3)
+    timing = runner.time_one(workload, left_out_text, max_repeats=3)
     return workload.work / timing.median_s if timing else None
 
 
-def _too_large(runner: Runner, dtype: str, size: int, each_s: float) -> str:
+def _too_large(runner: Runner, dtype: str, side: int, product_s: float) -> str:
     """Returns why two operands and a result, which exists twice, do not fit into memory or budget; empty if they do."""
     result_bytes = 4 if dtype in ("int8", "fp32", "tf32") else 2
-    needed_bytes = size * size * (3 * DTYPE_BYTES[dtype] + 2 * result_bytes)
+    needed_bytes = side * side * (3 * DTYPE_BYTES[dtype] + 2 * result_bytes)
     room_bytes, left_s = runner.bench.memory_bytes * MAX_MEMORY_SHARE, runner.left_s
     if needed_bytes > room_bytes:
         return f"needs {format_bytes(needed_bytes)}, a device has {format_bytes(room_bytes)} for it"
-    if each_s * CALLS > left_s:
-        return f"takes about {format_seconds(each_s)}, {CALLS} times, and {format_seconds(left_s)} are left"
+    if product_s * CALLS > left_s:
+        return f"takes about {format_seconds(product_s)}, {CALLS} times, and {format_seconds(left_s)} are left"
     return ""
 
 
-def _product(bench: Bench, dtype: str, size: int, seconds: Timing, contents: Contents = "normal") -> Product:
-    flops_per_s = product_flops(size, size, size) / seconds.median_s
+def _product(bench: Bench, dtype: str, side: int, timing: Timing, contents: Contents = "normal") -> Product:
+    flops_per_s = product_flops(side, side, side) / timing.median_s
     return Product(
-        dtype=dtype, m=size, k=size, n=size, contents=contents, seconds=seconds, flops_per_s=flops_per_s,
+        dtype=dtype, m=side, k=side, n=side, contents=contents, seconds=timing, flops_per_s=flops_per_s,
         share_of_peak=bench.share_of_peak(flops_per_s, dtype),
     )  # fmt: skip
 
 
-def _edges(runner: Runner, rate: float | None) -> list[Edge]:
+def _edges(runner: Runner, flops_per_s: float | None) -> list[Edge]:
     """Measures products of sides n - 1, n and n + 1 in alternation, with n a multiple of the tile."""
-    if rate is None:
+    if flops_per_s is None:
         runner.left_out.append("tile edges: no product was measured")
         return []
     bench, dtype = runner.bench, runner.bench.main_dtype
     fitting_sides = [
         n for n in bench.sizes.edge_sides
-        if 6 * CALLS * product_flops(n, n, n) / rate < runner.left_s / 2
+        if 6 * CALLS * product_flops(n, n, n) / flops_per_s < runner.left_s / 2
     ]  # fmt: skip
     side = fitting_sides[-1] if fitting_sides else 256
-    tiled_sides = [(tile, side + 256 - tile) for tile in bench.sizes.tiles]
-    tile_of = {n: (tile, whole) for tile, whole in tiled_sides for n in (whole - 1, whole, whole + 1)}
-    rounds = rounds_for(product_flops(side, side, side) / rate, target_s=min(0.02, runner.left_s / 60))
+    tiles_and_sides = [(tile, side + 256 - tile) for tile in bench.sizes.tiles]
+    tile_of = {n: (tile, whole_n) for tile, whole_n in tiles_and_sides for n in (whole_n - 1, whole_n, whole_n + 1)}
+    rounds = rounds_for(product_flops(side, side, side) / flops_per_s, target_s=min(0.02, runner.left_s / 60))
     timings = runner.time({n: product_workload(bench, dtype, n, rounds) for n in tile_of}, "side {}", max_repeats=15)
     product_by_side = {n: _product(bench, dtype, n, timing) for n, timing in timings.items()}
     return [
         Edge(
             product=product_by_side[n],
             tile=tile,
-            relative=product_by_side[n].flops_per_s / product_by_side[whole].flops_per_s,
+            relative=product_by_side[n].flops_per_s / product_by_side[whole_n].flops_per_s,
             predicted=filled_share(n, tile),
         )
-        for n, (tile, whole) in sorted(tile_of.items())
-        if n in product_by_side and whole in product_by_side
+        for n, (tile, whole_n) in sorted(tile_of.items())
+        if n in product_by_side and whole_n in product_by_side
     ]
 
 
@@ -136,14 +136,14 @@ def filled_share(n: int, tile: int) -> float:
 
 def measure_contents(runner: Runner) -> ContentsPart:
     """Measures many consecutive products per call, so that a chip at its power limit has time to slow down."""
-    bench, products, size = runner.bench, [], runner.bench.sizes.contents
+    bench, products, side = runner.bench, [], runner.bench.sizes.contents
     for dtype, dtype_runner in runner.each(bench.dtypes[: bench.sizes.contents_dtypes]):
         rate = runner.product_rate(dtype) or _probed_rate(dtype_runner, dtype, dtype)
         if rate:
-            rounds = rounds_for(product_flops(size, size, size) / rate, target_s=min(0.1, dtype_runner.left_s / 40))
-            workloads = {fill: product_workload(bench, dtype, size, rounds, contents=fill) for fill in CONTENTS}
+            rounds = rounds_for(product_flops(side, side, side) / rate, target_s=min(0.1, dtype_runner.left_s / 40))
+            workloads = {fill: product_workload(bench, dtype, side, rounds, contents=fill) for fill in CONTENTS}
             timings = dtype_runner.time(workloads, f"{dtype} of {{}}")
-            products += [_product(bench, dtype, size, timing, fill) for fill, timing in timings.items()]
+            products += [_product(bench, dtype, side, timing, fill) for fill, timing in timings.items()]
     return ContentsPart(products=tuple(products))
 
 
@@ -169,17 +169,17 @@ def measure_attention(runner: Runner) -> AttentionPart:
     """Measures each length, forward and both passes in alternation."""
     bench, dtype, attention_times = runner.bench, runner.bench.main_dtype, []
     for shape, attention_runner in runner.each(bench.sizes.attention):
-        workloads = {both: attention_workload(shape, dtype, both=both) for both in (False, True)}
-        timings = attention_runner.time(workloads, f"attention over {shape[1]} positions", max_repeats=15)
-        if len(timings) == len(workloads):
+        programs = {is_both: attention_workload(shape, dtype, both=is_both) for is_both in (False, True)}
+        timings = attention_runner.time(programs, f"attention over {shape[1]} positions", max_repeats=15)
+        if len(timings) == len(programs):
             # the share of all pairs of positions that attention computes
             pair_share = float(keys_per_query(shape[1], causal=not bench.emulated)) / shape[1]
-            forward, both = (workloads[key].work * pair_share / timings[key].median_s for key in (False, True))
+            forward_rate, both_rate = (programs[key].work * pair_share / timings[key].median_s for key in (False, True))
             attention_times.append(
                 AttentionTime(
                     batch=shape[0], length=shape[1], num_heads=shape[2], num_kv_heads=shape[3], head_dim=shape[4],
-                    forward=timings[False], both=timings[True], forward_flops_per_s=forward, both_flops_per_s=both,
-                    share_of_peak=bench.share_of_peak(both, dtype),
+                    forward=timings[False], both=timings[True], forward_flops_per_s=forward_rate,
+                    both_flops_per_s=both_rate, share_of_peak=bench.share_of_peak(both_rate, dtype),
                 )
             )  # fmt: skip
     return AttentionPart(dtype=dtype, times=tuple(attention_times))
@@ -189,13 +189,13 @@ def measure_batch(runner: Runner) -> BatchPart:
     """Measures doubling batches, and compares the knee of the layer's time with the critical batch."""
     bench, dtype = runner.bench, runner.bench.main_dtype
     sizes, batches = bench.sizes.layer, bench.sizes.batches
-    layers: list[LayerTime] = []
-    for number, tokens in enumerate(batches):
-        workload, batch_runner = layer_workload(sizes, tokens, dtype), runner.share(2 / (len(batches) - number + 1))
+    layer_times: list[LayerTime] = []
+    for index, tokens in enumerate(batches):
+        workload, batch_runner = layer_workload(sizes, tokens, dtype), runner.share(2 / (len(batches) - index + 1))
         timing = batch_runner.time_one(workload, f"batches of {tokens} tokens and more", max_repeats=10)
         if not timing:
             break
-        layers.append(
+        layer_times.append(
             LayerTime(
                 tokens=tokens,
                 seconds=timing,
@@ -203,13 +203,13 @@ def measure_batch(runner: Runner) -> BatchPart:
                 flops_per_s=workload.work / timing.median_s,
             )
         )
-    copies: CopyPart = runner.found.get("copy") or CopyPart()
-    weights_copy = copies.of_size(layer_flops(sizes, 1) / 2 * DTYPE_BYTES[dtype])
-    rates = runner.product_rate(dtype), weights_copy.bytes_per_s if weights_copy else bench.chip.hbm_bytes_per_s
+    copy_part: CopyPart = runner.found.get("copy") or CopyPart()
+    weights_copy = copy_part.of_size(layer_flops(sizes, 1) / 2 * DTYPE_BYTES[dtype])
+    chip_rates = runner.product_rate(dtype), weights_copy.bytes_per_s if weights_copy else bench.chip.hbm_bytes_per_s
     return BatchPart(
         sizes=dict(sizes),
         dtype=dtype,
-        layers=tuple(layers),
-        knee=fit_knee([layer.tokens for layer in layers], [layer.seconds.median_s for layer in layers]),
-        predicted_knee=critical_batch(*rates, weight_bytes=DTYPE_BYTES[dtype]) if all(rates) else None,
+        layers=tuple(layer_times),
+        knee=fit_knee([layer.tokens for layer in layer_times], [layer.seconds.median_s for layer in layer_times]),
+        predicted_knee=critical_batch(*chip_rates, weight_bytes=DTYPE_BYTES[dtype]) if all(chip_rates) else None,
     )

@@ -83,7 +83,7 @@ def run_bench(
     Parts that ran out of time are repeated with the seconds that others left over; the result with more rows is kept.
     """
     check_parts(what)
-    budget, start_s, load = budget_of(seconds), time.perf_counter(), os.getloadavg()[0]
+    budget, start_s, load_average = budget_of(seconds), time.perf_counter(), os.getloadavg()[0]
     part_by_name: dict[str, Any] = {}
 
     def measure(names: Sequence[str]) -> Part:
@@ -97,12 +97,12 @@ def run_bench(
     for part_index, name in enumerate(part_names):
         say(f"{part_index + 1}/{len(part_names)} {name}, {budget.left_s:.0f} s left")
         part_by_name[name] = measure(part_names[part_index:])
-    cut_short = [name for name, part in part_by_name.items() if any(line.endswith(NO_TIME) for line in part.left_out)]
-    for part_index, name in enumerate(cut_short):
+    cut_names = [name for name, part in part_by_name.items() if any(line.endswith(NO_TIME) for line in part.left_out)]
+    for part_index, name in enumerate(cut_names):
         if budget.left_s < LEAST_REST * seconds:
             break
         say(f"{name} again, {budget.left_s:.0f} s left")
-        repeated_part = measure(cut_short[part_index:])
+        repeated_part = measure(cut_names[part_index:])
         if num_rows(repeated_part) > num_rows(part_by_name[name]):
             part_by_name[name] = repeated_part
     return BenchReport(
@@ -115,7 +115,7 @@ def run_bench(
         versions={"meshwright": __version__, "jax": jax.__version__, "python": platform.python_version()},
         seconds=seconds,
         took_s=time.perf_counter() - start_s,
-        load=load,
+        load=load_average,
         memory_bytes=bench.memory_bytes,
         mesh=dict(bench.axes),
         **part_by_name,

@@ -105,11 +105,11 @@ def time_together(
             break
         if name not in reason_by_name:
             run(name, repeat)
-    timings = {name: timing_of(times[1:]) for name, times in times_by_name.items() if len(times) > MIN_REPEATS}
+    timing_by_name = {name: timing_of(times[1:]) for name, times in times_by_name.items() if len(times) > MIN_REPEATS}
     for name in calls:
-        if name not in timings:
+        if name not in timing_by_name:
             reason_by_name.setdefault(name, NO_TIME)
-    return timings, reason_by_name
+    return timing_by_name, reason_by_name
 
 
 def sweep_medians(calls: Mapping[str, Call], *, seconds_each: float) -> dict[str, float]:
@@ -123,12 +123,12 @@ def sweep_medians(calls: Mapping[str, Call], *, seconds_each: float) -> dict[str
     medians_by_name: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(SWEEPS):
         for name, call in calls.items():
-            times: list[float] = []
+            times_s: list[float] = []
             end_s = time.perf_counter() + seconds_each / SWEEPS
-            while len(times) < 2 or (time.perf_counter() < end_s and len(times) < 200):
-                times.append(call.round_s(len(times)))
-            medians_by_name[name].append(median(times))
-    return {name: median(times) for name, times in medians_by_name.items()}
+            while len(times_s) < 2 or (time.perf_counter() < end_s and len(times_s) < 200):
+                times_s.append(call.round_s(len(times_s)))
+            medians_by_name[name].append(median(times_s))
+    return {name: median(medians) for name, medians in medians_by_name.items()}
 
 
 def rounds_for(seconds: float, *, target_s: float = 0.02, most: int = 1024) -> int:

@@ -83,16 +83,16 @@ def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
 
     def body(x: Array, gate: Array, up: Array, down: Array, cotangent: Array) -> tuple[Array, ...]:
         gate_and_up = [contract("mk,kn->mn", x, weight)[None] for weight in (gate, up)]
-        hidden, backward = jax.vjp(silu_mul, *gate_and_up)
+        hidden, silu_vjp = jax.vjp(silu_mul, *gate_and_up)
         out, hidden_cotangent = contract("mn,nk->mk", hidden[0], down), contract("mk,nk->mn", cotangent, down)
-        pair_cotangents = [cotangent_part[0] for cotangent_part in backward(hidden_cotangent[None])]
+        pair_cotangents = [cotangent_part[0] for cotangent_part in silu_vjp(hidden_cotangent[None])]
         x_cotangent = contract("mn,kn->mk", pair_cotangents[0], gate) + contract("mn,kn->mk", pair_cotangents[1], up)
         weight_cotangents = (contract("mk,mn->kn", x, cotangent_part) for cotangent_part in pair_cotangents)
         return out, x_cotangent, *weight_cotangents, contract("mn,mk->nk", hidden[0], cotangent)
 
-    sizes = ((m, k), (k, n), (k, n), (n, k), (m, k))
+    shapes = ((m, k), (k, n), (k, n), (n, k), (m, k))
     scales = (1.0, k**-0.5, k**-0.5, n**-0.5, 1.0)
-    shards = tuple(Shard(shape=size, dtype=dtype, scale=scale) for size, scale in zip(sizes, scales, strict=True))
+    shards = tuple(Shard(shape=dims, dtype=dtype, scale=scale) for dims, scale in zip(shapes, scales, strict=True))
     return Workload(body=body, shards=shards, work=3 * 3 * product_flops(m, k, n))
 
 
@@ -106,17 +106,17 @@ def weight_workload(dtype: str) -> Workload:
 
 def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Workload:
     """Returns the attention of training, forward or in both passes; ``work`` counts all pairs of positions."""
-    batch, length, num_heads, num_kv_heads, head_dim = shape
+    batch, seq_len, num_heads, num_kv_heads, head_dim = shape
 
     def body(q: Array, k: Array, v: Array, cotangent: Array) -> Array | tuple[Array, ...]:
         attention_call = AttentionCall(scale=head_dim**-0.5, mask=Mod(causal, (), {"causal": ()}))
         o, lse = attention(attention_call, q, k, v)
         return (o, *attention_backward(attention_call, (cotangent, o, lse), q, k, v)) if both else o
 
-    q_shape, kv_shape = (batch, length, num_heads, head_dim), (batch, length, num_kv_heads, head_dim)
-    shards = tuple(Shard(shape=size, dtype=dtype) for size in (q_shape, kv_shape, kv_shape, q_shape))
+    q_shape, kv_shape = (batch, seq_len, num_heads, head_dim), (batch, seq_len, num_kv_heads, head_dim)
+    shards = tuple(Shard(shape=dims, dtype=dtype) for dims in (q_shape, kv_shape, kv_shape, q_shape))
     num_products = ALL_PRODUCTS if both else FORWARD_PRODUCTS
-    return Workload(body=body, shards=shards, work=2.0 * num_products * batch * length**2 * num_heads * head_dim)
+    return Workload(body=body, shards=shards, work=2.0 * num_products * batch * seq_len**2 * num_heads * head_dim)
 
 
 def weight_shards(sizes: Mapping[str, int], dtype: str) -> tuple[Shard, ...]:
@@ -146,8 +146,8 @@ def layer_workload(sizes: Mapping[str, int], tokens: int, dtype: str) -> Workloa
         query, key, value, out, gate, up, down = weights
         h = norm(x)
         heads_per_group = query.shape[1] // key.shape[1]
-        mixed = h @ query + jnp.tile(h @ key + h @ value, (1, heads_per_group))
-        x = x + mixed @ out
+        mixed_heads = h @ query + jnp.tile(h @ key + h @ value, (1, heads_per_group))
+        x = x + mixed_heads @ out
         h = norm(x)
         return norm(x + silu_mul((h @ gate)[None], (h @ up)[None])[0] @ down)
 
@@ -202,9 +202,9 @@ def chain_workload(elements: int, repeats: int, *, fused: bool = True) -> Worklo
     """Returns ``repeats`` times x = a x + b, fused into one kernel or one kernel each; a and b are arguments."""
 
     def body(x: Array, ab: Array) -> Array:
-        factor, added = ab[0] * 1e-3, ab[1]
+        factor, addend = ab[0] * 1e-3, ab[1]
         for _ in range(repeats if fused else 1):
-            x = x * factor + added
+            x = x * factor + addend
         return x
 
     shards = (Shard(shape=(elements,)), Shard(shape=(2,), contents="uniform"))
@@ -262,10 +262,10 @@ def collective_workload(kind: CollectiveKind, group: Group, array_bytes: int) ->
         return y + COLLECTIVE_FUNCTIONS[kind](y, group.axis)[:1] * 1e-6
 
     num_elements = array_bytes // ELEMENT_BYTES
-    num_local = num_elements if kind in ("reduce_scatter", "all_reduce", "permute") else num_elements // group.size
+    shard_elements = num_elements if kind in ("reduce_scatter", "all_reduce", "permute") else num_elements // group.size
     return Workload(
         body=lambda x: lax.fori_loop(0, ROUNDS, again, x),
-        shards=(Shard(shape=(num_local,)),),
+        shards=(Shard(shape=(shard_elements,)),),
         work=array_bytes,
         rounds=ROUNDS,
         axes=group.mesh,

@@ -108,9 +108,9 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
         require_runnable(model)
         require_runnable_assumptions(assumptions)
     if not job.trains:
-        rates = rates_for(given.on, given.calibration, fitted=True) if verb in RUN else None
+        calibration = rates_for(given.on, given.calibration, fitted=True) if verb in RUN else None
         strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam")
-        setting = Setting(model, given.on, job, rates, assumptions=assumptions)
+        setting = Setting(model, given.on, job, calibration, assumptions=assumptions)
         return Asked(setting, with_fields(strategy, "strategy", fields["strategy"]))
     setting = Setting(model, given.on, job, assumptions=assumptions)
     return _planned(with_rates(setting, given.calibration, axes, fields["strategy"]), axes, fields["strategy"], verb)
@@ -120,8 +120,8 @@ def with_rates(setting: Setting, calibration: Path | None, axes: Mapping[str, in
     """Returns the setting with the rates of `rates_for`; what cannot run is refused before this machine is measured."""
     if setting.cluster.kind == "host":
         refuse_given(space_of(setting, axes, fields))
-    rates = rates_for(setting.cluster, calibration, fitted=True)
-    return msgspec.structs.replace(setting, calibration=rates)
+    new_calibration = rates_for(setting.cluster, calibration, fitted=True)
+    return msgspec.structs.replace(setting, calibration=new_calibration)
 
 
 def service_of(given: PlanOptions) -> ServicePlan | None:
@@ -132,18 +132,18 @@ def service_of(given: PlanOptions) -> ServicePlan | None:
     path = Path(given.what)
     if path.suffix != ".toml" or not path.is_file() or SERVICE not in read_toml(path).data:
         return None
-    options: Facts = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
-    options |= {"--set": given.pairs, "--calibration": given.calibration}
-    if given_names := [name for name, value in options.items() if value]:
+    value_by_option: Facts = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
+    value_by_option |= {"--set": given.pairs, "--calibration": given.calibration}
+    if given_names := [name for name, value in value_by_option.items() if value]:
         raise InputError(f"{given.what} says all of a service; leave {', '.join(given_names)} out, or plan it again.")
     return load_plan(path, ServicePlan)
 
 
 def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
     plan = load_plan(path)
-    strategy = dict(fields["strategy"])
-    if "mesh" in strategy:
-        strategy |= {"mesh": {**plan.strategy.mesh, **strategy["mesh"]}, "placement": {}}
+    edits = dict(fields["strategy"])
+    if "mesh" in edits:
+        edits |= {"mesh": {**plan.strategy.mesh, **edits["mesh"]}, "placement": {}}
     setting = Setting(
         with_fields(plan.model, "model", fields["model"]),
         plan.cluster,
@@ -152,10 +152,10 @@ def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
         assumptions=with_fields(plan.assumptions, "assumptions", fields["assumptions"]),
     )
     is_unchanged = step in (None, plan.job.kind) and not any(fields.values())
-    changed = with_fields(plan.strategy, "strategy", strategy)
-    for refusal in check_rules(zero_rules(changed, given="assignment" in strategy), strategy_sizes(setting, changed)):
+    strategy = with_fields(plan.strategy, "strategy", edits)
+    for refusal in check_rules(zero_rules(strategy, given="assignment" in edits), strategy_sizes(setting, strategy)):
         raise CannotRunError(refusal.message)
-    return Asked(setting, changed, plan.predicted if is_unchanged else None)
+    return Asked(setting, strategy, plan.predicted if is_unchanged else None)
 
 
 def _planned(setting: Setting, axes: dict[str, int], fields: Facts, verb: str) -> Asked:

@@ -81,9 +81,9 @@ def open_given(
     options = opened_options(given)
     from meshwright.serve.opening import open_engine
 
-    opened = open_engine(source or given.what, options, on_shape=compiling(), in_background=in_background)
-    say_all(opened.lines)
-    return opened
+    opened_engine = open_engine(source or given.what, options, on_shape=compiling(), in_background=in_background)
+    say_all(opened_engine.lines)
+    return opened_engine
 
 
 def say_all(lines: Sequence[str]) -> None:
@@ -104,7 +104,7 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> EngineOpt
     """Returns the options of an engine: those given, under the same names, and what others of them amount to."""
     if given.cache_bytes == 0:
         raise InputError("a cache of 0 bytes holds no page. Give --cache-bytes such as 4GB, or leave it out.")
-    values = vars(given) | {
+    value_by_name = vars(given) | {
         "cache_dtype": None if given.cache_dtype == "auto" else given.cache_dtype,
         "weights": weight_dtype(given.weights),
         "prefix_cache": not given.no_prefix_cache and given.policy != "static",
@@ -112,34 +112,34 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> EngineOpt
         "num_devices": given.on.num_chips if given.on else 0,
         "adapters": folders_by_name(given.adapters),
     }
-    names = EngineOptions.__struct_fields__
-    return EngineOptions(**{name: values[name] for name in names if values.get(name) is not None})
+    field_names = EngineOptions.__struct_fields__
+    return EngineOptions(**{name: value_by_name[name] for name in field_names if value_by_name.get(name) is not None})
 
 
 def folders_by_name(pairs: Sequence[str]) -> dict[str, Path]:
     """Returns the folders of adapters by name. Raises InputError for a pair without a name, and a name that is given
     twice."""
-    folders = dict[str, Path]()
+    folder_by_name = dict[str, Path]()
     for pair in pairs:
         name, _, folder = pair.partition("=")
-        if not name or not folder or name in folders:
-            fault = "is there twice" if name in folders else "is not NAME=FOLDER"
+        if not name or not folder or name in folder_by_name:
+            fault = "is there twice" if name in folder_by_name else "is not NAME=FOLDER"
             raise InputError(f"--adapters {pair} {fault}. Give each adapter a name of its own, such as sql=./sql-lora.")
-        folders[name] = Path(folder).expanduser()
-    return folders
+        folder_by_name[name] = Path(folder).expanduser()
+    return folder_by_name
 
 
 def prepare_devices(cluster: Cluster | None, axes: dict[str, int] | None) -> None:
     """Emulates devices for ``--on cpu:N``. Raises InputError if ``--axes`` and ``--on`` differ, CannotRunError if this
     machine has too few devices."""
     needed = math.prod(make_mesh(axes).values()) if axes else None
-    words = f"--on {cluster.short_name}" if cluster else ""
+    flags = f"--on {cluster.short_name}" if cluster else ""
     if axes:
-        words = f"--axes {','.join(f'{axis}={size}' for axis, size in axes.items())}"
+        flags = f"--axes {','.join(f'{axis}={size}' for axis, size in axes.items())}"
     if cluster is not None:
         if needed is not None and needed != cluster.num_chips:
             raise InputError(
-                f"{words} is {needed} devices and --on {cluster.short_name} is {cluster.num_chips}. Make the two agree."
+                f"{flags} is {needed} devices and --on {cluster.short_name} is {cluster.num_chips}. Make the two agree."
             )
         needed = cluster.num_chips
         if cluster.kind == "host":
@@ -148,13 +148,13 @@ def prepare_devices(cluster: Cluster | None, axes: dict[str, int] | None) -> Non
             emulate_devices(needed)
     import jax
 
-    present = len(jax.devices())
+    num_own = len(jax.devices())
     if cluster is not None and cluster.kind != "host" and jax.devices()[0].platform == "cpu":
         raise CannotRunError(
-            f"{cluster.short_name} is not this machine, which has {present} of platform cpu. Use --on cpu:8 to emulate."
+            f"{cluster.short_name} is not this machine, which has {num_own} of platform cpu. Use --on cpu:8 to emulate."
         )
-    if needed is not None and needed > present:
+    if needed is not None and needed > num_own:
         raise CannotRunError(
-            f"{words} is {needed} devices and this machine has {present}. Use smaller axes, or emulate them: "
+            f"{flags} is {needed} devices and this machine has {num_own}. Use smaller axes, or emulate them: "
             f"--on cpu:{needed}."
         )

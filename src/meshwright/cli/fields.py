@@ -42,7 +42,7 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
     that they stand for. The section ``strategy`` also takes assumptions, which it once held. Raises InputError for a
     text without section, key or value, naming the nearest section.
     """
-    by_section: dict[str, Facts] = {name: {} for name in sections}
+    fields_by_section: dict[str, Facts] = {name: {} for name in sections}
     for pair in pairs:
         key, sep, text = pair.partition("=")
         section, name = field_name(key)
@@ -50,24 +50,24 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
             raise InputError(f"--set {pair!r} has no value. Write KEY=VALUE, such as strategy.remat=block.")
         if not section or not name:
             raise InputError(f"--set {pair!r} names no field.{nearest(name, SECTION_OF)} Write strategy.remat=block.")
-        if section not in by_section:
+        if section not in fields_by_section:
             raise InputError(f"--set {key}: there is no section {section!r} here.{nearest(section, sections)}")
         if section == "strategy" and SECTION_OF.get(field := name.partition(".")[0]) not in ("strategy", "assumptions"):
             valid_names = {member for member, home in SECTION_OF.items() if home == "strategy"} - {"mesh", "placement"}
             raise InputError(f"strategy.{field} is not a field.{nearest(field, valid_names)}")
         value = field_value(text.strip())
-        if section == "strategy" and "assumptions" in by_section and name in Assumptions.__struct_fields__:
+        if section == "strategy" and "assumptions" in fields_by_section and name in Assumptions.__struct_fields__:
             section = "assumptions"
         if section == "strategy" and name in MESH_AXES:
             name, value = "mesh", {name: value}
         if section == "strategy" and name == "mesh":
             if not isinstance(value, dict):
                 raise InputError(f"--set {pair}: give the size of one axis, such as strategy.tensor=4.")
-            value = {**by_section[section].get("mesh", {}), **value}
-        by_section[section][name] = value
-    if "strategy" in by_section:
-        _name_assignment(by_section["strategy"])
-    return by_section
+            value = {**fields_by_section[section].get("mesh", {}), **value}
+        fields_by_section[section][name] = value
+    if "strategy" in fields_by_section:
+        _name_assignment(fields_by_section["strategy"])
+    return fields_by_section
 
 
 def field_name(key: str) -> tuple[str, str]:
@@ -80,17 +80,17 @@ def field_name(key: str) -> tuple[str, str]:
 
 def _name_assignment(strategy: Facts) -> None:
     """Replaces ``zero`` and ``sequence_parallel`` by the standard assignment that they stand for, in place."""
-    short = {name: strategy.pop(name) for name in ("zero", "sequence_parallel") if name in strategy}
-    if not short:
+    fields = {name: strategy.pop(name) for name in ("zero", "sequence_parallel") if name in strategy}
+    if not fields:
         return
     if "assignment" in strategy:
-        raise InputError(f"strategy.{next(iter(short))} and strategy.assignment say the same. Leave one of them out.")
-    sequence_parallel = short.get("sequence_parallel", True)
+        raise InputError(f"strategy.{next(iter(fields))} and strategy.assignment say the same. Leave one of them out.")
+    sequence_parallel = fields.get("sequence_parallel", True)
     if not isinstance(sequence_parallel, bool):
         raise InputError(f"strategy.sequence_parallel={sequence_parallel} is not true or false.")
-    if isinstance(short.get("zero"), bool):
+    if isinstance(fields.get("zero"), bool):
         raise InputError("strategy.zero is a stage, not true or false. Use 0, 1, 2 or 3.")
-    strategy["assignment"] = standard_assignment(**short)
+    strategy["assignment"] = standard_assignment(**fields)
 
 
 def field_value(text: str) -> Any:
@@ -103,33 +103,33 @@ def field_value(text: str) -> Any:
 
 def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing:
     """Returns the frozen data with some fields changed. Raises InputError for an unknown field or a wrong value."""
-    fields = thing.__struct_fields__
+    field_names = thing.__struct_fields__
     for name in changes:
-        if name.partition(".")[0] not in fields:
-            raise InputError(f"{section}.{name} is not a field.{nearest(name, fields)}")
+        if name.partition(".")[0] not in field_names:
+            raise InputError(f"{section}.{name} is not a field.{nearest(name, field_names)}")
         if isinstance(changes[name], int) and changes[name] > MOST:
             raise InputError(f"{section}.{name}={shown(changes[name])} is too large. Give at most {MOST:g}.")
     old_fields = msgspec.to_builtins(thing)
     changes = _nested(old_fields, changes)
     if isinstance(thing, Model) and "num_layers" in changes:
-        lists = {"sliding_layers": thing.sliding_layers, "dense_layers": thing.dense_layers}
+        layers_of = {"sliding_layers": thing.sliding_layers, "dense_layers": thing.dense_layers}
         num_layers = changes["num_layers"]
         if isinstance(num_layers, int):  # lists of layers lose those beyond the new number
-            changes = {**{name: [n for n in layers if n < num_layers] for name, layers in lists.items()}, **changes}
+            changes = {**{name: [n for n in layers if n < num_layers] for name, layers in layers_of.items()}, **changes}
     if isinstance(changes.get("mesh"), dict):
         changes = {**changes, "mesh": {**old_fields["mesh"], **changes["mesh"]}}
     return convert_fields({**old_fields, **changes}, type(thing), section=section)
 
 
-def _nested(now: Mapping[str, Any], changes: Mapping[str, Any]) -> Facts:
+def _nested(old_fields: Mapping[str, Any], changes: Mapping[str, Any]) -> Facts:
     """Returns the changes, with those of nested fields, such as ``lora.rank``, put into the dict of their field."""
-    nested = {name: value for name, value in changes.items() if "." not in name}
+    nested_changes = {name: value for name, value in changes.items() if "." not in name}
     for name, value in changes.items():
-        field, dot, rest = name.partition(".")
+        field, dot, inner_name = name.partition(".")
         if dot:
-            table = nested.get(field, now.get(field))
-            nested[field] = {**(table if isinstance(table, dict) else {}), rest: value}
-    return nested
+            inner_fields = nested_changes.get(field, old_fields.get(field))
+            nested_changes[field] = {**(inner_fields if isinstance(inner_fields, dict) else {}), inner_name: value}
+    return nested_changes
 
 
 def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:
@@ -137,23 +137,23 @@ def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:
 
     Errors read "``what`` ... is not ``wanted``.": ``what`` names the option, and ``wanted`` ends with an example.
     """
-    pairs: dict[str, str] = {}
+    value_by_name: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, sep, value = (piece.strip() for piece in part.partition("="))
         if not sep or not name or not value:
             raise InputError(f"{what} {part!r} is not {wanted}.")
-        if name in pairs:
+        if name in value_by_name:
             raise InputError(f"{what} {text!r}: {name} is given twice. Leave one out.")
-        pairs[name] = value
-    if not pairs:
+        value_by_name[name] = value
+    if not value_by_name:
         raise InputError(f"{what} {text!r} is not {wanted}.")
-    return pairs
+    return value_by_name
 
 
 def parse_why_not(text: str) -> Facts:
     """Returns name -> value of ``"tensor=16,remat=block"``; values are TOML or else text."""
-    pairs = split_pairs(text, "name=value. Write for example tensor=16,remat=block", what="--why-not")
-    return {name: field_value(value) for name, value in pairs.items()}
+    text_by_name = split_pairs(text, "name=value. Write for example tensor=16,remat=block", what="--why-not")
+    return {name: field_value(value) for name, value in text_by_name.items()}
 
 
 def parse_mesh(text: str, what: str = "--mesh") -> dict[str, int]:
@@ -167,8 +167,8 @@ def dim_sizes(text: str, what: str = "--dims") -> dict[str, int]:
 
 
 def _sizes(text: str, kind: str, example: str, what: str) -> dict[str, int]:
-    pairs = split_pairs(text, f"a {kind} size. Write {example}", what=what)
-    return {name: parse_count(value, what=f"{what}: size of {kind} {name}", least=1) for name, value in pairs.items()}
+    text_of = split_pairs(text, f"a {kind} size. Write {example}", what=what)
+    return {name: parse_count(value, what=f"{what}: size of {kind} {name}", least=1) for name, value in text_of.items()}
 
 
 def split_values(text: str, *, what: str, form: str = "FIELD=VALUES") -> tuple[str, ...]:
@@ -178,27 +178,27 @@ def split_values(text: str, *, what: str, form: str = "FIELD=VALUES") -> tuple[s
     """
     name, _, values = text.partition("=")
     first, dots, last = values.partition("..")
-    parts = [part.strip() for part in _COMMAS.split(values)]
+    value_texts = [part.strip() for part in _COMMAS.split(values)]
     if dots:
         low, high = (parse_count(part.strip(), what=f"{what} {text}: {name}", least=1) for part in (first, last))
-        parts = [f"{low << power}" for power in range(64) if low << power <= high]
-        if not parts:
+        value_texts = [f"{low << power}" for power in range(64) if low << power <= high]
+        if not value_texts:
             raise InputError(f"{what} {text!r} ends before it begins. Write the smaller size first.")
-    if not all(parts):
+    if not all(value_texts):
         raise InputError(f"{what} {text!r} is not {form}. Write for example {name}=1,16 or {name}=1..16.")
-    return tuple(parts)
+    return tuple(value_texts)
 
 
 def take_axes(given: Mapping[str, int] | None, strategy: Facts) -> dict[str, int]:
     """Returns sizes of mesh axes from ``--axes`` and ``--set strategy.tensor=4``; removes these from ``strategy``."""
-    axes = dict(given or {})
+    size_by_axis = dict(given or {})
     for axis, size in strategy.pop("mesh", {}).items():
-        if axis in axes:
+        if axis in size_by_axis:
             raise InputError(f"mesh axis {axis} is given in --axes and in --set. Leave one of them out.")
         if not isinstance(size, int) or isinstance(size, bool):
             raise InputError(f"--set strategy.{axis}={size} is not a whole number. Write strategy.{axis}=4, say.")
-        axes[axis] = size
-    return axes
+        size_by_axis[axis] = size
+    return size_by_axis
 
 
 def job_of(batch: str, seq_len: int, fields: Mapping[str, Any], tokens: int | None = None) -> Job:

@@ -69,13 +69,13 @@ def main() -> None:
     # a search makes millions of short-lived values; looking for cycles among them as often as Python does costs 7%
     gc.set_threshold(50_000, 20, 50)
     sys.stdout, sys.stderr = (cast(TextIO, LastingStream(stream)) for stream in (sys.stdout, sys.stderr))
-    code = run(sys.argv[1:])
+    exit_code = run(sys.argv[1:])
     if any(thread.name == "programs" for thread in threading.enumerate()):
         # a server that stops while it still compiles; a program is kept whole or not at all
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 class LastingStream:
@@ -123,8 +123,8 @@ def run(args: list[str]) -> int:
         click.echo(error.format_message(), err=True)
         return 2
     except click.ClickException as error:
-        verb = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "meshwright"
-        return _fail(f"{error.format_message()} See {verb} --help.", 2)
+        verb_path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "meshwright"
+        return _fail(f"{error.format_message()} See {verb_path} --help.", 2)
     except (click.exceptions.Abort, KeyboardInterrupt):
         return _fail("stopped.", 130)
     except OSError as error:
@@ -158,6 +158,6 @@ def _our_fault(error: Exception) -> int:
     return _fail(f"internal error at {frame.name}:{frame.lineno}: {error_line} (MESHWRIGHT_DEBUG=1 shows more)", 1)
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(message: str, exit_code: int) -> int:
     click.echo(one_line(f"meshwright: {message}"), err=True)
-    return code
+    return exit_code

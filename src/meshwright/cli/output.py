@@ -105,8 +105,8 @@ def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
             continue
         text = piece if isinstance(piece, str) else piece.text
         label = f"{piece.label.strip()}: " if isinstance(piece, Fact) and piece.label.strip() else ""
-        if stripped := text.strip():
-            yield f"```text\n{text}\n```\n" if "\n" in stripped else f"{label}{stripped}\n"
+        if stripped_text := text.strip():
+            yield f"```text\n{text}\n```\n" if "\n" in stripped_text else f"{label}{stripped_text}\n"
 
 
 def compiling() -> Callable[[int, int], None]:

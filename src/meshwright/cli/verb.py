@@ -102,15 +102,15 @@ class VerbCommand(click.Command):
             if flag[:1] == "-" and flag not in flags and f"-{flag}" in flags:  # click would read -out as -o ut
                 raise click.NoSuchOption(flag, possibilities=[f"-{flag}"], ctx=ctx)
         many_flags = {flag for param in self.params if str(param.metavar).endswith(" ...") for flag in param.opts}
-        expanded, last_flag = list[str](), ""
-        for previous, arg in zip(["", *args], args, strict=False):
+        expanded_args, last_flag = list[str](), ""
+        for previous_arg, arg in zip(["", *args], args, strict=False):
             if arg.startswith("-") or "=" not in arg:
                 flag = arg.partition("=")[0]
                 last_flag = flag if flag in many_flags else ""
-            elif last_flag and previous != last_flag:
-                expanded.append(last_flag)
-            expanded.append(arg)
-        return super().parse_args(ctx, expanded)
+            elif last_flag and previous_arg != last_flag:
+                expanded_args.append(last_flag)
+            expanded_args.append(arg)
+        return super().parse_args(ctx, expanded_args)
 
 
 class Options:
@@ -195,8 +195,8 @@ def emit(answer: Answer, form: str) -> None:
     elif form == "text":
         show(answer.pieces)
     else:
-        blocks = answer_markdown(answer.pieces) if form == "markdown" else map(as_csv, answer.tables())
-        click.echo("\n".join(blocks), nl=False)
+        block_texts = answer_markdown(answer.pieces) if form == "markdown" else map(as_csv, answer.tables())
+        click.echo("\n".join(block_texts), nl=False)
 
 
 def show(pieces: Iterable[Piece]) -> None:
@@ -205,22 +205,22 @@ def show(pieces: Iterable[Piece]) -> None:
         click.echo(text)
 
 
-def _parameter(name: str, hint: Any, row: Parameter) -> click.Parameter:
+def _parameter(name: str, hint: Any, parameter: Parameter) -> click.Parameter:
     member_types = [member for member in get_args(hint) if member is not NoneType]
     is_optional = len(member_types) < len(get_args(hint)) and get_origin(hint) is not Annotated
     kind = member_types[0] if is_optional else hint
-    settings = dict(row.settings)
+    click_settings = dict(parameter.settings)
     is_many = get_origin(kind) is tuple
     if is_many:
-        settings |= {"nargs": -1} if row.build is click.Argument else {"multiple": True}
+        click_settings |= {"nargs": -1} if parameter.build is click.Argument else {"multiple": True}
         kind = get_args(kind)[0]
     if kind is bool:
-        settings.setdefault("is_flag", True)
+        click_settings.setdefault("is_flag", True)
     else:
         click_type = click.Choice(get_args(kind)) if get_origin(kind) is Literal else _TYPES.get(kind, kind)
-        settings.setdefault("type", kind.__metadata__[0] if get_origin(kind) is Annotated else click_type)
-        settings.setdefault("required", not (is_optional or is_many or "default" in settings))
-    if row.build is click.Argument:
-        return click.Argument([name], **settings)
-    settings.setdefault("show_default", kind is not bool and "default" in settings)
-    return click.Option([*(row.flags or (f"--{name.replace('_', '-')}",)), name], **settings)
+        click_settings.setdefault("type", kind.__metadata__[0] if get_origin(kind) is Annotated else click_type)
+        click_settings.setdefault("required", not (is_optional or is_many or "default" in click_settings))
+    if parameter.build is click.Argument:
+        return click.Argument([name], **click_settings)
+    click_settings.setdefault("show_default", kind is not bool and "default" in click_settings)
+    return click.Option([*(parameter.flags or (f"--{name.replace('_', '-')}",)), name], **click_settings)

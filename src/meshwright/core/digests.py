@@ -43,13 +43,13 @@ def digest_seconds() -> float:
 
 def read_sums(folder: Path) -> dict[str, str]:
     """Returns file -> digest of a folder's ``SHA256SUMS``. Raises CannotRunError if that file is damaged."""
-    path, sums = folder / SUMS, {}
+    path, digest_of = folder / SUMS, {}
     for line in path.read_bytes().decode(errors="replace").removesuffix("\n").split("\n"):
         match = _LINE.fullmatch(line)
-        if match is None or match[2] in sums or Path(match[2]).is_absolute() or ".." in Path(match[2]).parts:
+        if match is None or match[2] in digest_of or Path(match[2]).is_absolute() or ".." in Path(match[2]).parts:
             raise CannotRunError(f"{path} is damaged: {line[:80]!r} is not a digest and a file's name.")
-        sums[match[2]] = match[1]
-    return sums
+        digest_of[match[2]] = match[1]
+    return digest_of
 
 
 def require_intact(folder: Path, names: Sequence[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
@@ -61,11 +61,11 @@ def require_intact(folder: Path, names: Sequence[str] | None = None, *, share: t
     """
     if not (folder / SUMS).is_file():
         return False
-    sums = read_sums(folder)
-    file_names = sorted(sums if names is None else sums.keys() & set(names))[share[0] :: share[1]]
+    digest_by_name = read_sums(folder)
+    file_names = sorted(digest_by_name if names is None else digest_by_name.keys() & set(names))[share[0] :: share[1]]
     with ThreadPoolExecutor(_THREADS) as threads:
         for name, digest in zip(file_names, threads.map(_digest, (folder / name for name in file_names)), strict=True):
-            if digest != sums[name]:
+            if digest != digest_by_name[name]:
                 fault = "is not as it was written" if digest else "is missing or cannot be read"
                 raise CannotRunError(f"{folder / name} {fault} (see {SUMS} beside it).")
     return True
@@ -82,16 +82,16 @@ def _digest(path: Path) -> str:
 
 def summed_line(record: object) -> bytes:
     """Returns a Struct or a dict as a line of JSON; its last key ``crc32`` is the CRC-32 of the line without it."""
-    text = msgspec.json.encode(record)
-    return text[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(text)
+    json_bytes = msgspec.json.encode(record)
+    return json_bytes[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(json_bytes)
 
 
 def read_line(line: bytes) -> dict[str, Any] | None:
     """Returns the record of a line, None if it is not as it was written; older lines have no checksum."""
-    text, separator, crc = line.rpartition(b',"crc32":"')
-    if separator:
-        line = text + b"}"
-        if crc != b'%08x"}' % zlib.crc32(line):
+    record_bytes, crc_key, crc_bytes = line.rpartition(b',"crc32":"')
+    if crc_key:
+        line = record_bytes + b"}"
+        if crc_bytes != b'%08x"}' % zlib.crc32(line):
             return None
     try:
         return msgspec.json.decode(line, type=dict[str, Any])

@@ -24,9 +24,9 @@ def one_line(text: str) -> str:
     def cut(piece: str, most: int) -> str:
         return piece if len(piece) <= most else f"{piece[: most - 60]}... ({len(piece):,} characters)"
 
-    plain = "".join(" " if char.isspace() else char if char.isprintable() else ascii(char)[1:-1] for char in text)
-    plain = re.sub(" {9,}", " ", plain)
-    return cut(_PIECE.sub(lambda match: cut(match[0], MOST_PIECE), plain), MOST_MESSAGE)
+    plain_text = "".join(" " if char.isspace() else char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    plain_text = re.sub(" {9,}", " ", plain_text)
+    return cut(_PIECE.sub(lambda match: cut(match[0], MOST_PIECE), plain_text), MOST_MESSAGE)
 
 
 class UserError(ValueError):
@@ -58,12 +58,12 @@ class FileWarning(UserWarning):
 
 def nearest(name: str, options: Iterable[str]) -> str:
     """Returns a suffix such as ``" Did you mean 'fsdp'?"``, or if nothing is close the options, if up to 24."""
-    names = sorted(set(options))
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if matches:
-        return f" Did you mean {matches[0]!r}?"
-    if len(names) <= 24:
-        return f" Known: {', '.join(names)}."
+    sorted_names = sorted(set(options))
+    close_names = difflib.get_close_matches(name, sorted_names, n=1, cutoff=0.5)
+    if close_names:
+        return f" Did you mean {close_names[0]!r}?"
+    if len(sorted_names) <= 24:
+        return f" Known: {', '.join(sorted_names)}."
     return ""
 
 

@@ -27,17 +27,17 @@ LARGEST = 1e60
 def leaves(value: object, key: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
     """Yields every value in tables, lists and structs with its key; a struct inside that has its own ``__post_init__``
     counts as one value."""
-    items: Iterable[tuple[str | int, object]]
+    child_items: Iterable[tuple[str | int, object]]
     if isinstance(value, Mapping):
-        items = value.items()
+        child_items = value.items()
     elif isinstance(value, msgspec.Struct) and (not key or not hasattr(value, "__post_init__")):
-        items = msgspec.structs.asdict(value).items()
+        child_items = msgspec.structs.asdict(value).items()
     elif isinstance(value, list | tuple):
-        items = enumerate(value)
+        child_items = enumerate(value)
     else:
         yield key, value
         return
-    for name, item in items:
+    for name, item in child_items:
         yield from leaves(item, (*key, name))
 
 
@@ -72,24 +72,24 @@ def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -
 def field_faults(value: object, hint: object, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Yields the key and the fault of every part of plain data that does not fit a type hint: values of another type,
     unknown fields of tables, and tables that lack fields."""
-    items: dict[str | int, tuple[object, object]]
-    origin, members = _parts(hint)
-    for option in members if origin in (Union, UnionType) else (hint,):
-        kind, hint_args = _parts(option)
+    item_by_key: dict[str | int, tuple[object, object]]
+    hint_kind, member_hints = _parts(hint)
+    for option_hint in member_hints if hint_kind in (Union, UnionType) else (hint,):
+        kind, hint_args = _parts(option_hint)
         if isinstance(value, Mapping) and _is_struct(kind):
-            fields = {field.encode_name: field for field in msgspec.structs.fields(option)}
-            yield from unknown_fields(value, fields, key) if kind.__struct_config__.forbid_unknown_fields else ()
-            missing = [repr(dotted((*key, name))) for name in fields if fields[name].required and name not in value]
-            if missing:
-                yield key, f"needs the field{'s' * (len(missing) > 1)} {', '.join(missing)}."
-            items = {name: (value[name], fields[name].type) for name in fields if name in value}
+            field_of = {field.encode_name: field for field in msgspec.structs.fields(option_hint)}
+            yield from unknown_fields(value, field_of, key) if kind.__struct_config__.forbid_unknown_fields else ()
+            absent = [repr(dotted((*key, name))) for name in field_of if field_of[name].required and name not in value]
+            if absent:
+                yield key, f"needs the field{'s' * (len(absent) > 1)} {', '.join(absent)}."
+            item_by_key = {name: (value[name], field_of[name].type) for name in field_of if name in value}
         elif isinstance(value, Mapping) and kind is dict and hint_args:
-            items = {name: (item, hint_args[1]) for name, item in value.items()}
+            item_by_key = {name: (item, hint_args[1]) for name, item in value.items()}
         elif isinstance(value, list | tuple) and (kind is list or hint_args[1:] == (...,)):
-            items = {index: (item, hint_args[0]) for index, item in enumerate(value)}
+            item_by_key = {index: (item, hint_args[0]) for index, item in enumerate(value)}
         else:
             continue
-        for name, (item, item_hint) in items.items():
+        for name, (item, item_hint) in item_by_key.items():
             yield from field_faults(item, item_hint, (*key, name))
         return
     try:
@@ -157,8 +157,8 @@ def fitted(value: Any, hint: object, what: str) -> Any:
 
 
 def _quoted(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"a {type(value).__name__}"
+    value_text = repr(value)
+    return value_text if len(value_text) < 80 else f"a {type(value).__name__}"
 
 
 @cache
@@ -173,46 +173,46 @@ def _is_struct(kind: object) -> bool:
 def _fit(value: Any, hint: object) -> Any:
     if hint is Any or (type(value) is hint and (hint is str or hint is bool)):
         return value
-    kind, hint_args = _parts(hint)
-    if kind in (Union, UnionType):
+    base_type, hint_args = _parts(hint)
+    if base_type in (Union, UnionType):
         return next((converted for hint_arg in hint_args if (converted := _fit(value, hint_arg)) is not _UNFIT), _UNFIT)
-    if kind is Literal:
+    if base_type is Literal:
         return value if value in hint_args else _UNFIT
-    if kind in (int, float):
+    if base_type in (int, float):
         is_number = issubclass(type(value), Real) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
-        is_fit = is_number and (kind is float or isinstance(value, Integral) or value == int(value))
-        return (value if isinstance(value, kind) else kind(value)) if is_fit else _UNFIT
-    if kind is Path and isinstance(value, str):
+        is_fit = is_number and (base_type is float or isinstance(value, Integral) or value == int(value))
+        return (value if isinstance(value, base_type) else base_type(value)) if is_fit else _UNFIT
+    if base_type is Path and isinstance(value, str):
         return Path(value)
-    if isinstance(kind, type) and issubclass(kind, Mapping) and hint_args and isinstance(value, Mapping):
-        pairs = [(_fit(key, hint_args[0]), _fit(item, hint_args[1])) for key, item in value.items()]
-        return _UNFIT if any(item is _UNFIT for pair in pairs for item in pair) else dict(pairs)
-    if kind in (tuple, Sequence):
+    if isinstance(base_type, type) and issubclass(base_type, Mapping) and hint_args and isinstance(value, Mapping):
+        fitted_pairs = [(_fit(key, hint_args[0]), _fit(item, hint_args[1])) for key, item in value.items()]
+        return _UNFIT if any(item is _UNFIT for pair in fitted_pairs for item in pair) else dict(fitted_pairs)
+    if base_type in (tuple, Sequence):
         items = tuple(_fit(item, hint_args[0]) for item in value) if isinstance(value, list | tuple) else (_UNFIT,)
         return _UNFIT if any(item is _UNFIT for item in items) else items
-    return value if not isinstance(kind, type) or isinstance(value, kind) else _UNFIT
+    return value if not isinstance(base_type, type) or isinstance(value, base_type) else _UNFIT
 
 
 def _hint_words(hint: Any, *, of_tables: bool = False) -> str:
     """Returns the words for a type hint: ``"a table {text: a whole number} or text"``; of a Struct, its name, or with
     ``of_tables`` the fields of the table that stands for it."""
-    kind, hint_args = (
+    base_type, hint_args = (
         get_origin(hint) or hint,
         get_args(hint),
     )  # not of the cache, whose unions have another order
-    words = partial(_hint_words, of_tables=of_tables)
-    if kind in (Union, UnionType):
-        return " or ".join(words(hint_arg) for hint_arg in hint_args if hint_arg is not NoneType)
-    if kind is Literal:
+    words_of = partial(_hint_words, of_tables=of_tables)
+    if base_type in (Union, UnionType):
+        return " or ".join(words_of(hint_arg) for hint_arg in hint_args if hint_arg is not NoneType)
+    if base_type is Literal:
         *first_words, last_word = [str(hint_arg) for hint_arg in hint_args if hint_arg] or ["nothing"]
         return f"{', '.join(first_words)} or {last_word}" if first_words else last_word
-    if of_tables and _is_struct(kind):
-        return f"a table of {', '.join(kind.__struct_fields__)}"
-    if isinstance(kind, type) and issubclass(kind, Mapping):
-        return f"a table {{{': '.join(map(words, hint_args))}}}"
-    if kind in (tuple, list, Sequence):
-        return f"a list of {words(hint_args[0])}"
-    return _WORDS.get(kind) or ("a function" if kind is Callable else f"a {kind.__name__}")
+    if of_tables and _is_struct(base_type):
+        return f"a table of {', '.join(base_type.__struct_fields__)}"
+    if isinstance(base_type, type) and issubclass(base_type, Mapping):
+        return f"a table {{{': '.join(map(words_of, hint_args))}}}"
+    if base_type in (tuple, list, Sequence):
+        return f"a list of {words_of(hint_args[0])}"
+    return _WORDS.get(base_type) or ("a function" if base_type is Callable else f"a {base_type.__name__}")
 
 
 class _Names(dict[str, Any]):
@@ -244,11 +244,11 @@ def checked(function: _F) -> _F:
 
     @wraps(function)
     def border(*given: object, **named: object) -> object:
-        bound, hints = signature.bind(*given, **named), _hints(function)
-        for name, value in bound.arguments.items():
-            if name in hints and signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
-                bound.arguments[name] = fitted(value, hints[name], f"{function_name}: {name}")
+        bound_args, hint_by_name = signature.bind(*given, **named), _hints(function)
+        for name, value in bound_args.arguments.items():
+            if name in hint_by_name and signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
+                bound_args.arguments[name] = fitted(value, hint_by_name[name], f"{function_name}: {name}")
         with path_errors():
-            return function(*bound.args, **bound.kwargs)
+            return function(*bound_args.args, **bound_args.kwargs)
 
     return cast(_F, border)

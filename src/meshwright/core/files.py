@@ -35,16 +35,16 @@ def cache_folder() -> Path:
 
 
 @cache
-def _writable(wanted: str) -> Path:
+def _writable(folder_text: str) -> Path:
     try:
-        folder = Path(wanted).expanduser()
+        folder = Path(folder_text).expanduser()
         _require_writable(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home, and no entry of this user
         folder = Path(tempfile.gettempdir()) / f"meshwright-{os.getuid()}"
         _require_writable(folder)
         reason = getattr(error, "strerror", None) or "this user has no home"
         cache_words = f"the cache is {folder}; set MESHWRIGHT_CACHE"
-        print(f"{wanted} cannot be written ({reason}): {cache_words}", file=sys.stderr)
+        print(f"{folder_text} cannot be written ({reason}): {cache_words}", file=sys.stderr)
     return folder
 
 
@@ -74,9 +74,9 @@ def read_text(path: Path, advice: str, *, most: int = MOST_BYTES) -> str:
     return _text(path, read_bytes(path, advice, most=most), advice)
 
 
-def _text(path: Path, found: bytes, advice: str) -> str:
+def _text(path: Path, content: bytes, advice: str) -> str:
     try:
-        return found.decode().replace("\r\n", "\n").removeprefix(BOM)
+        return content.decode().replace("\r\n", "\n").removeprefix(BOM)
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not text in UTF-8 (byte {error.start}). {advice}") from None
 
@@ -90,16 +90,16 @@ def read_json(path: Path, advice: str, remedy: str = "Mend the file, or fetch it
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) < len(pairs):
-            name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise InputError(f"{path} has the key {name!r} twice in one object. {remedy}")
-        return table
+        object_table = dict(pairs)
+        if len(object_table) < len(pairs):
+            repeated_key = Counter(repeated_key for repeated_key, _ in pairs).most_common(1)[0][0]
+            raise InputError(f"{path} has the key {repeated_key!r} twice in one object. {remedy}")
+        return object_table
 
     try:
-        text = _text(path, read_bytes(path, advice), remedy)
-        value = json.loads(text, object_pairs_hook=once)
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not text
+        json_text = _text(path, read_bytes(path, advice), remedy)
+        parsed = json.loads(json_text, object_pairs_hook=once)
+        json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}:{error.colno}: broken JSON ({error.msg}). {remedy}") from None
     except RecursionError:
@@ -108,21 +108,21 @@ def read_json(path: Path, advice: str, remedy: str = "Mend the file, or fetch it
         raise
     except ValueError:
         raise InputError(f"{path} has a number of thousands of digits, or half of a surrogate pair. {remedy}") from None
-    if not isinstance(value, dict):
+    if not isinstance(parsed, dict):
         raise InputError(f"{path} holds no JSON object. {remedy}")
-    return value
+    return parsed
 
 
 def json_rows(path: Path, text: str, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the number and the object of every line of a file's text that is not blank. Raises InputError with
     ``path:line`` and the remedy for one that is no JSON object."""
-    for number, line in enumerate(text.split("\n"), 1):
+    for line_number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 row = msgspec.json.decode(line, type=dict[str, Any])
             except DAMAGED_JSON as error:
-                raise InputError(f"{path}:{number}: {as_sentence(str(error))} {remedy}") from None
-            yield number, row
+                raise InputError(f"{path}:{line_number}: {as_sentence(str(error))} {remedy}") from None
+            yield line_number, row
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -136,7 +136,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         target = Path(os.path.realpath(path))
         if not is_stream:
             target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temp_name = tempfile.mkstemp(
+        temp_fd, temp_name = tempfile.mkstemp(
             dir=None if is_stream else target.parent, prefix=f".{target.name[:200]}.", suffix=path.suffix[:20]
         )
     except (OSError, ValueError) as error:
@@ -144,17 +144,17 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             raise
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be written ({reason}). Name another file.") from None
-    os.close(handle)
+    os.close(temp_fd)
     try:
         write(Path(temp_name))
         if is_stream:
-            with open(temp_name, "rb") as source, path.open("wb") as stream:
-                shutil.copyfileobj(source, stream)
+            with open(temp_name, "rb") as temp_file, path.open("wb") as out_stream:
+                shutil.copyfileobj(temp_file, out_stream)
             return
         # mkstemp makes files that only their owner may read, and some writers make them so again.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temp_name, 0o666 & ~mask)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temp_name, 0o666 & ~umask)
         sync(Path(temp_name))
         os.replace(temp_name, target)
         with suppress(OSError):  # some network file systems cannot sync a folder
@@ -165,11 +165,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 def sync(path: Path) -> None:
     """Returns when a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(fd)
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def write_text_whole(path: Path, text: str) -> None:

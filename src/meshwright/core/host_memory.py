@@ -39,4 +39,4 @@ def _set(settings: Mapping[int, int]) -> bool:
     if "malloc" in os.environ.get("GLIBC_TUNABLES", "") or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all(mallopt(parameter, value) == 1 for parameter, value in settings.items())
+    return all(mallopt(parameter, new_value) == 1 for parameter, new_value in settings.items())

@@ -19,10 +19,10 @@ MOST_CHARACTERS = 20_000
 
 def compact(text: str) -> str:
     """Returns an expression with single spaces. Raises InputError if it is longer than `MOST_CHARACTERS`."""
-    plain = " ".join(text.split())
-    if len(plain) > MOST_CHARACTERS:
-        raise InputError(f"{plain!r} is too long. Give an expression of at most {MOST_CHARACTERS:,} characters.")
-    return plain
+    spaced_text = " ".join(text.split())
+    if len(spaced_text) > MOST_CHARACTERS:
+        raise InputError(f"{spaced_text!r} is too long. Give an expression of at most {MOST_CHARACTERS:,} characters.")
+    return spaced_text
 
 
 def join_axes(axes: Axes) -> str:
@@ -35,15 +35,15 @@ def join_axes(axes: Axes) -> str:
 
 def parse_axes(text: str) -> Axes:
     """Returns the axes of a subscript: ``XY`` -> (X, Y), ``tensor`` -> (tensor,), ``{data,fsdp}`` -> (data, fsdp)."""
-    body = text.strip()
-    if body.startswith("{"):
-        axes = tuple(part.strip() for part in body[1:-1].split(","))
-    elif _LETTERS.fullmatch(body):
-        axes = tuple(re.findall(r"[A-Z][0-9]*", body))
+    axes_text = text.strip()
+    if axes_text.startswith("{"):
+        axes = tuple(axis_text.strip() for axis_text in axes_text[1:-1].split(","))
+    elif _LETTERS.fullmatch(axes_text):
+        axes = tuple(re.findall(r"[A-Z][0-9]*", axes_text))
     else:
-        axes = (body,)
+        axes = (axes_text,)
     if not all(_AXIS.fullmatch(axis) for axis in axes):
-        raise InputError(f"{body!r} does not name mesh axes. Write X, XY, tensor or {{data,fsdp}}.")
+        raise InputError(f"{axes_text!r} does not name mesh axes. Write X, XY, tensor or {{data,fsdp}}.")
     return axes
 
 
@@ -54,19 +54,19 @@ def read_array(text: str) -> tuple[str, tuple[str, ...], tuple[Axes, ...], Axes,
     anything that is not this notation.
     """
     text = compact(text)
-    match = _ARRAY.fullmatch(text)
-    if match is None:
+    array_match = _ARRAY.fullmatch(text)
+    if array_match is None:
         raise InputError(f"{text.strip()!r} is not a sharded array. Write for example A[I_X, J] or W[D_{{fsdp}}, F_Y].")
-    name, dims_text, unreduced_text = match.groups()
-    dims, axes_of_dims = [], []
+    name, dims_text, unreduced_text = array_match.groups()
+    dim_names, axes_of_dims = [], []
     for item in re.split(r",(?![^{}]*\})", dims_text) if dims_text.strip() else ():
         dim_match = _DIM.fullmatch(item)
         if dim_match is None:
             raise InputError(f"{item.strip()!r} in {text.strip()!r} is no dim. Write D, D_X, D_XY, D_{{fsdp,tensor}}.")
-        dims.append(dim_match.group(1))
+        dim_names.append(dim_match.group(1))
         axes_of_dims.append(parse_axes(dim_match.group(2)) if dim_match.group(2) else ())
     if name and _DTYPE.fullmatch(name) and name not in DTYPE_BYTES:
         raise InputError(f"{name!r} in {text.strip()!r} is not a dtype.{nearest(name, DTYPE_BYTES)}")
     dtype = name if name in DTYPE_BYTES else ""
     unreduced_axes = () if unreduced_text is None else parse_axes(unreduced_text)
-    return name or "A", tuple(dims), tuple(axes_of_dims), unreduced_axes, dtype
+    return name or "A", tuple(dim_names), tuple(axes_of_dims), unreduced_axes, dtype

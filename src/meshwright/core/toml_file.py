@@ -54,9 +54,9 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def where(self, key: KeyPath) -> str:
         """Returns ``path:line`` of the key or of the nearest table above it."""
-        for length in range(len(key), 0, -1):
-            if key[:length] in self.lines:
-                return f"{self.path}:{self.lines[key[:length]]}"
+        for prefix_len in range(len(key), 0, -1):
+            if key[:prefix_len] in self.lines:
+                return f"{self.path}:{self.lines[key[:prefix_len]]}"
         return self.path
 
     def refuse(self, faults: Iterable[tuple[KeyPath, str]]) -> None:
@@ -73,18 +73,18 @@ def read_toml(path: Path) -> TomlFile:
 def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
     """Parses TOML text; ``path`` is its name in messages."""
     try:
-        data = tomllib.loads(text)
+        parsed_data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        position = re.search(r"\s*\(at line (\d+), column (\d+)\)$", str(error))
-        line = position.group(1) if position else str(text.count("\n") + 1)
-        reason = str(error)[: position.start()] if position else str(error).removesuffix(" (at end of document)")
-        raise InputError(f"{path}:{line}: not valid TOML: {reason[:1].lower()}{reason[1:]}.") from None
+        place_match = re.search(r"\s*\(at line (\d+), column (\d+)\)$", str(error))
+        line_number = place_match.group(1) if place_match else str(text.count("\n") + 1)
+        reason = str(error)[: place_match.start()] if place_match else str(error).removesuffix(" (at end of document)")
+        raise InputError(f"{path}:{line_number}: not valid TOML: {reason[:1].lower()}{reason[1:]}.") from None
     except RecursionError:
         raise InputError(f"{path} is nested too deeply. Give a table of a few levels.") from None
     except ValueError:
         raise InputError(f"{path} has an impossible date, or a number of thousands of digits. Correct it.") from None
-    file = TomlFile(path=path, data=data, text=text)
-    file.refuse((key, f"{dotted(key)} is {fault}") for key, fault in figure_faults(data))
+    file = TomlFile(path=path, data=parsed_data, text=text)
+    file.refuse((key, f"{dotted(key)} is {fault}") for key, fault in figure_faults(parsed_data))
     return file
 
 
@@ -99,9 +99,9 @@ def decode_toml(file: TomlFile, kind: type[T]) -> T:
         return msgspec.convert(file.data, kind)
     except msgspec.ValidationError as error:
         # "... - at `$.levels[2].hop_s`"
-        message, _, path = str(error).partition(" - at `")
-        path_steps = re.findall(r"\.(\w+)|\[(\d+)\]", path)
-        raise file.error(tuple(key or int(number) for key, number in path_steps), as_sentence(message)) from None
+        message, _, key_text = str(error).partition(" - at `")
+        path_steps = re.findall(r"\.(\w+)|\[(\d+)\]", key_text)
+        raise file.error(tuple(key or int(index) for key, index in path_steps), as_sentence(message)) from None
 
 
 def load_toml(path: Path, kind: type[T]) -> T:
@@ -123,27 +123,27 @@ def warn_of_changes(file: TomlFile) -> None:
 
 def _key_lines(text: str) -> dict[KeyPath, int]:
     """Maps each table header and key to the line on which its statement begins."""
-    lines: dict[KeyPath, int] = {}
+    line_by_key: dict[KeyPath, int] = {}
     table_path: KeyPath = ()
     paths: list[KeyPath]
     index_of_path: dict[KeyPath, int] = {}
-    statement, first_number = "", 1
-    for number, line in enumerate(text.split("\n"), start=1):
+    statement, start_line = "", 1
+    for line_number, line in enumerate(text.split("\n"), start=1):
         statement += f"{line}\n"
-        if number > first_number and not line.rstrip().endswith(("]", "}", '"""', "'''")):
+        if line_number > start_line and not line.rstrip().endswith(("]", "}", '"""', "'''")):
             continue  # only such a line can end a value of several lines
         try:
-            parsed = tomllib.loads(statement)
+            parsed_table = tomllib.loads(statement)
         except tomllib.TOMLDecodeError:  # the value continues on the next line
             continue
         if statement.lstrip().startswith("["):
-            table_path, paths = _enter(parsed, index_of_path), [()]
+            table_path, paths = _enter(parsed_table, index_of_path), [()]
         else:
-            paths = list(_paths(parsed))
+            paths = list(_paths(parsed_table))
         for path in paths:
-            lines.setdefault((*table_path, *path), first_number)
-        statement, first_number = "", number + 1
-    return lines
+            line_by_key.setdefault((*table_path, *path), start_line)
+        statement, start_line = "", line_number + 1
+    return line_by_key
 
 
 def _paths(table: Mapping[str, object]) -> Iterator[KeyPath]:
@@ -152,17 +152,17 @@ def _paths(table: Mapping[str, object]) -> Iterator[KeyPath]:
         yield from ((key, *sub_path) for sub_path in _paths(item)) if isinstance(item, Mapping) else ()
 
 
-def _enter(header: Any, counts: dict[KeyPath, int]) -> KeyPath:
+def _enter(header: Any, last_index_of_path: dict[KeyPath, int]) -> KeyPath:
     """Returns the path of a header, with the index into each array of tables on the path."""
     path: KeyPath = ()
     while header:
         [(key, header)] = header.items()
         path = (*path, key)
         if isinstance(header, list):
-            counts[path] = counts.get(path, -1) + 1
+            last_index_of_path[path] = last_index_of_path.get(path, -1) + 1
             header = {}
-        if path in counts:
-            path = (*path, counts[path])
+        if path in last_index_of_path:
+            path = (*path, last_index_of_path[path])
     return path
 
 

@@ -16,15 +16,15 @@ _NUMBER = re.compile(r"\s*(-?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([
 
 
 def _split(text: str, what: str, least: int = 0, most: float = LARGEST) -> tuple[float, str]:
-    match = _NUMBER.fullmatch(text)
-    if match is None:
+    number_match = _NUMBER.fullmatch(text)
+    if number_match is None:
         raise InputError(f"{what} {text!r} is not a number. Write for example 4Mi, 15T, 4096 or 1e6.")
-    value = float(match.group(1).replace("_", ""))
-    if value < 0 or value == 0 < least:
+    number = float(number_match.group(1).replace("_", ""))
+    if number < 0 or number == 0 < least:
         raise InputError(f"{what} {text!r} is below {least}. Give a number of at least {least}.")
-    if value > most:
+    if number > most:
         raise InputError(f"{what} {text!r} is larger than {most:g}. Give a smaller number.")
-    return value, match.group(2)
+    return number, number_match.group(2)
 
 
 def parse_count(text: str, *, what: str = "count", least: int = 0, most: float = MOST) -> int:
@@ -32,35 +32,35 @@ def parse_count(text: str, *, what: str = "count", least: int = 0, most: float =
 
     Raises InputError if the text is not a whole number of at least ``least``, 0 or 1, and at most ``most``.
     """
-    value, suffix = _split(text, what, least, most)
+    number, suffix = _split(text, what, least, most)
     scale = _BINARY.get(suffix, _DECIMAL.get(suffix))
     if scale is None:
         raise InputError(f"{what} {text!r} has an unknown suffix {suffix!r}. Use k M G T (1e3..) or Ki Mi Gi (1024..).")
-    scaled = value * scale
-    if scaled > most:
+    count = number * scale
+    if count > most:
         raise InputError(f"{what} {text!r} is larger than {most:g}. Give a smaller number.")
-    if abs(scaled - round(scaled)) > 1e-9 * scaled:
-        raise InputError(f"{what} {text!r} is {scaled:g}, not a whole number.")
-    return round(scaled)
+    if abs(count - round(count)) > 1e-9 * count:
+        raise InputError(f"{what} {text!r} is {count:g}, not a whole number.")
+    return round(count)
 
 
 def parse_bytes(text: str) -> float:
     """Parses bytes from ``"80 GB"`` (1e9) or ``"16 GiB"`` (2**30); a bare number is bytes."""
-    value, suffix = _split(text, "size")
-    unit = suffix.removesuffix("B") if suffix != "B" else ""
-    scale = _BINARY.get(unit, _DECIMAL.get(unit))
+    number, suffix = _split(text, "size")
+    prefix = suffix.removesuffix("B") if suffix != "B" else ""
+    scale = _BINARY.get(prefix, _DECIMAL.get(prefix))
     if scale is None:
         raise InputError(f"size {text!r} has the unknown unit {suffix!r}. Use GB (1e9 bytes) or GiB (2**30).")
-    return value * scale
+    return number * scale
 
 
 def parse_seconds(text: str, *, what: str = "time") -> float:
     """Parses seconds from ``"20ms"``, ``"1.5 s"`` or ``"800us"``; a bare number is seconds."""
-    value, suffix = _split(text, what)
+    number, suffix = _split(text, what)
     scale = _SMALL.get(suffix[:-1]) if suffix.endswith("s") else None if suffix else 1.0
     if scale is None:
         raise InputError(f"{what} {text!r} has the unknown unit {suffix!r}. Write for example 1s, 20ms or 800us.")
-    return value * scale
+    return number * scale
 
 
 def _scaled(value: float, unit: str, prefixes: Iterable[str], scales: Mapping[str, float] = _DECIMAL) -> str:
@@ -74,8 +74,8 @@ def _scaled(value: float, unit: str, prefixes: Iterable[str], scales: Mapping[st
 def _significant(value: float) -> str:
     if value == 0:
         return "0"
-    text = f"{value:.3g}"
-    return f"{float(text):.0f}" if "e" in text else text
+    short_text = f"{value:.3g}"
+    return f"{float(short_text):.0f}" if "e" in short_text else short_text
 
 
 LONG_S = {"year": (365 * 86400.0, 999.5 * 86400), "day": (86400.0, 86400), "h": (3600.0, 3600)}
@@ -92,8 +92,8 @@ def format_seconds(seconds: float) -> str:
         return "0 ns"
     for unit, (unit_s, least_s) in LONG_S.items():
         if seconds >= least_s:
-            text = f"{seconds / unit_s:,.0f}" if seconds >= 999.5 * unit_s else _significant(seconds / unit_s)
-            return f"{text} {unit}{'s' * (unit != 'h' and text != '1')}"
+            number_text = f"{seconds / unit_s:,.0f}" if seconds >= 999.5 * unit_s else _significant(seconds / unit_s)
+            return f"{number_text} {unit}{'s' * (unit != 'h' and number_text != '1')}"
     return _scaled(seconds, "s", _SMALL, _SMALL)
 
 
@@ -114,8 +114,8 @@ def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:
 
 def counted(number: float, what: str) -> str:
     """Returns ``"1 chip"``, ``"1,024 chips"``, ``"2 microbatches"``."""
-    text = f"{number:,.0f}" if number == round(number) else f"{number:.4g}"
-    return f"{text} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+    number_text = f"{number:,.0f}" if number == round(number) else f"{number:.4g}"
+    return f"{number_text} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def format_count(count: float) -> str:
@@ -145,4 +145,4 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 def shown_by_name(name: str) -> Callable[[float], str] | None:
     """Returns what prints a field of this name, by the unit at its end: `format_seconds` for ``step_s``, `format_bytes`
     for ``hbm_bytes_per_chip``; None if it names no unit, or one that is printed in several ways."""
-    return next((show for unit, show in _SHOWN.items() if re.search(f"(^|[_./]){unit}$", name)), None)
+    return next((show for unit_pattern, show in _SHOWN.items() if re.search(f"(^|[_./]){unit_pattern}$", name)), None)

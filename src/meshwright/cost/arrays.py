@@ -33,10 +33,10 @@ def map_figures(change: Callable[..., Any], *parts: Any) -> Any:
         fields = first.__struct_fields__
         return type(first)(**{name: map_figures(change, *(getattr(part, name) for part in parts)) for name in fields})
     if isinstance(first, dict):
-        keys = [key for key in first if all(key in part for part in parts)]
-        return {key: map_figures(change, *(part[key] for part in parts)) for key in keys}
+        common_keys = [key for key in first if all(key in part for part in parts)]
+        return {key: map_figures(change, *(part[key] for part in parts)) for key in common_keys}
     if isinstance(first, list | tuple):
-        return type(first)(map_figures(change, *items) for items in zip(*parts, strict=True))
+        return type(first)(map_figures(change, *siblings) for siblings in zip(*parts, strict=True))
     return change(*parts)
 
 
@@ -48,8 +48,8 @@ def select(parts: T, index: Number) -> T:
 
 def stack(parts: Sequence[T]) -> T:
     """Returns one struct whose figures are arrays, with an entry for each given struct."""
-    stacked: T = map_figures(lambda *values: np.array(values), *parts)
-    return stacked
+    stacked_struct: T = map_figures(lambda *values: np.array(values), *parts)
+    return stacked_struct
 
 
 def as_python(parts: T) -> T:
@@ -58,5 +58,5 @@ def as_python(parts: T) -> T:
     def one(value: Any) -> Any:
         return value.item() if isinstance(value, np.generic | np.ndarray) and not value.ndim else value
 
-    converted: T = map_figures(one, parts)
-    return converted
+    python_parts: T = map_figures(one, parts)
+    return python_parts

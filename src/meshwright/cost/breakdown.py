@@ -127,8 +127,8 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def parts(self) -> dict[str, float]:
         """Maps the name of each part to its seconds, in the order in which tables show them."""
-        names = ("compute", "memory-bound", "exposed communication", "overhead", "idle")
-        return dict(zip(names, msgspec.structs.astuple(self), strict=True))
+        part_names = ("compute", "memory-bound", "exposed communication", "overhead", "idle")
+        return dict(zip(part_names, msgspec.structs.astuple(self), strict=True))
 
 
 class Breakdown(msgspec.Struct, frozen=True, dict=True):
@@ -149,9 +149,9 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         changed_times = block_times(priced.derived, priced.costs.changed(change), priced.sizes, priced.rates)
         return changed_times.step_s(priced.pipeline, priced.moved if offload is None else offload)
 
-    def _busy_s(self, free: Collection[str], offload: Transfers | None = None) -> float:
-        """Returns the seconds of the step without its bubble if the work of the ``free`` terms takes no time."""
-        step_seconds = self._seconds(lambda cost: _free(cost) if cost.term in free else cost, offload)
+    def _busy_s(self, free_terms: Collection[str], offload: Transfers | None = None) -> float:
+        """Returns the seconds of the step without its bubble if the work of the ``free_terms`` takes no time."""
+        step_seconds = self._seconds(lambda cost: _free(cost) if cost.term in free_terms else cost, offload)
         return float(step_seconds.step_s - step_seconds.bubble_s)
 
     @cached_property
@@ -159,12 +159,12 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         """Maps a label to the priced steps that carry it."""
         step_by_label: dict[str, LabelledStep] = {}
         for cost in self.priced.costs.all:
-            name, num_runs = label_text(cost.step), float(cost.here)
-            earlier = step_by_label.get(name)
-            step_by_label[name] = LabelledStep(
+            label, num_runs = label_text(cost.step), float(cost.here)
+            earlier_step = step_by_label.get(label)
+            step_by_label[label] = LabelledStep(
                 step=cost.step,
-                seconds=(earlier.seconds if earlier else 0.0) + float(cost.time_s - cost.launch_s) * num_runs,
-                flops=(earlier.flops if earlier else 0.0) + float(cost.flops) * num_runs,
+                seconds=(earlier_step.seconds if earlier_step else 0.0) + float(cost.time_s - cost.launch_s) * num_runs,
+                flops=(earlier_step.flops if earlier_step else 0.0) + float(cost.flops) * num_runs,
                 gathers_weights=cost.gathers_weights,
             )
         return step_by_label
@@ -179,18 +179,18 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         proportion to what each saves when it alone is free. Local work adds its seconds in a step without
         communication. The bubble adds the idle seconds of the schedule.
         """
-        priced, links = self.priced, self._links
-        bubble_s = float(priced.seconds.bubble_s)
-        busy_s, quiet_s = self._busy_s(()), self._busy_s(set(links))
+        priced_step, comm_s_by_name = self.priced, self._links
+        bubble_s = float(priced_step.seconds.bubble_s)
+        busy_s, no_comm_s = self._busy_s(()), self._busy_s(set(comm_s_by_name))
         step_s = busy_s + bubble_s
-        local = dict.fromkeys(cost.term for cost in priced.costs.all if not cost.step.is_collective)
-        added_s_by_name = {name: quiet_s - self._busy_s({*links, name}) for name in local}
-        added_s_by_name |= self._exposed(step_s - bubble_s, quiet_s)
+        local_terms = dict.fromkeys(cost.term for cost in priced_step.costs.all if not cost.step.is_collective)
+        added_s_by_name = {name: no_comm_s - self._busy_s({*comm_s_by_name, name}) for name in local_terms}
+        added_s_by_name |= self._exposed(step_s - bubble_s, no_comm_s)
         added_s_by_name["bubble"] = bubble_s
-        if priced.offload:
-            added_s_by_name["pcie"] = quiet_s - self._busy_s(set(links), NOTHING)
+        if priced_step.offload:
+            added_s_by_name["pcie"] = no_comm_s - self._busy_s(set(comm_s_by_name), NOTHING)
         added_s_by_name["other"] = step_s - sum(added_s_by_name.values())
-        alone_s_by_name = dict(priced.estimate.terms) | links
+        alone_s_by_name = dict(priced_step.estimate.terms) | comm_s_by_name
         terms = [
             Term(name=name, alone_s=float(alone_s_by_name.get(name, s)), added_s=float(s), share=float(s / step_s))
             for name, s in added_s_by_name.items()
@@ -206,18 +206,18 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
             if cost.step.is_collective:
                 seconds_by_term[cost.term] = seconds_by_term.get(cost.term, 0.0) + float(cost.network_s * cost.here)
         if priced.costs.boundary:
-            between_s = priced.times.sends_s(priced.pipeline) + priced.times.exchange_s(priced.pipeline)
-            seconds_by_term["pipeline"] = seconds_by_term.get("pipeline", 0.0) + float(between_s)
+            stage_sends_s = priced.times.sends_s(priced.pipeline) + priced.times.exchange_s(priced.pipeline)
+            seconds_by_term["pipeline"] = seconds_by_term.get("pipeline", 0.0) + float(stage_sends_s)
         return seconds_by_term
 
-    def _exposed(self, busy_s: float, quiet_s: float) -> dict[str, float]:
-        """Maps each name of `_links` to its share of the seconds that communication adds: ``busy_s - quiet_s``."""
-        saved_s = {name: max(0.0, busy_s - self._busy_s({name})) for name in self._links}
-        if sum(saved_s.values()) <= ROUNDING * busy_s:
+    def _exposed(self, busy_s: float, no_comm_s: float) -> dict[str, float]:
+        """Maps each name of `_links` to its share of the seconds that communication adds: ``busy_s - no_comm_s``."""
+        saved_s_by_name = {name: max(0.0, busy_s - self._busy_s({name})) for name in self._links}
+        if sum(saved_s_by_name.values()) <= ROUNDING * busy_s:
             # two links are busy equally long: neither alone shortens the step
-            saved_s = self._links
-        total_s = sum(saved_s.values())
-        return {name: (busy_s - quiet_s) * s / total_s if total_s else 0.0 for name, s in saved_s.items()}
+            saved_s_by_name = self._links
+        total_s = sum(saved_s_by_name.values())
+        return {name: (busy_s - no_comm_s) * s / total_s if total_s else 0.0 for name, s in saved_s_by_name.items()}
 
     # -- communication, exposed and hidden --------------------------------------------------------------
 
@@ -235,8 +235,8 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     @property
     def alone(self) -> dict[str, float]:
         """Seconds of collectives without overlap by mesh axes; the part that bytes do not explain is ``latency``."""
-        other_names = {"bubble", "pcie", *LOCAL_TERMS}
-        return {name: s for name, s in self.priced.estimate.terms.items() if name not in other_names and s > 0}
+        non_comm_names = {"bubble", "pcie", *LOCAL_TERMS}
+        return {name: s for name, s in self.priced.estimate.terms.items() if name not in non_comm_names and s > 0}
 
     @property
     def exposed_s(self) -> float:
@@ -281,51 +281,51 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     def named(self) -> dict[str, float]:
         """Maps the parts that add up to the step to seconds; parts below a ten-thousandth of it are left out."""
-        seconds_of = {
+        s_by_part = {
             **self.local,
             "exposed communication": self.exposed_s,
             "bubble": self.bubble_s,
             "other": self.other_s,
         }
-        return {name.replace("_", " "): seconds for name, seconds in seconds_of.items() if seconds > 1e-4 * self.step_s}
+        return {name.replace("_", " "): part_s for name, part_s in s_by_part.items() if part_s > 1e-4 * self.step_s}
 
     @cached_property
     def turns(self) -> tuple[str, ...]:
         """How sums over whole torus slices run in two turns, a line for each group of mesh axes that has one."""
-        summed_axes = {row.axes for row in self.traffic if row.op == "reduce_scatter"}
-        text_by_axes = {", ".join(axes): turns_text(self.priced.placement, axes) for axes in sorted(summed_axes)}
+        summed_groups = {traffic.axes for traffic in self.traffic if traffic.op == "reduce_scatter"}
+        text_by_axes = {", ".join(axes): turns_text(self.priced.placement, axes) for axes in sorted(summed_groups)}
         return tuple(f"{axes}: {text}" for axes, text in text_by_axes.items() if text)
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """Every collective of the step by kind and mesh axes, the most exposed first."""
-        costs_by_kind: dict[tuple[str, AxisGroup], list[StepCost]] = {}
-        sends = (replace(cost, here=self.priced.pipeline.num_sends / 2) for cost in self.priced.costs.boundary)
-        for cost in (*self.priced.costs.all, *sends):
+        costs_by_key: dict[tuple[str, AxisGroup], list[StepCost]] = {}
+        send_costs = (replace(cost, here=self.priced.pipeline.num_sends / 2) for cost in self.priced.costs.boundary)
+        for cost in (*self.priced.costs.all, *send_costs):
             if cost.step.is_collective and float(cost.network_s * cost.here) > 0:
-                costs_by_kind.setdefault((cost.step.op, cost.group), []).append(cost)
-        net_s = {key: sum(float(cost.network_s * cost.here) for cost in costs) for key, costs in costs_by_kind.items()}
-        keys = sorted(costs_by_kind, key=lambda key: -net_s[key])
-        saved_s = (self._saved_in_turn(keys), self._saved_in_turn(keys[::-1]))
+                costs_by_key.setdefault((cost.step.op, cost.group), []).append(cost)
+        net_s = {key: sum(float(cost.network_s * cost.here) for cost in costs) for key, costs in costs_by_key.items()}
+        sorted_keys = sorted(costs_by_key, key=lambda key: -net_s[key])
+        saved_in_orders = (self._saved_in_turn(sorted_keys), self._saved_in_turn(sorted_keys[::-1]))
         sizes, groups = self.priced.sizes, self.priced.rates.groups
-        share = {key: float(received_share(key[0], groups[key[1]].size)) for key in costs_by_kind}
-        rows = [
+        shares = {key: float(received_share(key[0], groups[key[1]].size)) for key in costs_by_key}
+        collectives = [
             Traffic(
                 op=key[0],
                 axes=costs[0].step.axes,
                 executions=sum(float(cost.here) for cost in costs),
-                num_bytes=share[key] * sum(float(c.network_bytes * c.here * num_moves(c.step, sizes)) for c in costs),
+                num_bytes=shares[key] * sum(float(c.network_bytes * c.here * num_moves(c.step, sizes)) for c in costs),
                 alone_s=net_s[key],
-                exposed_s=max(0.0, sum(saved_by_key[key] for saved_by_key in saved_s) / len(saved_s)),
+                exposed_s=max(0.0, sum(saved_by_key[key] for saved_by_key in saved_in_orders) / len(saved_in_orders)),
             )
-            for key, costs in costs_by_kind.items()
+            for key, costs in costs_by_key.items()
         ]
-        return tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.alone_s)))
+        return tuple(sorted(collectives, key=lambda traffic: (-traffic.exposed_s, -traffic.alone_s)))
 
-    def _saved_in_turn(self, order: Sequence[tuple[str, AxisGroup]]) -> dict[tuple[str, AxisGroup], float]:
-        """Maps each collective to the seconds that it saves if it and all before it in ``order`` take no time."""
-        steps_s = [self.priced.estimate.step_s, *(self._without(order[:number]) for number in range(1, len(order) + 1))]
-        return {key: before_s - after_s for key, (before_s, after_s) in zip(order, pairwise(steps_s), strict=True)}
+    def _saved_in_turn(self, key_order: Sequence[tuple[str, AxisGroup]]) -> dict[tuple[str, AxisGroup], float]:
+        """Maps each collective to the seconds that it saves if it and all before it in ``key_order`` take no time."""
+        steps_s = [self.priced.estimate.step_s, *(self._without(key_order[:n]) for n in range(1, len(key_order) + 1))]
+        return {key: before_s - after_s for key, (before_s, after_s) in zip(key_order, pairwise(steps_s), strict=True)}
 
     def _without(self, free: Collection[tuple[str, AxisGroup]]) -> float:
         """Returns the seconds of the step if the ``free`` collectives take no time."""
@@ -342,22 +342,22 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         overhead and the pipeline's bubble is idle. The rest of the step is exposed communication, at most all
         communication; what then is left is overhead of the host and of stragglers.
         """
-        priced = self.priced
-        seconds_of = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
-        network_s = float(priced.estimate.terms.get("pipeline", 0.0))
-        for cost in priced.costs.all:
+        priced_step = self.priced
+        seconds_by_part = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
+        network_s = float(priced_step.estimate.terms.get("pipeline", 0.0))
+        for cost in priced_step.costs.all:
             bound_by = "compute" if float(cost.math_s) > float(cost.hbm_s) else "memory"
-            seconds_of[bound_by] += float(cost.local_s - cost.launch_s) * float(cost.here)
-            seconds_of["launch"] += float(cost.launch_s) * float(cost.here)
+            seconds_by_part[bound_by] += float(cost.local_s - cost.launch_s) * float(cost.here)
+            seconds_by_part["launch"] += float(cost.launch_s) * float(cost.here)
             network_s += float(cost.network_s) * float(cost.here)
-        idle_s = float(priced.estimate.terms.get("bubble", 0.0))
-        exposed_s = max(0.0, self.step_s - sum(seconds_of.values()) - idle_s)
+        idle_s = float(priced_step.estimate.terms.get("bubble", 0.0))
+        exposed_s = max(0.0, self.step_s - sum(seconds_by_part.values()) - idle_s)
         excess_s = exposed_s - network_s if exposed_s - network_s > ROUNDING * self.step_s else 0.0
         return Partition(
-            compute_s=seconds_of["compute"],
-            memory_s=seconds_of["memory"],
+            compute_s=seconds_by_part["compute"],
+            memory_s=seconds_by_part["memory"],
             exposed_s=exposed_s - excess_s,
-            overhead_s=seconds_of["launch"] + excess_s,
+            overhead_s=seconds_by_part["launch"] + excess_s,
             idle_s=idle_s,
         )
 

@@ -64,34 +64,34 @@ class Lanes:
 
     def compute(self, what: str, seconds: float, *, kind: str = "", layer: int = 0, when: float = 0.0) -> float:
         """Adds a computation that starts when the chip is free, not before ``when``; returns its end."""
-        start = max(self.compute_end_s, when)
-        self.compute_end_s = end = start + seconds
-        self._add(Slice(lane="compute", what=what, kind=kind, layer=layer, start_s=start, end_s=end))
-        return end
+        start_s = max(self.compute_end_s, when)
+        self.compute_end_s = end_s = start_s + seconds
+        self._add(Slice(lane="compute", what=what, kind=kind, layer=layer, start_s=start_s, end_s=end_s))
+        return end_s
 
     def send(self, what: str, seconds: float, *, kind: str = "", layer: int = 0, when: float = 0.0) -> float:
         """Adds a transfer that starts when the links are free, not before ``when``; returns its end."""
-        start = max(self.links_end_s, when)
-        self.links_end_s = end = start + seconds
-        self._add(Slice(lane="links", what=what, kind=kind, layer=layer, start_s=start, end_s=end))
-        return end
+        start_s = max(self.links_end_s, when)
+        self.links_end_s = end_s = start_s + seconds
+        self._add(Slice(lane="links", what=what, kind=kind, layer=layer, start_s=start_s, end_s=end_s))
+        return end_s
 
-    def _add(self, one: Slice) -> None:
-        if one.end_s > one.start_s:
-            self.slices.append(one)
+    def _add(self, piece: Slice) -> None:
+        if piece.end_s > piece.start_s:
+            self.slices.append(piece)
 
 
 def joined(slices: list[Slice]) -> tuple[Slice, ...]:
     """Returns the slices; adjacent computations of one name and layer are merged."""
-    merged: list[Slice] = []
-    index = -1
+    merged_slices: list[Slice] = []
+    compute_index = -1
     for piece in slices:
-        last = merged[index] if index >= 0 else None
+        last = merged_slices[compute_index] if compute_index >= 0 else None
         if piece.lane == "links":
-            merged.append(piece)
+            merged_slices.append(piece)
         elif last and (last.what, last.layer, last.end_s) == (piece.what, piece.layer, piece.start_s):
-            merged[index] = msgspec.structs.replace(last, end_s=piece.end_s)
+            merged_slices[compute_index] = msgspec.structs.replace(last, end_s=piece.end_s)
         else:
-            index = len(merged)
-            merged.append(piece)
-    return tuple(merged)
+            compute_index = len(merged_slices)
+            merged_slices.append(piece)
+    return tuple(merged_slices)

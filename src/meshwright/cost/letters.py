@@ -112,8 +112,8 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def mixed_most_chips(self) -> float:
         """Chips up to which some mixture is compute-bound; like `mixture`, for dense models on tori."""
-        axes = {"fsdp_axes": self.fsdp_axes, "tensor_axes": self.tensor_axes}
-        return self.batch_tokens / limits.mixed_min_tokens_per_chip(self.mixed_alpha, self.d_ff, **axes)
+        axis_counts = {"fsdp_axes": self.fsdp_axes, "tensor_axes": self.tensor_axes}
+        return self.batch_tokens / limits.mixed_min_tokens_per_chip(self.mixed_alpha, self.d_ff, **axis_counts)
 
     @property
     def fsdp_most_chips(self) -> float:

@@ -84,9 +84,9 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     def reruns_s(self, pipeline: PipelineCost) -> Number:
         """Returns the seconds in which a device runs layers again for one microbatch, before their backward passes."""
-        share = pipeline.share(self.num_layers)
+        layer_share = pipeline.share(self.num_layers)
         reruns = ((layer.again, layer.rerun.times(layer.repeat, pipeline.runs)) for layer in self.layers if layer.rerun)
-        return total(rerun_s * num_reruns * share for rerun_s, num_reruns in reruns)
+        return total(rerun_s * num_reruns * layer_share for rerun_s, num_reruns in reruns)
 
     def ends_s(self, *parts: str) -> list[Number]:
         """Returns the seconds of some fields together in embedding and head, one sum for each block."""
@@ -120,20 +120,20 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         If only some microbatches split their backward pass, the bubble counts all as split.
         """
         share, split = pipeline.share(self.num_layers), pipeline.split_share
-        forward, rerun_s = self.layers_s("forward", share, at_least), self.reruns_s(pipeline)
-        backward = self.layers_s("backward", share, at_least) + rerun_s
+        fwd_s, rerun_s = self.layers_s("forward", share, at_least), self.reruns_s(pipeline)
+        bwd_s = self.layers_s("backward", share, at_least) + rerun_s
         if not np.any(split > 0):
-            return LayerPasses(forward, backward, pipeline.bubble_s(forward, backward, 0.0))
-        inputs, weight = self.layers_s("inputs", share, at_least) + rerun_s, self.layers_s("weight", share)
-        bubble = pipeline.bubble_s(forward, np.where(split > 0, inputs, backward), np.where(split > 0, weight, 0.0))
-        return LayerPasses(forward, backward + split * (inputs + weight - backward), bubble)
+            return LayerPasses(fwd_s, bwd_s, pipeline.bubble_s(fwd_s, bwd_s, 0.0))
+        inputs_s, weight_s = self.layers_s("inputs", share, at_least) + rerun_s, self.layers_s("weight", share)
+        idle_s = pipeline.bubble_s(fwd_s, np.where(split > 0, inputs_s, bwd_s), np.where(split > 0, weight_s, 0.0))
+        return LayerPasses(fwd_s, bwd_s + split * (inputs_s + weight_s - bwd_s), idle_s)
 
     def step_s(self, pipeline: PipelineCost, offload: Transfers = NOTHING) -> StepSeconds:
         """Returns the seconds of a step on the busiest device (all microbatches, `once_s`, the rest), and its bubble.
 
         A pass takes at least as long as the transfer of its offloaded results.
         """
-        forward_s, backward_s, bubble = self.layer_passes(pipeline, offload.activations_s)
+        forward_s, backward_s, idle_s = self.layer_passes(pipeline, offload.activations_s)
         ends_s = pipeline.ends_computed(self.ends_s("forward", "backward"))
         layer_s = (forward_s + backward_s) / pipeline.layers_held(self.num_layers)
         ends_s = np.maximum(ends_s - pipeline.layers_beside_head(self.num_layers) * layer_s, 0.0)
@@ -142,7 +142,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         sends_s = self.sends_s(pipeline) - exposed_s
         passes_s = passes_s + sends_s if self.overlap is None else partly_hidden(passes_s, sends_s, self.overlap)
         busy_s = passes_s + exposed_s + self.once_s(pipeline) + self.after_s + offload.optimizer_s
-        return StepSeconds(step_s=(busy_s + bubble) * self.slowdown + self.straggler_s, bubble_s=bubble * self.slowdown)
+        return StepSeconds(step_s=(busy_s + idle_s) * self.slowdown + self.straggler_s, bubble_s=idle_s * self.slowdown)
 
 
 def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepRates) -> BlockTimes:
@@ -151,11 +151,11 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
     On a host that has been measured, passes include the copies of the loop over layers.
     """
     fit = rates.chip.efficiency
-    trains = any(block.backward for block in priced.blocks)
+    is_training = any(block.backward for block in priced.blocks)
     # an engine has graphs of its steps without parts of prompts alone
     is_eager = rates.chip.software.is_engine & (np.asarray(sizes.rows_each) > LONGEST_DRAFT)
     # the block whose backward pass sums a gradient: of several (tied embeddings) the first
-    owners = {weight: names[0] for weight, names in blocks_of_weights(derived).items()}
+    owner_by_weight = {weight: block_names[0] for weight, block_names in blocks_of_weights(derived).items()}
     layer_seconds, end_seconds = list[BlockSeconds](), list[BlockSeconds]()
     for block in priced.blocks:
         copy_s: Number = 0.0
@@ -164,45 +164,45 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
             copy_s, copy_back_s = (size * rates.chip.host.loop_byte for size in loop_bytes(block.steps, derived, sizes))
         forward_s = _pass_s(block.forward, rates) + copy_s
         if np.any(is_eager):
-            started_s = partly_hidden(forward_s, _starts_s(block.forward, rates), fit.overlap)
-            forward_s = np.where(is_eager, started_s, forward_s)
+            eager_s = partly_hidden(forward_s, _starts_s(block.forward, rates), fit.overlap)
+            forward_s = np.where(is_eager, eager_s, forward_s)
         # layers that run again for each other run in loops of their own
-        num_again = len(block.again)
-        own_backward = block.backward[num_again:]
-        backward_s = _pass_s([cost for cost in own_backward if cost.step.scope != "step"], rates) + copy_back_s
-        once_costs = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
-        split = block.steps.split
+        num_rerun_steps = len(block.again)
+        backward_costs = block.backward[num_rerun_steps:]
+        backward_s = _pass_s([cost for cost in backward_costs if cost.step.scope != "step"], rates) + copy_back_s
+        once_costs = [cost for cost in priced.once if owner_by_weight.get(cost.step.result.name) == block.name]
+        split_indices = block.steps.split
         inputs_s, weight_s = (
-            _pass_s([block.backward[index] for index in indices if index >= num_again], rates)
-            for indices in ((split.inputs, split.weights) if split else ((), ()))
+            _pass_s([block.backward[index] for index in indices if index >= num_rerun_steps], rates)
+            for indices in ((split_indices.inputs, split_indices.weights) if split_indices else ((), ()))
         )
-        seconds = BlockSeconds(
+        block_seconds = BlockSeconds(
             repeat=block.steps.repeat,
             forward=forward_s,
             backward=backward_s,
-            again=_pass_s(block.again, rates) + copy_s * bool(num_again),
+            again=_pass_s(block.again, rates) + copy_s * bool(num_rerun_steps),
             rerun=block.steps.rerun,
             inputs=inputs_s + copy_back_s,
             weight=weight_s,
-            last=_pass_s(own_backward, rates) + copy_back_s - backward_s,
+            last=_pass_s(backward_costs, rates) + copy_back_s - backward_s,
             update=_update_s(once_costs, block.forward, forward_s, rates),
         )
-        (layer_seconds if block.is_layer else end_seconds).append(seconds)
+        (layer_seconds if block.is_layer else end_seconds).append(block_seconds)
     return BlockTimes(
         num_layers=derived.num_layers,
         layers=tuple(layer_seconds),
         ends=tuple(end_seconds),
         send_s=total(cost.time_s for cost in priced.boundary),
         exposed_send_s=total(cost.exposed_s for cost in priced.boundary),
-        after_s=total(c.time_s * c.count for c in priced.once if c.step.result.name not in owners),
+        after_s=total(c.time_s * c.count for c in priced.once if c.step.result.name not in owner_by_weight),
         exchange_parts_s=(
             total(cost.count * (cost.network_s + cost.exposed_s - cost.latency_s) for cost in priced.exchanges),
             total(cost.latency_s for cost in priced.exchanges),
         ),
         microbatch_s=fit.host_microbatch_s * rates.chip.software.starts_kernels + fit.engine_s.get(rates.engine, 0.0),
         overlap=fit.overlap if rates.overlaps and not rates.chip.software.in_turn else None,
-        slowdown=1 + trains * fit.straggler * np.log2(rates.num_hosts),
-        straggler_s=trains * fit.straggler_s * np.log2(rates.num_hosts),
+        slowdown=1 + is_training * fit.straggler * np.log2(rates.num_hosts),
+        straggler_s=is_training * fit.straggler_s * np.log2(rates.num_hosts),
         starts_s=total(block.steps.repeat * _starts_s(block.forward, rates) for block in priced.blocks) * is_eager,
     )
 
@@ -230,16 +230,16 @@ def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     if rates.chip.software.in_turn:
         return compute_s + alone_s + total(cost.network_s for cost in costs if cost.step.is_collective)
     hides = [cost.hides or (rates.hides_exchanges and exchanges_slots(cost.step)) for cost in costs]
-    awaited = [cost for cost, hidden in zip(costs, hides, strict=True) if cost.step.is_collective and not hidden]
+    awaited_costs = [c for c, is_hidden in zip(costs, hides, strict=True) if c.step.is_collective and not is_hidden]
     if not rates.chip.software.is_compiled:
         # libraries overlap weights, gradients and tensor parallelism, but tokens wait for their exchange
-        alone_s = alone_s + total(cost.network_s for cost in awaited if exchanges_slots(cost.step))
-        awaited = [cost for cost in awaited if not exchanges_slots(cost.step)]
+        alone_s = alone_s + total(cost.network_s for cost in awaited_costs if exchanges_slots(cost.step))
+        awaited_costs = [cost for cost in awaited_costs if not exchanges_slots(cost.step)]
     round_costs = [cost for cost in costs if cost.in_ring_loop]
-    waiting_s = total(cost.network_s for cost in awaited) + total(_left_of_rounds(costs, rates))
+    waiting_s = total(cost.network_s for cost in awaited_costs) + total(_left_of_rounds(costs, rates))
     total_s = compute_s + waiting_s if fit.overlap is None else partly_hidden(compute_s, waiting_s, fit.overlap)
-    hidden_costs = [cost for cost, hidden in zip(costs, hides, strict=True) if hidden and not cost.in_ring_loop]
-    links_s = _links_s([*awaited, *round_costs, *hidden_costs], rates)
+    hidden_costs = [cost for cost, is_hidden in zip(costs, hides, strict=True) if is_hidden and not cost.in_ring_loop]
+    links_s = _links_s([*awaited_costs, *round_costs, *hidden_costs], rates)
     gather_costs = [cost for cost in hidden_costs if cost.hides and cost.step.scope != "step"]
     total_s = partly_hidden(total_s, _links_s(gather_costs, rates), fit.hiding)
     other_costs = [cost for cost in hidden_costs if not cost.hides or cost.step.scope == "step"]
@@ -268,17 +268,17 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[N
     results = {array for step in block.forward for array in step.results}
     read_names = set(weights_of(derived, block))
     weight_names = {variable.name for variable in derived.program.of_role("weight", "vector")}
-    weights = total(sizes.bytes(derived.declared[name]) for name in read_names)
-    saved = total(sizes.bytes(array) for array in block.kept if array.name not in weight_names or array in results)
+    w_bytes = total(sizes.bytes(derived.declared[name]) for name in read_names)
+    act_bytes = total(sizes.bytes(array) for array in block.kept if array.name not in weight_names or array in results)
     # as a backward pass leaves them for each microbatch
-    gradients = {
+    grads = {
         array.name: array
         for step in block.backward
         if step.scope != "step"
         for array in step.results
         if array.name.startswith("d") and array.name[1:] in read_names
     }
-    return 2 * weights + 3 * saved, 2 * weights + 2 * saved + 3 * total(sizes.bytes(a) for a in gradients.values())
+    return 2 * w_bytes + 3 * act_bytes, 2 * w_bytes + 2 * act_bytes + 3 * total(sizes.bytes(a) for a in grads.values())
 
 
 def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
@@ -287,11 +287,11 @@ def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]
     One of n blocks is computed before the first arrives, or after the last has left: n - 1 products hide n - 1 moves.
     """
     exposed_s = []
-    for number, cost in enumerate(costs):
+    for index, cost in enumerate(costs):
         if cost.in_ring_loop:
-            product = costs[number + (1 if cost.step.details.ring == "past" else -1)]
+            product_cost = costs[index + (1 if cost.step.details.ring == "past" else -1)]
             group_size = rates.groups[cost.group].size
-            product_s = product.local_s * (group_size - 1) / group_size
+            product_s = product_cost.local_s * (group_size - 1) / group_size
             total_s = partly_hidden(product_s, cost.network_s, rates.chip.efficiency.overlap)
             exposed_s.append(np.maximum(total_s - product_s, 0.0))  # rounding may leave less than nothing
     return exposed_s
@@ -305,8 +305,8 @@ def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s:
     local_s = total(cost.local_s + cost.exposed_s for cost in costs)
     if not rates.overlaps or rates.chip.software.in_turn:
         return total(cost.time_s for cost in costs)
-    total_s = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap)
-    return local_s + np.maximum(total_s, _links_s([*forward, *costs], rates)) - forward_s
+    overlapped_s = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap)
+    return local_s + np.maximum(overlapped_s, _links_s([*forward, *costs], rates)) - forward_s
 
 
 def link_seconds(
@@ -323,8 +323,8 @@ def link_seconds(
             key = cost.group, cost.step.op
             seconds_by_key[key] = seconds_by_key.get(key, 0.0) + spent_s
     return [
-        total(spent_s * rates.uses[key][axis_number] for key, spent_s in seconds_by_key.items())
-        for axis_number in range(len(rates.link_levels))
+        total(spent_s * rates.uses[key][axis_index] for key, spent_s in seconds_by_key.items())
+        for axis_index in range(len(rates.link_levels))
     ]
 
 

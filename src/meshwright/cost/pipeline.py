@@ -45,11 +45,11 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         runs = self.runs
         if not self.in_lockstep or len({*self.names}) < 2:
             return np.ceil(num_layers / runs) * self.chunks
-        counts, count_index = np.unique(runs, return_inverse=True)
+        run_counts, count_indices = np.unique(runs, return_inverse=True)
         # one stage also runs layers that are not of the main stack
-        patterns = (len(stage_layers(self.names, int(count)).pattern) if count > 1 else num_layers for count in counts)
-        layers_of_count = np.array([*patterns])
-        return layers_of_count[count_index].reshape(runs.shape) * self.chunks
+        layer_counts = (len(stage_layers(self.names, int(n)).pattern) if n > 1 else num_layers for n in run_counts)
+        layers_by_count = np.array([*layer_counts])
+        return layers_by_count[count_indices].reshape(runs.shape) * self.chunks
 
     def layers_beside_head(self, num_layers: int) -> Number:
         """Returns how many layers fewer the device with the head has than the device with the most.
@@ -57,9 +57,9 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         Libraries shorten the first and the last chunk by layers that do not divide (Megatron's
         ``account_for_loss_in_pipeline_split``); one program for all stages does not.
         """
-        layers_held = self.layers_held(num_layers)
-        num_missing = np.ceil((layers_held * self.stages - num_layers) / 2)
-        return np.where(self.is_one | self.in_lockstep, 0.0, np.minimum(num_missing, layers_held / self.chunks))
+        max_layers = self.layers_held(num_layers)
+        num_missing = np.ceil((max_layers * self.stages - num_layers) / 2)
+        return np.where(self.is_one | self.in_lockstep, 0.0, np.minimum(num_missing, max_layers / self.chunks))
 
     def share(self, num_layers: int) -> Number:
         """Returns the share of all layers on the device with the most layers."""
@@ -79,8 +79,8 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stash(self) -> Number:
         """Microbatches whose results the fullest device keeps, each counted by the share of its layers that it ran."""
-        stashed = self._forms.stash(*self._sizes)
-        return np.where(self.is_one, 1.0, stashed / np.asarray(self.chunks) if self.in_lockstep else stashed)
+        num_stashed = self._forms.stash(*self._sizes)
+        return np.where(self.is_one, 1.0, num_stashed / np.asarray(self.chunks) if self.in_lockstep else num_stashed)
 
     @property
     def running_stash(self) -> Number:
@@ -102,10 +102,10 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def messages(self) -> tuple[Number, Number, Number]:
         """Buffer slots for received streams, for received cotangents, and for results that wait for the loss head."""
-        has_stages = ~self.is_one
+        has_several = ~self.is_one
         if not self.in_lockstep:
-            return has_stages * 1, has_stages * 1, has_stages * 0
-        return has_stages * self._slots("x"), has_stages * self._slots("dx"), has_stages * self._slots("head")
+            return has_several * 1, has_several * 1, has_several * 0
+        return has_several * self._slots("x"), has_several * self._slots("dx"), has_several * self._slots("head")
 
     @property
     def weight_copies(self) -> Number:
@@ -180,9 +180,9 @@ def schedule_fits(schedule: str, *, stages: Number, chunks: Number, microbatches
 
 def schedule_refusal(schedule: str, *, stages: int, chunks: int, microbatches: int) -> str:
     """Returns why a schedule does not run with these sizes, or is not priced."""
-    defined = definition(schedule)
-    refusal = defined.refusal(stages, microbatches, chunks)
-    return refusal or too_many_passes(defined, stages, microbatches, chunks)
+    schedule_form = definition(schedule)
+    refusal_text = schedule_form.refusal(stages, microbatches, chunks)
+    return refusal_text or too_many_passes(schedule_form, stages, microbatches, chunks)
 
 
 def strategy_pipeline(strategy: Strategy, *, in_lockstep: bool = True, names: tuple[str, ...] = ()) -> PipelineCost:

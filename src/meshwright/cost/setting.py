@@ -82,8 +82,8 @@ class Setting(Checked, frozen=True, dict=True):
     def derived(self, strategy: Strategy) -> Derived:
         """Returns the job's steps under a strategy, as its software runs them. Raises InputError for unknown axes."""
         make_mesh(strategy.mesh)
-        fused_head = self.assumptions.traits.is_compiled
-        return derive_job(self.model, self.job, strategy, storage=self.step_storage, fused_head=fused_head)
+        fuses_head = self.assumptions.traits.is_compiled
+        return derive_job(self.model, self.job, strategy, storage=self.step_storage, fused_head=fuses_head)
 
     @property
     def max_len(self) -> int:
@@ -94,29 +94,29 @@ class Setting(Checked, frozen=True, dict=True):
     def step_storage(self) -> Storage:
         """How the step of a job that generates stores weights and caches: pages for all of its sequences, and for
         windows as many as they need."""
-        job, page_len, window = (
+        job, page_len, window_len = (
             self.job,
             self.storage.page_len or PAGE_LENS[self.cluster.kind],
             self.model.sliding_window,
         )
         storage = replace(self.storage, page_len=page_len)
-        if not window:
+        if not window_len:
             return storage
-        pages = pages_of_window(window, page_len, job.step_len)
-        return replace(storage, window_pages=job.batch_seqs * min(pages, -(-self.max_len // page_len)))
+        num_pages = pages_of_window(window_len, page_len, job.step_len)
+        return replace(storage, window_pages=job.batch_seqs * min(num_pages, -(-self.max_len // page_len)))
 
     def symbolic(self, strategy: Strategy, *, without: tuple[str, ...] = ()) -> Derived:
         """Returns the job's steps for a mesh of any sizes, ``without`` some axes; pricing fills in the sizes.
 
         A strategy that repeats kv heads (`with_repeated_heads`) is for the meshes that need it.
         """
-        optimizer, fused_head = self.job.optimizer, self.assumptions.traits.is_compiled
+        optimizer, fuses_head = self.job.optimizer, self.assumptions.traits.is_compiled
         if not self.job.trains:
-            axes, prompts = tuple(axis for axis in strategy.mesh if axis not in without), self.job.has_prompts
+            mesh_axes, has_prompts = tuple(axis for axis in strategy.mesh if axis not in without), self.job.has_prompts
             step_strategy = job_strategy(self.job, strategy)
-            return derive_generation(self.model, step_strategy, self.step_storage, axes, prompts=prompts)
+            return derive_generation(self.model, step_strategy, self.step_storage, mesh_axes, prompts=has_prompts)
         return derive(
-            self.program, strategy, symbolic=True, without=without, optimizer=optimizer, fused_head=fused_head
+            self.program, strategy, symbolic=True, without=without, optimizer=optimizer, fused_head=fuses_head
         )
 
     def sizes(
@@ -127,11 +127,11 @@ class Setting(Checked, frozen=True, dict=True):
         ``mesh`` and ``microbatch_seqs`` replace the strategy's; their sizes may be arrays.
         """
         job = self.job
-        seqs = job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs
+        num_seqs = job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs
         if not job.trains:
-            sequences = LikeSequences(seqs, float(job.step_len), float(self.max_len - job.step_len))
+            sequences = LikeSequences(num_seqs, float(job.step_len), float(self.max_len - job.step_len))
             return self.step_sizes(strategy, sequences, mesh=mesh)
-        return self._sizes(strategy, mesh or strategy.mesh, job.seq_len, seqs)
+        return self._sizes(strategy, mesh or strategy.mesh, job.seq_len, num_seqs)
 
     def step_sizes(
         self,
@@ -145,22 +145,22 @@ class Setting(Checked, frozen=True, dict=True):
         positions each, by default for those that they have with the step's own. ``outputs`` rows have logits, by
         default one of each sequence."""
         page_len = float(self.step_storage.page_len)
-        rows, seqs = total(part.count * part.rows for part in sequences), total(part.count for part in sequences)
-        num_positions = [part.count * (part.rows + part.before if max_len is None else max_len) for part in sequences]
-        pages = total(num_positions) / page_len
-        sizes = self._sizes(strategy, mesh or strategy.mesh, 1, rows)
+        num_rows, seqs = total(part.count * part.rows for part in sequences), total(part.count for part in sequences)
+        position_counts = [part.count * (part.rows + part.before if max_len is None else max_len) for part in sequences]
+        pages = total(position_counts) / page_len
+        sizes = self._sizes(strategy, mesh or strategy.mesh, 1, num_rows)
         dims = {"Q": seqs, "O": seqs if outputs is None else outputs, "Pl": page_len, "Pg": pages, "Bp": pages / seqs}
         if window := self.model.sliding_window:
             window_pages = (part.count * pages_of_window(window, page_len, part.rows) for part in sequences)
             dims["Pw"] = np.minimum(total(window_pages), pages)
         return replace(sizes, dims={**sizes.dims, **dims}, sequences=sequences)
 
-    def _sizes(self, strategy: Strategy, mesh: Mapping[str, Number], seq_len: int, seqs: Number) -> SlotSizes:
-        target = catalogued(compiled_as(self.cluster.chip), "libtpu")
+    def _sizes(self, strategy: Strategy, mesh: Mapping[str, Number], seq_len: int, num_seqs: Number) -> SlotSizes:
+        target_chip = catalogued(compiled_as(self.cluster.chip), "libtpu")
         sizes = op_sizes(
             self.model,
             seq_len=seq_len,
-            microbatch_seqs=seqs,
+            microbatch_seqs=num_seqs,
             mesh=mesh,
             strategy=strategy,
             scores=attention_scores(self.cluster, self.assumptions),
@@ -169,7 +169,7 @@ class Setting(Checked, frozen=True, dict=True):
             assumptions=self.assumptions,
         )
         on_cpus = self.cluster.kind == "host" and self.assumptions.traits.is_compiled
-        return replace(sizes, tile_rows=target.tile_rows if target else 0, on_cpus=on_cpus)
+        return replace(sizes, tile_rows=target_chip.tile_rows if target_chip else 0, on_cpus=on_cpus)
 
     def memory(self, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
         """Returns the bytes per chip of each item under a strategy; ``derived`` are its steps if they exist already."""

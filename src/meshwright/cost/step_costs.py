@@ -90,8 +90,8 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
         def every(found: Costs, *passes: str) -> Costs:
             return replace(found, **{name: tuple(map(change, getattr(found, name))) for name in passes})
 
-        blocks = tuple(every(block, "forward", "backward") for block in self.blocks)
-        return every(replace(self, blocks=blocks), "update", "ends", "boundary", "exchanges")
+        changed_blocks = tuple(every(block, "forward", "backward") for block in self.blocks)
+        return every(replace(self, blocks=changed_blocks), "update", "ends", "boundary", "exchanges")
 
 
 def op_sizes(
@@ -113,21 +113,21 @@ def op_sizes(
     A kernel that keeps its scores on chip also skips the keys that are masked.
     """
     size_of = held_dims(model.dims | layer_dims(model), mesh)
-    dims = {name: size * 1.0 for name, size in size_of.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
+    size_by_dim = {name: size * 1.0 for name, size in size_of.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
     # a slot for every token is the most that an expert can need
     max_factor = model.num_experts / model.experts_per_token if model.num_experts else 1.0
-    slot_factor, load = min(strategy.capacity_factor, max_factor), min(assumptions.imbalance, max_factor)
-    dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, factor=slot_factor or 1.0)
+    slot_factor, load_factor = min(strategy.capacity_factor, max_factor), min(assumptions.imbalance, max_factor)
+    size_by_dim |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, factor=slot_factor or 1.0)
     holds_empty = assumptions.holds_empty_slots
     return SlotSizes(
-        dims=dims,
+        dims=size_by_dim,
         mesh=mesh,
         state=strategy.state,
         scores=scores,
         causal=scores == "on_chip",
         spare_slots=max_factor if holds_empty and not slot_factor else 1.0,
-        load=1.0 if slot_factor else load,
-        room=1.0 if slot_factor else min(max_factor, ROOM) if holds_empty else load,
+        load=1.0 if slot_factor else load_factor,
+        room=1.0 if slot_factor else min(max_factor, ROOM) if holds_empty else load_factor,
         groups=(model.expert_groups, model.groups_per_token),
         grouped=grouped,
         on_gpus=on_gpus,
@@ -139,16 +139,16 @@ def op_sizes(
     )
 
 
-def _reduced_by_engine(step: Step, sent: Number, sizes: SlotSizes, group: GroupRates, kernels: KernelRates) -> StepCost:
+def _reduced_by_engine(step: Step, nbytes: Number, sizes: SlotSizes, group: GroupRates, rates: KernelRates) -> StepCost:
     """Prices a sum as engines make it: in a domain by a kernel that reads peers' memory, or by NCCL where that is
     sooner. A token's experts are added up before."""
     if has_slots(step.full):
-        sent = sent / sizes.dims["Ea"]
-    shape = {"n": np.maximum(group.size, 2), "bytes": sent, "op": "all_reduce"}
-    domain_s = np.minimum(small_reduce_s(shape, kernels), collective_s(shape, kernels))
+        nbytes = nbytes / sizes.dims["Ea"]
+    shape = {"n": np.maximum(group.size, 2), "bytes": nbytes, "op": "all_reduce"}
+    domain_s = np.minimum(small_reduce_s(shape, rates), collective_s(shape, rates))
     rate = group["all_reduce"]
-    seconds = np.where(np.asarray(rate.level) == "nvlink", domain_s, rate.time(sent)) * (np.asarray(group.size) > 1)
-    return StepCost(step=step, network_bytes=sent, network_s=seconds, level=rate.level)
+    sum_s = np.where(np.asarray(rate.level) == "nvlink", domain_s, rate.time(nbytes)) * (np.asarray(group.size) > 1)
+    return StepCost(step=step, network_bytes=nbytes, network_s=sum_s, level=rate.level)
 
 
 def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
@@ -168,27 +168,27 @@ def price_steps(
     known = {} if known is None else known
     num_microbatches = pipeline.microbatches
     # one program of all stages sums gradients in float32, also those of one microbatch
-    summands = np.where(pipeline.in_lockstep & ~pipeline.is_one, np.maximum(num_microbatches, 2), num_microbatches)
-    shares, owners, kept_by_pass = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
+    num_summands = np.where(pipeline.in_lockstep & ~pipeline.is_one, np.maximum(num_microbatches, 2), num_microbatches)
+    share_of, blocks_of, kept_of = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
     # gradients of weights as each microbatch leaves them, to be added to the sum of earlier microbatches
     gradient_of = {array.name: array for array in gradient_arrays(derived).values()}
 
     def priced(step: Step, count: Number) -> StepCost:
-        block = step.block if step.block in shares else owners.get(step.result.name.removeprefix("d"), ("",))[-1]
-        share = shares.get(block, 1.0)
+        owner = step.block if step.block in share_of else blocks_of.get(step.result.name.removeprefix("d"), ("",))[-1]
+        run_share = share_of.get(owner, 1.0)
         if step.block == "stage":
-            share = 1.0
-        elif block and step.scope == "step":
-            share = share * pipeline.sums
-        kept = kept_by_pass.get((step.block, step.phase), frozenset())
-        key = step, kept if rates.chip.host else ()
+            run_share = 1.0
+        elif owner and step.scope == "step":
+            run_share = run_share * pipeline.sums
+        kept_arrays = kept_of.get((step.block, step.phase), frozenset())
+        key = step, kept_arrays if rates.chip.host else ()
         if key not in known:
-            known[key] = price_step(step, sizes, rates, num_microbatches=summands, kept=kept)
+            known[key] = price_step(step, sizes, rates, num_microbatches=num_summands, kept=kept_arrays)
         cost = known[key]
-        for part in (step, *step.parts):
-            if part.result.name in gradient_of and not part.is_collective and kind_of(part).is_einsum:
-                cost = _with_sum(cost, sizes.elements(gradient_of[part.result.name]), rates, num_microbatches)
-        return replace(cost, count=count, here=count * share)
+        for sub_step in (step, *step.parts):
+            if sub_step.result.name in gradient_of and not sub_step.is_collective and kind_of(sub_step).is_einsum:
+                cost = _with_sum(cost, sizes.elements(gradient_of[sub_step.result.name]), rates, num_microbatches)
+        return replace(cost, count=count, here=count * run_share)
 
     def alone(step: Step, count: Number = 1) -> StepCost:
         if (step, "alone") not in known:
@@ -196,19 +196,19 @@ def price_steps(
         return replace(known[step, "alone"], count=count)
 
     def together(costs: Iterable[StepCost]) -> tuple[StepCost, ...]:
-        return tuple(costs) if rates.chip.software.is_compiled else _in_buckets(tuple(costs), owners)
+        return tuple(costs) if rates.chip.software.is_compiled else _in_buckets(tuple(costs), blocks_of)
 
-    steps = iter(derived.steps(num_microbatches, pipeline.runs))
+    counted_steps = iter(derived.steps(num_microbatches, pipeline.runs))
     return Priced(
         blocks=tuple(
             PricedBlock(
                 steps=block,
-                forward=together(priced(*next(steps)) for _ in block.forward),
-                backward=together(priced(*next(steps)) for _ in block.backward),
+                forward=together(priced(*next(counted_steps)) for _ in block.forward),
+                backward=together(priced(*next(counted_steps)) for _ in block.backward),
             )
             for block in derived.blocks
         ),
-        update=together(priced(step, count) for step, count in steps),
+        update=together(priced(step, count) for step, count in counted_steps),
         ends=tuple(priced(step, 1) for step in derived.ends) if pipeline.in_lockstep else (),
         boundary=tuple(map(alone, derived.boundary)),
         exchanges=tuple(alone(step, count) for step, count in _exchanges(derived)),
@@ -217,33 +217,33 @@ def price_steps(
 
 def _exchanges(derived: Derived) -> Iterator[tuple[Step, int]]:
     """Yields the steps by which stages meet, with how often each runs."""
-    repeats = {
+    repeat_by_name = {
         name: block.repeat for block in derived.blocks for name in (*weights_of(derived, block), *counts_of(block))
     }
     for step in meetings(derived) if derived.boundary else ():
         name = step.result.name
-        yield step, repeats[name if name in repeats else name.removeprefix("d")]
+        yield step, repeat_by_name[name if name in repeat_by_name else name.removeprefix("d")]
 
 
-def _in_buckets(costs: tuple[StepCost, ...], owners: Mapping[str, list[str]]) -> tuple[StepCost, ...]:
+def _in_buckets(costs: tuple[StepCost, ...], blocks_by_weight: Mapping[str, list[str]]) -> tuple[StepCost, ...]:
     """Returns the costs with one latency for all weights, or all gradients, of a block that one collective sends.
 
     Libraries send them as flat buffers: FSDP a block at a time, Megatron and DDP in buckets of about that size.
     """
-    buckets: dict[tuple[str, str, str], list[int]] = {}
+    indices_by_bucket: dict[tuple[str, str, str], list[int]] = {}
     for index, cost in enumerate(costs):
         if cost.step.is_collective and (cost.hides or cost.step.phase == "update"):
-            owner = owners.get(cost.step.result.name.removeprefix("d"), [""])[-1]
-            buckets.setdefault((cost.step.op, cost.step.scope, owner), []).append(index)
-    bucketed = list(costs)
-    for indices in buckets.values():
+            block_name = blocks_by_weight.get(cost.step.result.name.removeprefix("d"), [""])[-1]
+            indices_by_bucket.setdefault((cost.step.op, cost.step.scope, block_name), []).append(index)
+    bucketed_costs = list(costs)
+    for indices in indices_by_bucket.values():
         bytes_s = total(costs[index].network_s - costs[index].latency_s for index in indices)
         bucket_s = bytes_s + largest([costs[index].latency_s for index in indices])
         stretch = np.divide(bucket_s, bytes_s, out=np.ones_like(bucket_s), where=np.asarray(bytes_s) > 0)
         for index in indices:
             sent_s = costs[index].network_s - costs[index].latency_s
-            bucketed[index] = replace(costs[index], network_s=sent_s * stretch, latency_s=sent_s * (stretch - 1))
-    return tuple(bucketed)
+            bucketed_costs[index] = replace(costs[index], network_s=sent_s * stretch, latency_s=sent_s * (stretch - 1))
+    return tuple(bucketed_costs)
 
 
 def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArray]]:
@@ -253,29 +253,29 @@ def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArr
 
 def blocks_of_weights(derived: Derived) -> dict[str, list[str]]:
     """Maps a weight to the blocks that use it, in order: several for tied embeddings."""
-    blocks: dict[str, list[str]] = {}
+    blocks_by_weight: dict[str, list[str]] = {}
     for block in derived.blocks:
         for name in weights_of(derived, block):
-            blocks.setdefault(name, []).append(block.name)
-    return blocks
+            blocks_by_weight.setdefault(name, []).append(block.name)
+    return blocks_by_weight
 
 
 def block_shares(derived: Derived, pipeline: PipelineCost) -> dict[str, Number]:
     """Maps a block to the share of its executions on the busiest device of a pipeline: the last one, with the head."""
-    layers, (embed, last) = pipeline.share(derived.num_layers), pipeline.end_shares
+    layer_share, (emb_share, head_share) = pipeline.share(derived.num_layers), pipeline.end_shares
     head = derived.blocks[-1].name
-    return {block.name: layers if block.is_layer else last if block.name == head else embed for block in derived.blocks}
+    return {b.name: layer_share if b.is_layer else head_share if b.name == head else emb_share for b in derived.blocks}
 
 
-def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatches: Number) -> StepCost:
+def _with_sum(cost: StepCost, num_elements: Number, rates: StepRates, num_microbatches: Number) -> StepCost:
     """Adds to a product the traffic of accumulating its result in float32, if there are several microbatches.
 
     With eager dispatch the product itself adds; a compiled program adds in a pass of its own.
     """
-    moved_bytes = 2 * DTYPE_BYTES["fp32"] * elements * (np.asarray(num_microbatches) > 1)
+    moved_bytes = 2 * DTYPE_BYTES["fp32"] * num_elements * (np.asarray(num_microbatches) > 1)
     field = "launch_s" if rates.chip.software.is_compiled else "hbm_s"
-    added: dict[str, Number] = {field: getattr(cost, field) + moved_bytes / rates.chip.hbm_bytes_per_s}
-    return replace(cost, hbm_bytes=cost.hbm_bytes + moved_bytes, **added)
+    added_fields: dict[str, Number] = {field: getattr(cost, field) + moved_bytes / rates.chip.hbm_bytes_per_s}
+    return replace(cost, hbm_bytes=cost.hbm_bytes + moved_bytes, **added_fields)
 
 
 def sent_element_bytes(step: Step, *, width: Number, num_microbatches: Number) -> Number:
@@ -316,7 +316,7 @@ def price_step(
     """Prices one execution of one step; its block keeps the results in ``kept``."""
     if not step.is_collective:
         return local_cost(step, sizes, rates.chip, kept=kept)
-    group, chip = rates.groups[frozenset(step.axes)], rates.chip
+    group_rates, chip = rates.groups[frozenset(step.axes)], rates.chip
     element_bytes = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     # programs of this package sum in float32; libraries in the dtype of their state's gradients
     if not chip.software.is_compiled and step.scope == "step" and step.phase != "update":
@@ -328,14 +328,14 @@ def price_step(
     if exchanges_slots(step):
         sent_bytes = sent_bytes * sizes.load * _sent_share(step, sizes, rates)
     if chip.kernels and step.op == "all_reduce":
-        return _reduced_by_engine(step, sent_bytes, sizes, group, chip.kernels)
-    rate = group[step.op]
+        return _reduced_by_engine(step, sent_bytes, sizes, group_rates, chip.kernels)
+    kind_rate = group_rates[step.op]
     num_sends = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own
-    both_ways = isinstance(step.details, Round) and step.details.ways == 2
-    way_bytes = sent_bytes / group.ring_links if both_ways else sent_bytes
-    network_s = num_sends * rate.time(way_bytes)
-    latency_s = network_s - num_sends * way_bytes * rate.seconds_per_byte
+    is_two_way = isinstance(step.details, Round) and step.details.ways == 2
+    way_bytes = sent_bytes / group_rates.ring_links if is_two_way else sent_bytes
+    network_s = num_sends * kind_rate.time(way_bytes)
+    latency_s = network_s - num_sends * way_bytes * kind_rate.seconds_per_byte
     if chip.host is not None:  # devices that share cores wait for each other
         bytes_s, latency_s = chip.host.waits * (network_s - latency_s), chip.host.meets * latency_s
         network_s = bytes_s + latency_s
@@ -349,5 +349,5 @@ def price_step(
         network_bytes=sent_bytes,
         network_s=network_s,
         latency_s=latency_s,
-        level=rate.level,
+        level=kind_rate.level,
     )

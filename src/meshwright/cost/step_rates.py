@@ -88,16 +88,16 @@ def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement
     Raises CannotRunError if the mesh cannot be laid on the cluster, or not as described.
     """
     placements = place_axes(cluster, strategy.mesh)
-    layout = strategy.placement
-    matching = tuple(p for p in placements if not layout or p.describe() == layout)
-    if not matching:
-        mesh = mesh_words(strategy.mesh, " x ")
-        note = f" as {', '.join(f'{axis}: {text}' for axis, text in layout.items())}" if placements else ""
+    text_of = strategy.placement
+    matching_placements = tuple(placement for placement in placements if not text_of or placement.describe() == text_of)
+    if not matching_placements:
+        mesh_text = mesh_words(strategy.mesh, " x ")
+        as_text = f" as {', '.join(f'{axis}: {text}' for axis, text in text_of.items())}" if placements else ""
         raise CannotRunError(
-            f"mesh {mesh} cannot be laid on {cluster.short_name}{note}: every mesh axis must be made of whole "
+            f"mesh {mesh_text} cannot be laid on {cluster.short_name}{as_text}: every mesh axis must be made of whole "
             f"factors of the physical axes. Change the mesh, or leave out the placement."
         )
-    return matching
+    return matching_placements
 
 
 def step_rates(
@@ -113,39 +113,39 @@ def step_rates(
 
     Raises InputError if the chip lacks a figure that is needed.
     """
-    measured = calibration or datasheet_calibration(cluster.chip)
+    calib = calibration or datasheet_calibration(cluster.chip)
     dtype = strategy.matmul_dtype
-    rates_of_legs: dict[tuple[Leg | None, ...], GroupRates] = {}
-    rates: dict[AxisGroup, GroupRates] = {}
-    uses: dict[tuple[AxisGroup, str], tuple[Number, ...]] = {}
-    nodes_of_group: dict[AxisGroup, Number] = {}
+    rates_by_legs: dict[tuple[Leg | None, ...], GroupRates] = {}
+    rates_by_group: dict[AxisGroup, GroupRates] = {}
+    busy_by_kind: dict[tuple[AxisGroup, str], tuple[Number, ...]] = {}
+    nodes_by_group: dict[AxisGroup, Number] = {}
     for group in groups:
         # placements with the same legs are priced once
-        number_of_legs: dict[tuple[Leg | None, ...], int] = {}
-        legs_number = np.empty(len(placements), dtype=np.intp)
+        index_by_legs: dict[tuple[Leg | None, ...], int] = {}
+        legs_indices = np.empty(len(placements), dtype=np.intp)
         is_used = np.zeros((len(placements[0].links), len(placements)), dtype=bool)
         num_nodes = np.ones(len(placements))
         for index, placement in enumerate(placements):
             legs = legs_of_links(placement, group)
-            if legs not in rates_of_legs:
+            if legs not in rates_by_legs:
                 used_legs = [leg for leg in legs if leg is not None]
-                rates_of_legs[legs] = leg_rates(used_legs, calibration, scatters=assumptions.scatters)
-            legs_number[index] = number_of_legs.setdefault(legs, len(number_of_legs))
+                rates_by_legs[legs] = leg_rates(used_legs, calibration, scatters=assumptions.scatters)
+            legs_indices[index] = index_by_legs.setdefault(legs, len(index_by_legs))
             is_used[:, index] = [leg is not None for leg in legs]
             num_nodes[index] = spanned_nodes(leg for leg in legs if leg is not None)
-        nodes_of_group[group] = num_nodes
-        rates[group] = select(stack([rates_of_legs[legs] for legs in number_of_legs]), legs_number)
-        uses |= busy_links(group, rates[group], is_used, [link.level for link in placements[0].links])
+        nodes_by_group[group] = num_nodes
+        rates_by_group[group] = select(stack([rates_by_legs[legs] for legs in index_by_legs]), legs_indices)
+        busy_by_kind |= busy_links(group, rates_by_group[group], is_used, [link.level for link in placements[0].links])
     return StepRates(
-        chip=chip_rates(cluster.chip, measured, dtype=dtype, state_dtype=strategy.state_dtype, assumptions=assumptions),
-        peak_flops_per_s=reference_peak(cluster.chip, measured, dtype),
-        groups=rates,
+        chip=chip_rates(cluster.chip, calib, dtype=dtype, state_dtype=strategy.state_dtype, assumptions=assumptions),
+        peak_flops_per_s=reference_peak(cluster.chip, calib, dtype),
+        groups=rates_by_group,
         link_levels=tuple(link.level for link in placements[0].links),
-        uses=uses,
+        uses=busy_by_kind,
         overlaps=cluster.kind != "host",
         num_hosts=cluster.num_hosts,
         pcie_bytes_per_s=cluster.chip.pcie_bytes_per_s,
-        num_nodes=nodes_of_group,
+        num_nodes=nodes_by_group,
         hides_exchanges=exchanges_hide(strategy, assumptions),
         narrow_gathers=gathers_narrow(strategy, assumptions),
         engine=assumptions.engine,

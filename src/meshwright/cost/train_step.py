@@ -104,23 +104,23 @@ def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
     derived = setting.derived(strategy)
     placements = strategy_placements(setting.cluster, strategy)
     rates = setting.step_rates(strategy, placements, derived)
-    candidate = PricedStep(
+    priced_step = PricedStep(
         derived=derived,
         sizes=setting.sizes(strategy),
         rates=rates,
         pipeline=setting.pipeline(strategy),
         offload=strategy.offload,
     )
-    best = int(np.argmin(np.broadcast_to(candidate.seconds.step_s, len(placements))))
+    best_index = int(np.argmin(np.broadcast_to(priced_step.seconds.step_s, len(placements))))
     return PricedStrategy(
         derived=derived,
-        sizes=candidate.sizes,
-        rates=select(rates, best),
-        pipeline=candidate.pipeline,
+        sizes=priced_step.sizes,
+        rates=select(rates, best_index),
+        pipeline=priced_step.pipeline,
         offload=strategy.offload,
         setting=setting,
         strategy=strategy,
-        placement=placements[best],
+        placement=placements[best_index],
     )
 
 
@@ -138,11 +138,11 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
     memory_items = priced.memory.items(pipeline, priced.offload)
     num_chips = product(sizes.mesh.values())
     low_factor, high_factor = rates.chip.efficiency.interval(has_experts=model.num_experts > 0)
-    share = num_chips / sizes.mesh.get("pipeline", 1)
-    flops = total(cost.flops * cost.count for cost in costs) * share
-    hardware_flops = flops + _masked_flops(costs, sizes) * share
-    one_sequence = Job(kind=job.kind, batch_seqs=1, seq_len=job.seq_len)
-    mfu_flops, causal_flops = (model_flops(model, one_sequence, causal=causal) * batch_seqs for causal in (False, True))
+    chips_per_stage = num_chips / sizes.mesh.get("pipeline", 1)
+    step_flops = total(cost.flops * cost.count for cost in costs) * chips_per_stage
+    hardware_flops = step_flops + _masked_flops(costs, sizes) * chips_per_stage
+    seq_job = Job(kind=job.kind, batch_seqs=1, seq_len=job.seq_len)
+    mfu_flops, causal_flops = (model_flops(model, seq_job, causal=causal) * batch_seqs for causal in (False, True))
     peak_flops = rates.peak_flops_per_s * num_chips * step_s
     serial_s = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
     serial_s = serial_s + bubble_s + priced.moved.serial_s + times.sends_s(pipeline) + times.exchange_s(pipeline)
@@ -159,7 +159,7 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
             bound_by=_bound_by(costs, rates, busy_s, bubble_s),
             memory=memory_items,
             hbm_bytes_per_chip=total_bytes(memory_items),
-            flops=flops,
+            flops=step_flops,
             terms=_terms(priced, bubble_s),
         )
     )
@@ -184,36 +184,36 @@ def _busy_s(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
     return [compute_s, memory_s, *link_seconds(costs, rates)]
 
 
-def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number], bubble: Number) -> Any:
+def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy_seconds: Sequence[Number], bubble_s: Number) -> Any:
     """Returns the busiest resource of each candidate: compute, hbm, a level of the network, latency, or the bubble.
 
     Latency binds where bytes explain less than half of the busiest link's time, the bubble where it is the longest.
     """
     latency_s = link_seconds(costs, rates, field="latency_s")
-    all_s = np.stack(np.broadcast_arrays(*busy, *latency_s))
-    busy_s, latency_rows = all_s[: len(busy)], all_s[len(busy) :]
-    busiest_row = np.argmax(busy_s, axis=0)
-    resource = np.array(["compute", "hbm", *rates.link_levels])[busiest_row]
+    all_s = np.stack(np.broadcast_arrays(*busy_seconds, *latency_s))
+    busy_rows, latency_rows = all_s[: len(busy_seconds)], all_s[len(busy_seconds) :]
+    busiest_row = np.argmax(busy_rows, axis=0)
+    resources = np.array(["compute", "hbm", *rates.link_levels])[busiest_row]
     link_row = np.maximum(busiest_row - 2, 0)[None]
     link_latency_s = np.take_along_axis(latency_rows, link_row, axis=0)[0] if len(latency_s) else 0.0
-    bound_by = np.where((busiest_row >= 2) & (link_latency_s > np.max(busy_s, axis=0) / 2), "latency", resource)
-    return np.where(bubble > np.max(busy_s, axis=0), "bubble", bound_by)
+    bound_names = np.where((busiest_row >= 2) & (link_latency_s > np.max(busy_rows, axis=0) / 2), "latency", resources)
+    return np.where(bubble_s > np.max(busy_rows, axis=0), "bubble", bound_names)
 
 
-def _terms(priced: PricedStep, bubble: Number) -> dict[str, Number]:
+def _terms(priced: PricedStep, bubble_s: Number) -> dict[str, Number]:
     """Returns the seconds of each kind of work without overlap; "latency" is the part of collectives beyond bytes.
 
     "pipeline" and "bubble" exist only with several stages, and "pcie" only with transfers to the host.
     """
     costs, times, pipeline, pcie_s = priced.costs.all, priced.times, priced.pipeline, priced.moved.serial_s
-    terms: dict[str, Number] = dict.fromkeys(LOCAL_TERMS, 0.0)
+    seconds_by_term: dict[str, Number] = dict.fromkeys(LOCAL_TERMS, 0.0)
     for cost in costs:
         spent_s = cost.network_s - cost.latency_s if cost.step.is_collective else cost.local_s
-        terms[cost.term] = terms.get(cost.term, 0.0) + spent_s * cost.here
-    terms["latency"] = total(cost.latency_s * cost.here for cost in costs)
+        seconds_by_term[cost.term] = seconds_by_term.get(cost.term, 0.0) + spent_s * cost.here
+    seconds_by_term["latency"] = total(cost.latency_s * cost.here for cost in costs)
     if np.any(np.asarray(pipeline.stages) > 1):
-        between_s = times.sends_s(pipeline) + times.exchange_s(pipeline)
-        terms |= {"pipeline": terms.get("pipeline", 0.0) + between_s, "bubble": bubble}
+        stage_sends_s = times.sends_s(pipeline) + times.exchange_s(pipeline)
+        seconds_by_term |= {"pipeline": seconds_by_term.get("pipeline", 0.0) + stage_sends_s, "bubble": bubble_s}
     else:
-        terms.pop("pipeline", None)
-    return terms | ({"pcie": pcie_s} if np.any(np.asarray(pcie_s) > 0) else {})
+        seconds_by_term.pop("pipeline", None)
+    return seconds_by_term | ({"pcie": pcie_s} if np.any(np.asarray(pcie_s) > 0) else {})

@@ -83,14 +83,14 @@ class CompiledCollective(msgspec.Struct, frozen=True):
     @property
     def notes(self) -> tuple[str, ...]:
         """Lists its special properties, a few words each."""
-        marks = {
+        truth_by_note = {
             "between slices": self.dcn,
             "cut matmul": self.windowed,
             "sliced after": self.sliced,
             "in a branch": self.in_conditional,
             f"groups of {' and '.join(map(str, self.group_sizes))}": self.group_sizes,
         }
-        return tuple(word for word, holds in marks.items() if holds)
+        return tuple(note for note, truth in truth_by_note.items() if truth)
 
     @property
     def step(self) -> str:
@@ -177,7 +177,7 @@ class _Walk:
         if name not in self.reaching:
             body = self.module.computations.get(name)
             self.reaching[name] = body is not None and any(
-                self.counts(i) or any(self.reaches(called) for _, called in i.called) for i in body.instructions
+                self.counts(i) or any(self.reaches(callee) for _, callee in i.called) for i in body.instructions
             )
         return self.reaching[name]
 
@@ -187,20 +187,20 @@ class _Walk:
         return _is_collective(one) and (computations is None or one.computation in computations)
 
     def collective(self, one: Instruction, around: _Around) -> Iterator[CompiledCollective]:
-        key = one.async_key
-        if key:
-            if key in around.seen:
+        async_key = one.async_key
+        if async_key:
+            if async_key in around.seen:
                 return
-            around.seen.add(key)
+            around.seen.add(async_key)
         op_name = one.op_name or (around.caller.op_name if around.caller else "")
         label = find_label(op_name)
         kind, groups = self.kind_and_groups(one)
         if around.caller and around.computation.startswith(_DISGUISED) and kind == "all_reduce":
             kind = "reduce_scatter"
-        size, shapes = group_size(groups), self.given(one)
-        full_bytes, num_arrays = self.bytes_and_arrays(one, shapes, kind, size)
-        largest = max(parse_shapes(";".join(shapes) or one.shape), key=lambda shape: shape.num_bytes)
-        windowed = kind == "permute" and self.is_windowed(one)
+        num_members, shape_texts = group_size(groups), self.given(one)
+        full_bytes, num_arrays = self.bytes_and_arrays(one, shape_texts, kind, num_members)
+        largest_shape = max(parse_shapes(";".join(shape_texts) or one.shape), key=lambda shape: shape.num_bytes)
+        is_windowed = kind == "permute" and self.is_windowed(one)
         yield CompiledCollective(
             kind=kind,
             full_bytes=full_bytes,
@@ -209,29 +209,29 @@ class _Walk:
             num_arrays=num_arrays,
             name=one.name,
             in_conditional=around.in_conditional,
-            dtype=largest.dtype,
-            group_size=size,
+            dtype=largest_shape.dtype,
+            group_size=num_members,
             group_sizes=tuple(sorted(block.shape[1] for block in groups)) if len(groups) > 1 else (),
-            is_async=bool(around.start or key) or one.opcode.endswith("-start") or one.opcode == "send",
+            is_async=bool(around.start or async_key) or one.opcode.endswith("-start") or one.opcode == "send",
             sliced=kind == "all_reduce" and _is_sliced(self.module, one),
-            windowed=windowed,
+            windowed=is_windowed,
             dcn=one.opcode == "send",
-            overlap=self.overlap(one, around, full_bytes, windowed=windowed),
+            overlap=self.overlap(one, around, full_bytes, windowed=is_windowed),
             label=label,
             near=None if label else nearest_step(self.module, self.running(one, around), kind=kind),
         )
 
     def overlap(self, one: Instruction, around: _Around, num_bytes: int, *, windowed: bool) -> Overlap:
         """Says how a collective runs beside compute, by the order of the instructions."""
-        if key := one.async_key:
-            return "async fusion" if fuses_compute(self.module, key) else ""
-        start = around.start or one
-        if not start.opcode.endswith(("-start", "send")):
+        if async_key := one.async_key:
+            return "async fusion" if fuses_compute(self.module, async_key) else ""
+        start_op = around.start or one
+        if not start_op.opcode.endswith(("-start", "send")):
             return ""
-        awaited = self.receive(one) if one.opcode == "send" else start
-        users = self.module.computations[start.computation].users.get(awaited.name, ()) if awaited else ()
+        awaited_op = self.receive(one) if one.opcode == "send" else start_op
+        users = self.module.computations[start_op.computation].users.get(awaited_op.name, ()) if awaited_op else ()
         done_name = next((user.name for user in users if user.opcode.endswith("-done")), "")
-        if not runs_beside_compute(self.module, start, done_name, num_bytes=num_bytes):
+        if not runs_beside_compute(self.module, start_op, done_name, num_bytes=num_bytes):
             return ""
         return "between slices" if one.opcode == "send" else "windowed" if windowed else "start/done"
 
@@ -258,27 +258,27 @@ class _Walk:
 
     def bytes_and_arrays(self, one: Instruction, shapes: Sequence[str], kind: str, size: int) -> tuple[int, int]:
         """Returns (full bytes, number of arrays) of a collective with operands of these shapes."""
-        sizes = [shape_bytes(shape) for shape in shapes]
+        operand_bytes = [shape_bytes(shape) for shape in shapes]
         if one.opcode == "send":
             # of an all-gather more arrives than is sent
-            received_bytes = received.shapes[0].num_bytes if (received := self.receive(one)) else 0
-            return max(sizes[0], received_bytes) * (size if kind == "all_to_all" else 1), 1
+            received_bytes = receive_op.shapes[0].num_bytes if (receive_op := self.receive(one)) else 0
+            return max(operand_bytes[0], received_bytes) * (size if kind == "all_to_all" else 1), 1
         if one.opcode.startswith("ragged"):
             # The second operand receives, the others are row offsets; the smaller of both has no spare rows.
-            return min(sizes[:2]) * size, 1
+            return min(operand_bytes[:2]) * size, 1
         if kind == "all_to_all":
             # An array may come as one operand, or as one for each device of the group.
-            return sum(sizes) * size, max(1, len(sizes) // size)
+            return sum(operand_bytes) * size, max(1, len(operand_bytes) // size)
         if kind == "all_gather":
             is_start = one.opcode.endswith("-start")
-            return sum(sizes) * size if is_start else shape_bytes(one.shape), len(sizes)
-        return sum(sizes), len(sizes)
+            return sum(operand_bytes) * size if is_start else shape_bytes(one.shape), len(operand_bytes)
+        return sum(operand_bytes), len(operand_bytes)
 
     def given(self, one: Instruction) -> list[str]:
         """Returns the shapes of an instruction's operands; for a send, of what it sends."""
         computation = self.module.computations[one.computation]
-        shapes = [computation.by_name[name].shape for name in one.operands if name in computation.by_name]
-        return shapes[:1] if one.opcode == "send" else shapes
+        shape_texts = [computation.by_name[name].shape for name in one.operands if name in computation.by_name]
+        return shape_texts[:1] if one.opcode == "send" else shape_texts
 
     def receive(self, send: Instruction) -> Instruction | None:
         """Returns the receive that belongs to a send between slices, or None."""
@@ -310,16 +310,16 @@ def _is_sliced(module: Module, one: Instruction) -> bool:
     return bool(users) and all(_takes_slice(module, user, one) for user in users)
 
 
-def _takes_slice(module: Module, user: Instruction, value: Instruction) -> bool:
+def _takes_slice(module: Module, user: Instruction, source: Instruction) -> bool:
     if user.opcode == "dynamic-slice":
-        return user.operands[0] == value.name
+        return user.operands[0] == source.name
     if user.opcode in _PASSING:
         return _is_sliced(module, user)
     if user.opcode != "fusion":
         return False
     parameters = module.body(user).parameters
-    indices = [index for index, name in enumerate(user.operands) if name == value.name]
-    return all(index in parameters and _is_sliced(module, parameters[index]) for index in indices)
+    operand_indices = [index for index, name in enumerate(user.operands) if name == source.name]
+    return all(index in parameters and _is_sliced(module, parameters[index]) for index in operand_indices)
 
 
 # -- the nearest step of a collective without a label -------------------------------------------------
@@ -333,13 +333,13 @@ def nearest_step(module: Module, one: Instruction, *, kind: str) -> StepLabel | 
     """
     is_gather = kind in ("all_gather", "broadcast")
     for neighbours in (_users, _makers) if is_gather else (_makers, _users):
-        seen, front = {(one.computation, one.name)}, [one]
+        seen_keys, front = {(one.computation, one.name)}, [one]
         for _ in range(MAX_STEPS_AWAY):
-            front = [b for node in front for b in neighbours(module, node) if (b.computation, b.name) not in seen]
+            front = [b for node in front for b in neighbours(module, node) if (b.computation, b.name) not in seen_keys]
             for neighbour in front:
                 if neighbour.label and neighbour.label.phase != "update":
                     return neighbour.label
-            seen |= {(neighbour.computation, neighbour.name) for neighbour in front}
+            seen_keys |= {(neighbour.computation, neighbour.name) for neighbour in front}
     return None
 
 
@@ -353,14 +353,14 @@ def _makers(module: Module, one: Instruction) -> Sequence[Instruction]:
     operands = [computation.by_name[name] for name in one.operands if name in computation.by_name]
     if one.opcode != "get-tuple-element" or not operands:
         return operands
-    source, index = operands[0], one.number(one.attribute("index"))
-    if source.opcode == "tuple":
-        return [module.operand(source, index)]
-    if source.opcode not in ("while", "parameter"):
+    source_op, index = operands[0], one.number(one.attribute("index"))
+    if source_op.opcode == "tuple":
+        return [module.operand(source_op, index)]
+    if source_op.opcode not in ("while", "parameter"):
         return operands
-    body = module.body(source, "body") if source.opcode == "while" else computation
-    names = body.root.operands[index : index + 1] if body.root.opcode == "tuple" else ()
-    return [body.by_name[name] for name in names]
+    body = module.body(source_op, "body") if source_op.opcode == "while" else computation
+    maker_names = body.root.operands[index : index + 1] if body.root.opcode == "tuple" else ()
+    return [body.by_name[name] for name in maker_names]
 
 
 # -- rows of equal collectives ----------------------------------------------------------------------
@@ -384,12 +384,12 @@ class CollectiveRow(msgspec.Struct, frozen=True):
 
 def collective_rows(found: Iterable[CompiledCollective]) -> tuple[CollectiveRow, ...]:
     """Groups identical collectives into rows, most bytes first."""
-    groups = defaultdict(list)
+    group_by_key = defaultdict(list)
     for collective in found:
         key = (collective.kind, collective.axes, collective.group_size, collective.dtype, collective.full_bytes)
-        groups[key, collective.is_async, collective.notes].append(collective)
+        group_by_key[key, collective.is_async, collective.notes].append(collective)
     rows = []
-    for (key, is_async, notes), group in groups.items():
-        times, steps = sum(c.trips for c in group), tuple(dict.fromkeys(c.step for c in group if c.step))
-        rows.append(CollectiveRow(*key, times, group[0].full_bytes * times, is_async, notes, steps))
+    for (key, is_async, notes), group in group_by_key.items():
+        num_times, step_texts = sum(c.trips for c in group), tuple(dict.fromkeys(c.step for c in group if c.step))
+        rows.append(CollectiveRow(*key, num_times, group[0].full_bytes * num_times, is_async, notes, step_texts))
     return tuple(sorted(rows, key=lambda row: row.total_bytes, reverse=True))

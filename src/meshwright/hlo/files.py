@@ -54,18 +54,18 @@ def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
     text = str(path) if WRITTEN in str(path) else read_text(path, advice, most=MOST_PROGRAM)
     if not (stablehlo or path.suffix == ".mlir" or "stablehlo." in text[:_FIRST_CHARACTERS]):
         module = read_module(text, path)
-        entry = _ENTRY.search(text)
-        if entry and entry[1] not in module.computations:
+        entry_match = _ENTRY.search(text)
+        if entry_match and entry_match[1] not in module.computations:
             raise InputError(f"{path} breaks off inside its ENTRY computation. Give the whole text.")
         return module
     if "func.func" not in text:
         raise InputError(f"{path} is no StableHLO: it has no function. Give lowered.as_text() or optimised HLO.")
-    name, partitions, mesh = (pattern.search(text) for pattern in (_NAME, _PARTITIONS, _MESH))
+    name_match, partitions_match, mesh_match = (pattern.search(text) for pattern in (_NAME, _PARTITIONS, _MESH))
     return StableHlo(
-        name=name[1] if name else "?",
-        num_partitions=int(partitions[1]) if partitions else 1,
+        name=name_match[1] if name_match else "?",
+        num_partitions=int(partitions_match[1]) if partitions_match else 1,
         num_functions=text.count("func.func"),
-        mesh=mesh[1].replace('"', "") if mesh else "",
+        mesh=mesh_match[1].replace('"', "") if mesh_match else "",
         collectives=dict(Counter(_OPERATION.findall(text))),
     )
 

@@ -70,76 +70,76 @@ def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, .
         raise InputError(f"no instruction of {module.name} belongs to block {block!r}.{hint}")
     if not blocks:
         graphs = [_graph(module, body, None) for body in executed(module) if body.name != module.entry]
-        drawn = sorted((graph for graph in graphs if graph.nodes), key=lambda graph: -len(graph.nodes))[:2]
-        drawn = drawn or [computation_graph(module, module.entry)]
-        return tuple(sorted(drawn, key=lambda graph: _first(module, graph)))
+        drawn_graphs = sorted((graph for graph in graphs if graph.nodes), key=lambda graph: -len(graph.nodes))[:2]
+        drawn_graphs = drawn_graphs or [computation_graph(module, module.entry)]
+        return tuple(sorted(drawn_graphs, key=lambda graph: _first(module, graph)))
     chosen_block = block or blocks.most_common(1)[0][0]
     # A loop inside one step, such as that over blocks of attention, is part of the step's node.
-    inside_steps = {name for name, caller in module.callers.items() if caller.label}
-    graphs = [_graph(module, body, chosen_block) for body in executed(module) if body.name not in inside_steps]
+    names_in_steps = {name for name, caller in module.callers.items() if caller.label}
+    graphs = [_graph(module, body, chosen_block) for body in executed(module) if body.name not in names_in_steps]
     # Steps that the compiler hoisted out of a loop stand alone, without edges.
-    connected = [graph for graph in graphs if graph.edges] or [graph for graph in graphs if graph.nodes]
-    return _without_copies(sorted(connected, key=lambda graph: _first(module, graph)))
+    connected_graphs = [graph for graph in graphs if graph.edges] or [graph for graph in graphs if graph.nodes]
+    return _without_copies(sorted(connected_graphs, key=lambda graph: _first(module, graph)))
 
 
 def _without_copies(graphs: Sequence[ComputationGraph]) -> tuple[ComputationGraph, ...]:
     """Merges equal graphs: the loop over layers is compiled once for each microbatch and group of layers."""
-    merged: dict[tuple[object, ...], ComputationGraph] = {}
+    graph_of: dict[tuple[object, ...], ComputationGraph] = {}
     for graph in graphs:
         key = (tuple((node.text, node.kind) for node in graph.nodes), graph.edges)
-        kept = merged.setdefault(key, graph)
-        if kept is not graph:
-            alike_names = (*kept.alike, graph.name)
-            merged[key] = msgspec.structs.replace(kept, times=kept.times + graph.times, alike=alike_names)
-    return tuple(merged.values())
+        kept_graph = graph_of.setdefault(key, graph)
+        if kept_graph is not graph:
+            alike_names = (*kept_graph.alike, graph.name)
+            graph_of[key] = msgspec.structs.replace(kept_graph, times=kept_graph.times + graph.times, alike=alike_names)
+    return tuple(graph_of.values())
 
 
 def _first(module: Module, graph: ComputationGraph) -> int:
     """Returns the position in the entry of the loop that runs a computation."""
-    callers, order = list(module.around(graph.name)), list(module.computations[module.entry].by_name)
-    return order.index(callers[-1].name) if callers and callers[-1].name in order else -1
+    callers, entry_names = list(module.around(graph.name)), list(module.computations[module.entry].by_name)
+    return entry_names.index(callers[-1].name) if callers and callers[-1].name in entry_names else -1
 
 
 def _graph(module: Module, computation: Computation, block: str | None) -> ComputationGraph:
     """Builds the graph: steps and heavy instructions are nodes, paths through all others are edges."""
-    roles = {i.name: _role(module, i) for i in computation.instructions if i.opcode not in NO_WORK}
-    members: dict[str, list[str]] = defaultdict(list)
-    texts: dict[str, str] = {}
-    reached: dict[str, frozenset[str]] = {}
+    role_of = {i.name: _role(module, i) for i in computation.instructions if i.opcode not in NO_WORK}
+    names_of: dict[str, list[str]] = defaultdict(list)
+    text_of: dict[str, str] = {}
+    keys_of: dict[str, frozenset[str]] = {}
     edges: set[tuple[str, str]] = set()
-    beside: dict[str, set[str]] = defaultdict(set)
+    hidden_of: dict[str, set[str]] = defaultdict(set)
     fed_names: set[str] = set()
     for instruction in computation.instructions:
-        sources = frozenset[str]().union(*(reached.get(name, frozenset()) for name in instruction.operands))
+        source_keys = frozenset[str]().union(*(keys_of.get(name, frozenset()) for name in instruction.operands))
         start = instruction
         while start.opcode.endswith("-done") and start.operands:
             start = computation.by_name[start.operands[0]]
         # In the entry only labelled instructions belong to a block.
-        key, text = _node(start.name, roles.get(start.name), block, labelled=computation.name == module.entry)
+        key, text = _node(start.name, role_of.get(start.name), block, labelled=computation.name == module.entry)
         if not key:
-            reached[instruction.name] = sources
+            keys_of[instruction.name] = source_keys
             continue
-        members[key].append(instruction.name)
-        texts.setdefault(key, text)
-        fed_names |= {instruction.name} if sources else set()
-        hidden_keys = roles[instruction.name].beside
-        beside[key] |= hidden_keys
-        edges |= {(source, key) for source in sources if source != key}
+        names_of[key].append(instruction.name)
+        text_of.setdefault(key, text)
+        fed_names |= {instruction.name} if source_keys else set()
+        hidden_keys = role_of[instruction.name].beside
+        hidden_of[key] |= hidden_keys
+        edges |= {(source, key) for source in source_keys if source != key}
         # A fusion that passes on a buffer of an overlapping collective does not make it: the collective does.
-        reached[instruction.name] = frozenset({key}) | (sources & hidden_keys)
-    kinds = {key: min((roles[name].kind for name in group), key=_STRENGTH.index) for key, group in members.items()}
+        keys_of[instruction.name] = frozenset({key}) | (source_keys & hidden_keys)
+    kind_of = {key: min((role_of[name].kind for name in names), key=_STRENGTH.index) for key, names in names_of.items()}
     index_of = {instruction.name: index for index, instruction in enumerate(computation.instructions)}
     position_of = {}
-    for key, group in members.items():
+    for key, names in names_of.items():
         # Initial zeros and trailing copies carry the step's label too, but do not say when it runs.
-        choices = [name for name in group if name in fed_names] or group
-        position_of[key] = index_of[next((name for name in choices if roles[name].kind == kinds[key]), choices[0])]
-    order = sorted(members, key=lambda key: position_of[key])
-    ordered_edges = {(a, b) for a, b in edges if a not in beside[b] and b not in beside[a]}
+        choices = [name for name in names if name in fed_names] or names
+        position_of[key] = index_of[next((name for name in choices if role_of[name].kind == kind_of[key]), choices[0])]
+    ordered_keys = sorted(names_of, key=lambda key: position_of[key])
+    ordered_edges = {(a, b) for a, b in edges if a not in hidden_of[b] and b not in hidden_of[a]}
     forward_edges = {(a, b) for a, b in ordered_edges if position_of[a] < position_of[b]}
-    nodes = [Node(key, texts[key], kinds[key], len(members[key])) for key in order]
+    nodes = [Node(key, text_of[key], kind_of[key], len(names_of[key])) for key in ordered_keys]
     return ComputationGraph(
-        computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward_edges, order)
+        computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward_edges, ordered_keys)
     )
 
 
@@ -173,8 +173,8 @@ def _role(module: Module, one: Instruction) -> _Role:
     collective = next((i for i in (one, *inners) if i.opcode.removesuffix("-start") in KINDS), None)
     is_end = any(end in i.target for i in inners for end in _ENDS)
     chain = collective.async_key if collective and is_end else ""
-    hidden = [i for i in inners if i.async_key] if one.opcode == "fusion" and not chain else []
-    beside = frozenset(i.async_key for i in hidden) | frozenset(str(i.label) for i in hidden if i.label)
+    hidden_ops = [i for i in inners if i.async_key] if one.opcode == "fusion" and not chain else []
+    beside = frozenset(i.async_key for i in hidden_ops) | frozenset(str(i.label) for i in hidden_ops if i.label)
     has_product = any(is_product(i) for i in (module.fused(one) if one.opcode == "fusion" else (one,)))
     if collective is not None and (collective is one or chain or not has_product):
         kind: NodeKind = "collective"
@@ -206,15 +206,15 @@ def _kind(one: Instruction, multiplies: bool) -> NodeKind:
     return "loop" if one.opcode == "while" and not label else "other"
 
 
-def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, str], ...]:
+def _reduced(edges: set[tuple[str, str]], ordered_keys: list[str]) -> tuple[tuple[str, str], ...]:
     """Removes edges that longer paths imply (transitive reduction)."""
-    followers: dict[str, list[str]] = {key: [] for key in order}
+    followers: dict[str, list[str]] = {key: [] for key in ordered_keys}
     for a, b in edges:
         followers[a].append(b)
 
-    reached: dict[str, frozenset[str]] = {}
-    for key in reversed(order):
-        reached[key] = frozenset(followers[key]).union(*(reached[follower] for follower in followers[key]))
-    position_of = {key: number for number, key in enumerate(order)}
-    direct = [(a, b) for a, b in edges if not any(b in reached[c] for c in followers[a] if c != b)]
-    return tuple(sorted(direct, key=lambda edge: (position_of[edge[0]], position_of[edge[1]])))
+    reached_from: dict[str, frozenset[str]] = {}
+    for key in reversed(ordered_keys):
+        reached_from[key] = frozenset(followers[key]).union(*(reached_from[follower] for follower in followers[key]))
+    position_of = {key: index for index, key in enumerate(ordered_keys)}
+    direct_edges = [(a, b) for a, b in edges if not any(b in reached_from[c] for c in followers[a] if c != b)]
+    return tuple(sorted(direct_edges, key=lambda edge: (position_of[edge[0]], position_of[edge[1]])))

@@ -27,13 +27,13 @@ def replica_groups(text: str, num_devices: int) -> Groups:
 
     Numbers index the devices of the mesh row-major. Raises ValueError for a form that is not known.
     """
-    if explicit := _EXPLICIT.search(text):
-        return _lists(explicit[1])
-    if iota := _IOTA.search(text):
-        shape, source, order = (_ints(part) for part in iota.groups())
-        return (_transposed(source, order).reshape(shape),)
-    if named := _NAMED.search(text):
-        return (_named_groups(named[1], named[2], named[3]),)
+    if explicit_match := _EXPLICIT.search(text):
+        return _lists(explicit_match[1])
+    if iota_match := _IOTA.search(text):
+        shape, source_shape, dim_order = (_ints(part) for part in iota_match.groups())
+        return (_transposed(source_shape, dim_order).reshape(shape),)
+    if named_match := _NAMED.search(text):
+        return (_named_groups(named_match[1], named_match[2], named_match[3]),)
     if "replica_groups=" in text and "replica_groups={}" not in text:
         raise ValueError(f"replica groups in a form that is not known: {text[text.index('replica_groups') :][:120]}")
     return (np.arange(num_devices).reshape(1, -1),)
@@ -53,15 +53,15 @@ def slice_groups(text: str) -> Groups:
     names no target.
     """
     if range_match := _SLICES.search(text):
-        slices, per_slice = np.array(_ints(range_match[1])), int(range_match[3]) + 1
-        members = (slices - 1)[None, :] * per_slice + np.arange(int(range_match[2]), per_slice)[:, None]
+        slice_numbers, slice_size = np.array(_ints(range_match[1])), int(range_match[3]) + 1
+        members = (slice_numbers - 1)[None, :] * slice_size + np.arange(int(range_match[2]), slice_size)[:, None]
         return (members,)
     list_match = _DEVICES.search(text)
     if list_match is None:
         return ()
     groups = _lists(list_match[1])
-    in_slice = max(int((group % _SLICE_STRIDE).max()) for group in groups) + 1
-    return tuple((group // _SLICE_STRIDE - 1) * in_slice + group % _SLICE_STRIDE for group in groups)
+    num_in_slice = max(int((group % _SLICE_STRIDE).max()) for group in groups) + 1
+    return tuple((group // _SLICE_STRIDE - 1) * num_in_slice + group % _SLICE_STRIDE for group in groups)
 
 
 def group_size(groups: Groups) -> int:
@@ -96,12 +96,12 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def _lists(text: str) -> Groups:
     """Parses ``{0,1},{2,3}`` into one array for each size of group."""
-    by_size: dict[int, list[NDArray[np.int64]]] = {}
+    groups_by_size: dict[int, list[NDArray[np.int64]]] = {}
     for group in re.findall(r"\{([^{}]*)\}", text):
         members = np.array([int(n) for n in group.replace("->", ",").split(",") if n.strip()], np.int64)
         if members.size:
-            by_size.setdefault(members.size, []).append(members)
-    return tuple(np.stack(groups) for groups in by_size.values())
+            groups_by_size.setdefault(members.size, []).append(members)
+    return tuple(np.stack(groups) for groups in groups_by_size.values())
 
 
 def _ints(text: str | None) -> list[int]:
@@ -111,8 +111,8 @@ def _ints(text: str | None) -> list[int]:
 def _transposed(shape: list[int], order: list[int]) -> NDArray[np.int64]:
     if (num_devices := math.prod(shape)) > 10**8:
         raise ValueError(f"replica groups of {num_devices:.0e} devices; at most 1e+08 are read.")
-    numbers = np.arange(num_devices).reshape(shape)
-    return numbers.transpose(order) if order else numbers
+    device_numbers = np.arange(num_devices).reshape(shape)
+    return device_numbers.transpose(order) if order else device_numbers
 
 
 def _named_groups(mesh: str, devices: str | None, axes: str) -> NDArray[np.int64]:
@@ -121,16 +121,16 @@ def _named_groups(mesh: str, devices: str | None, axes: str) -> NDArray[np.int64
     ``devices`` are the mesh's device numbers where they are not row-major: a list, or ``[4,2]T(1,0)``. An axis may be
     a part of one: ``'tensor':(2)2`` are the last 2 of a tensor axis of 4, behind the first 2.
     """
-    dims = {(name, "whole"): int(size) for name, size, _, _ in _AXIS.findall(mesh)}
-    numbers = _mesh_devices(devices, math.prod(dims.values()))
+    size_of = {(name, "whole"): int(size) for name, size, _, _ in _AXIS.findall(mesh)}
+    numbers = _mesh_devices(devices, math.prod(size_of.values()))
     group_keys = []
     for name, _, before, size in _AXIS.findall(axes):
         if before:
-            dims = _split(dims, name, int(before), int(size))
+            size_of = _split(size_of, name, int(before), int(size))
         group_keys.append((name, "part" if before else "whole"))
-    axis_numbers = [list(dims).index(key) for key in group_keys]
-    numbers = np.moveaxis(numbers.reshape(tuple(dims.values())), axis_numbers, range(-len(axis_numbers), 0))
-    return numbers.reshape(-1, math.prod(numbers.shape[len(dims) - len(axis_numbers) :]))
+    axis_numbers = [list(size_of).index(key) for key in group_keys]
+    numbers = np.moveaxis(numbers.reshape(tuple(size_of.values())), axis_numbers, range(-len(axis_numbers), 0))
+    return numbers.reshape(-1, math.prod(numbers.shape[len(size_of) - len(axis_numbers) :]))
 
 
 def _split(dims: Mapping[tuple[str, str], int], name: str, before: int, size: int) -> dict[tuple[str, str], int]:
@@ -138,19 +138,19 @@ def _split(dims: Mapping[tuple[str, str], int], name: str, before: int, size: in
     axis_size = dims.get((name, "whole"), 0)
     if not axis_size or axis_size % (before * size):
         raise ValueError(f"replica groups in a form that is not known: {name!r}:({before}){size} of {dict(dims)}")
-    parts = {(name, "before"): before, (name, "part"): size, (name, "after"): axis_size // (before * size)}
-    split_dims: dict[tuple[str, str], int] = {}
-    for key, count in dims.items():
-        split_dims |= parts if key == (name, "whole") else {key: count}
-    return split_dims
+    part_sizes = {(name, "before"): before, (name, "part"): size, (name, "after"): axis_size // (before * size)}
+    new_dims: dict[tuple[str, str], int] = {}
+    for key, old_size in dims.items():
+        new_dims |= part_sizes if key == (name, "whole") else {key: old_size}
+    return new_dims
 
 
 def _mesh_devices(devices: str | None, count: int) -> NDArray[np.int64]:
-    numbers = np.arange(count)
-    if devices and (reordered := _REORDERED.fullmatch(devices.strip())):
-        numbers = _transposed(_ints(reordered[1]), _ints(reordered[2])).reshape(-1)
+    device_numbers = np.arange(count)
+    if devices and (reordered_match := _REORDERED.fullmatch(devices.strip())):
+        device_numbers = _transposed(_ints(reordered_match[1]), _ints(reordered_match[2])).reshape(-1)
     elif devices:
-        numbers = np.array(_ints(devices) if re.fullmatch(r"[0-9, ]+", devices) else [])
-    if numbers.size != count:
+        device_numbers = np.array(_ints(devices) if re.fullmatch(r"[0-9, ]+", devices) else [])
+    if device_numbers.size != count:
         raise ValueError(f"replica groups in a form that is not known: device_ids=({devices}) for {count} devices")
-    return numbers
+    return device_numbers

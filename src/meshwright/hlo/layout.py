@@ -71,16 +71,16 @@ class Largest(msgspec.Struct, frozen=True):
 
 def executed(module: Module) -> tuple[Computation, ...]:
     """Returns the computations that run instruction by instruction: the entry, loops and calls, but no fusions."""
-    computations, pending = [], [module.entry]
-    while pending:
-        name = pending.pop()
+    computations, stack = [], [module.entry]
+    while stack:
+        name = stack.pop()
         computation = module.computations.get(name)
         if computation is None or computation in computations:
             continue
         computations.append(computation)
         for caller in computation.instructions:
             is_start = caller.opcode == "call" or caller.opcode.endswith("-start")
-            pending += [called for role, called in caller.called if role in _RUNS or (is_start and role != "condition")]
+            stack += [called for role, called in caller.called if role in _RUNS or (is_start and role != "condition")]
     return tuple(computations)
 
 
@@ -89,20 +89,20 @@ def paddings(module: Module) -> tuple[Padded, ...]:
 
     An array counts where it is allocated; views of it do not count.
     """
-    by_shape: dict[str, list[tuple[Instruction, Shape]]] = defaultdict(list)
+    group_by_layout: dict[str, list[tuple[Instruction, Shape]]] = defaultdict(list)
     for instruction, shape in _arrays(module):
         if shape.padded_bytes > shape.num_bytes:
-            by_shape[layout_text(shape)].append((instruction, shape))
+            group_by_layout[layout_text(shape)].append((instruction, shape))
     rows = [
         Padded(
             name=group[0][0].name,
-            shape=text,
+            shape=layout,
             num_bytes=group[0][1].num_bytes,
             padded_bytes=group[0][1].padded_bytes,
             num_arrays=len(group),
             label=next((instruction.label for instruction, _ in group if instruction.label), None),
         )
-        for text, group in by_shape.items()
+        for layout, group in group_by_layout.items()
     ]
     return tuple(sorted(rows, key=lambda row: row.wasted_bytes, reverse=True))
 
@@ -175,7 +175,7 @@ def tile_offset(tiles: tuple[tuple[int, ...], ...], position: tuple[int, ...]) -
     for tile in tiles[1:]:
         head = len(sizes) - len(tile)
         cuts = list(zip(sizes[head:], places[head:], tile, strict=True))
-        sizes = [*sizes[:head], *(-(-whole // size) for whole, _, size in cuts), *tile]
+        sizes = [*sizes[:head], *(-(-dim_size // size) for dim_size, _, size in cuts), *tile]
         places = [*places[:head], *(spot // size for _, spot, size in cuts), *(spot % size for _, spot, size in cuts)]
     return int(np.ravel_multi_index(places, sizes))
 

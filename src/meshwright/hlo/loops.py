@@ -48,8 +48,8 @@ class _Value(NamedTuple):
             elif instruction.opcode == "fusion":
                 value = _Value(self.module, self.module.body(instruction).root, (*value.fusions, instruction))
             elif instruction.opcode == "parameter" and value.fusions:
-                *outer, fusion = value.fusions
-                value = _Value(self.module, fusion, tuple(outer)).operand(instruction.number(instruction.literal))
+                *outer_ops, fusion = value.fusions
+                value = _Value(self.module, fusion, tuple(outer_ops)).operand(instruction.number(instruction.literal))
             elif instruction.opcode == "get-tuple-element":
                 source = value.settled(0)
                 if source.at.opcode != "tuple":
@@ -79,8 +79,8 @@ class _Value(NamedTuple):
         index = self.element
         if index is None or loop is None or loop.opcode != "while":
             return self
-        assigned = _made(self.module, loop, index)
-        return _initial(self.module, loop, index) if assigned and assigned.element == index else None
+        assigned_value = _made(self.module, loop, index)
+        return _initial(self.module, loop, index) if assigned_value and assigned_value.element == index else None
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
@@ -89,21 +89,21 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
     TPU modules state no count: it is ceil((bound - start) / step), from the comparison in the loop's condition, the
     values that the loop starts with and what its body adds, all of which have to be constants.
     """
-    if stated := _STATED.search(loop.attributes):
-        return int(stated[1])
-    test = _Value(module, module.body(loop, "condition").root).settled()
-    order = test.at.attribute("direction")
-    if test.at.opcode != "compare" or order not in _MIRRORED:
+    if stated_match := _STATED.search(loop.attributes):
+        return int(stated_match[1])
+    compare_value = _Value(module, module.body(loop, "condition").root).settled()
+    given_direction = compare_value.at.attribute("direction")
+    if compare_value.at.opcode != "compare" or given_direction not in _MIRRORED:
         return None
-    left, right = test.settled(0), test.settled(1)
-    for counter, bound, direction in ((left, right, order), (right, left, _MIRRORED[order])):
+    left, right = compare_value.settled(0), compare_value.settled(1)
+    for counter, bound, direction in ((left, right, given_direction), (right, left, _MIRRORED[given_direction])):
         index = counter.element
-        step = None if index is None else _step(module, loop, index)
-        if index is None or not step:
+        step_size = None if index is None else _step(module, loop, index)
+        if index is None or not step_size:
             continue
-        start, limit = _initial(module, loop, index), bound.before(loop)
-        if start and limit and start.number is not None and limit.number is not None:
-            return _trips(start.number, limit.number, step, direction)
+        start_value, limit_value = _initial(module, loop, index), bound.before(loop)
+        if start_value and limit_value and start_value.number is not None and limit_value.number is not None:
+            return _trips(start_value.number, limit_value.number, step_size, direction)
     return None
 
 
@@ -130,24 +130,24 @@ def loops(module: Module) -> tuple[Loop, ...]:
     for inner in module:
         if inner.opcode == "while":
             outers = [caller for caller in module.around(inner.computation) if caller.opcode == "while"]
-            counts = [trip_count(module, loop) for loop in (inner, *outers)]
-            known_counts = [count for count in counts if count is not None]
-            total = math.prod(known_counts) if len(known_counts) == len(counts) else None
-            rows.append(Loop(inner.name, dict(inner.called)["body"], counts[0], total, len(outers), inner.op_name))
+            trips = [trip_count(module, loop) for loop in (inner, *outers)]
+            known_counts = [count for count in trips if count is not None]
+            total_trips = math.prod(known_counts) if len(known_counts) == len(trips) else None
+            rows.append(Loop(inner.name, dict(inner.called)["body"], trips[0], total_trips, len(outers), inner.op_name))
     return tuple(sorted(rows, key=lambda loop: loop.depth))
 
 
 def times_run(module: Module, computation: str) -> int:
     """Returns the product of the trip counts of the loops around one caller of a computation; an unknown count is 1."""
     loops_around = (caller for caller in module.around(computation) if caller.opcode == "while")
-    return math.prod(count for loop in loops_around if (count := trip_count(module, loop)) is not None)
+    return math.prod(num_trips for loop in loops_around if (num_trips := trip_count(module, loop)) is not None)
 
 
-def _trips(start: int, limit: int, step: int, way: str) -> int | None:
-    if (way in ("LT", "LE")) != (step > 0) and way != "NE":
+def _trips(start: int, limit: int, step: int, direction: str) -> int | None:
+    if (direction in ("LT", "LE")) != (step > 0) and direction != "NE":
         return None
-    distance = limit - start + (1 if way == "LE" else -1 if way == "GE" else 0)
-    if way == "NE" and distance % step:
+    distance = limit - start + (1 if direction == "LE" else -1 if direction == "GE" else 0)
+    if direction == "NE" and distance % step:
         return None
     return max(0, -(-distance // step))
 
@@ -169,10 +169,10 @@ def _made(module: Module, loop: Instruction, index: int) -> _Value | None:
 
 def _step(module: Module, loop: Instruction, index: int) -> int | None:
     """Returns the constant that a loop's body adds to element ``index`` of its state; None if it adds none."""
-    assigned = _made(module, loop, index)
-    if assigned is None or assigned.at.opcode not in ("add", "subtract"):
+    assigned_value = _made(module, loop, index)
+    if assigned_value is None or assigned_value.at.opcode not in ("add", "subtract"):
         return None
-    left, right, is_add = assigned.settled(0), assigned.settled(1), assigned.at.opcode == "add"
+    left, right, is_add = assigned_value.settled(0), assigned_value.settled(1), assigned_value.at.opcode == "add"
     if left.element == index and right.number is not None:
         return right.number if is_add else -right.number
     return left.number if is_add and right.element == index else None

@@ -75,11 +75,11 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
 
     def attribute(self, key: str) -> str:
         """Returns one attribute as written, with braces and quotes; the empty text if it is not set."""
-        start = f", {self.attributes}".find(f", {key}=")
-        if start < 0:
+        key_start = f", {self.attributes}".find(f", {key}=")
+        if key_start < 0:
             return ""
-        text = self.attributes[start + len(key) + 1 :]
-        return text[: _closing(text, 0)] if text[:1] in '{["' else text.split(", ", 1)[0]
+        rest_text = self.attributes[key_start + len(key) + 1 :]
+        return rest_text[: _closing(rest_text, 0)] if rest_text[:1] in '{["' else rest_text.split(", ", 1)[0]
 
     @cached_property
     def op_name(self) -> str:
@@ -115,7 +115,7 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
     def called(self) -> tuple[tuple[str, str], ...]:
         """(role, computation) of each computation that it calls: a loop's body and condition, a fusion's ``calls``."""
         calls = _CALLED.findall(self.attributes)
-        return tuple((role, name) for role, names in calls for name in _NAMES.findall(names))
+        return tuple((role, name) for role, names_text in calls for name in _NAMES.findall(names_text))
 
 
 class Computation(msgspec.Struct, frozen=True, dict=True):
@@ -132,11 +132,11 @@ class Computation(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
         """Name -> the instructions that read it."""
-        readers: dict[str, list[Instruction]] = {instruction.name: [] for instruction in self.instructions}
+        readers_by_name: dict[str, list[Instruction]] = {instruction.name: [] for instruction in self.instructions}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
-                readers.setdefault(operand, []).append(instruction)
-        return {name: tuple(users) for name, users in readers.items()}
+                readers_by_name.setdefault(operand, []).append(instruction)
+        return {name: tuple(users) for name, users in readers_by_name.items()}
 
     @property
     def root(self) -> Instruction:
@@ -221,36 +221,36 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         line_match = _SOURCE.search(instruction.attributes)
         if line_match:
             return (SourceLine(file=line_match[1], line=int(line_match[2] or 0)),)
-        match = _FRAME_ID.search(instruction.attributes)
-        number, stack = int(match[1]) if match else 0, dict[int, SourceLine]()
-        while number in self.frames and number not in stack:
-            stack[number], parent = self.frames[number]
-            number = parent
-        return tuple(stack.values())
+        frame_match = _FRAME_ID.search(instruction.attributes)
+        frame_number, line_by_frame = int(frame_match[1]) if frame_match else 0, dict[int, SourceLine]()
+        while frame_number in self.frames and frame_number not in line_by_frame:
+            line_by_frame[frame_number], parent_number = self.frames[frame_number]
+            frame_number = parent_number
+        return tuple(line_by_frame.values())
 
 
 def parse_module(text: str) -> Module:
     """Parses an HLO text, or instructions alone, whose operands are then parameters. Raises ValueError for others."""
     computations: dict[str, Computation] = {}
-    entry, lines = "", text.splitlines()
+    entry_name, lines = "", text.splitlines()
     for name, is_entry, body_lines in _bodies(lines):
         if body := tuple(i for line in body_lines if (i := _instruction(line, name))):
             computations[name] = Computation(name, body)
-        entry = name if is_entry else entry
+        entry_name = name if is_entry else entry_name
     if not computations and (instructions := [i for line in lines if (i := _instruction(line, LINES)) and i.shapes]):
-        shapes = {name: shape for shape, name in _TYPED.findall(text) if name not in {i.name for i in instructions}}
-        parameters = [Instruction(name, "parameter", shape, (), "", LINES) for name, shape in shapes.items()]
+        shape_of = {name: shape for shape, name in _TYPED.findall(text) if name not in {i.name for i in instructions}}
+        parameters = [Instruction(name, "parameter", shape, (), "", LINES) for name, shape in shape_of.items()]
         computations[LINES] = Computation(LINES, (*parameters, *instructions))
     if not computations:
         raise ValueError("the text holds no HLO computation.")
     header = next((line for line in lines if line.startswith("HloModule")), "HloModule ?")
-    sizes = dict(_OF_HEADER.findall(header))
+    header_values = dict(_OF_HEADER.findall(header))
     return Module(
         name=f"{header} ?".split()[1].rstrip(","),
         computations=computations,
-        entry=entry or list(computations)[-1],
-        num_partitions=int(sizes.get("num_partitions", 1)),
-        num_replicas=int(sizes.get("replica_count", 1)),
+        entry=entry_name or list(computations)[-1],
+        num_partitions=int(header_values.get("num_partitions", 1)),
+        num_replicas=int(header_values.get("replica_count", 1)),
         frames=_frames(lines),
     )
 
@@ -268,26 +268,26 @@ def require_readable(module: Module) -> Module:
     """Returns the module. Raises ValueError if it is damaged, too large, or has computations that run themselves."""
     if module.num_devices > MOST_DEVICES:
         raise ValueError(f"it is for {module.num_devices:.2g} devices; at most {MOST_DEVICES:.0e} are read.")
-    calls = {name: [n for i in c.instructions for _, n in i.called] for name, c in module.computations.items()}
-    sizes: dict[str, tuple[int, int]] = {}
+    callees = {name: [n for i in c.instructions for _, n in i.called] for name, c in module.computations.items()}
+    nesting_of: dict[str, tuple[int, int]] = {}
     # a part of a program calls computations that its text lacks
-    if LINES in calls and not all(shape.is_possible for instruction in module for shape in instruction.shapes):
+    if LINES in callees and not all(shape.is_possible for instruction in module for shape in instruction.shapes):
         raise ValueError("an instruction has a layout that does not fit its dims.")
-    for name in filter(calls.__contains__, TopologicalSorter(calls).static_order() if LINES not in calls else ()):
-        callee_sizes = [sizes[callee] for callee in calls[name] if callee in sizes]
+    for name in filter(callees.__contains__, TopologicalSorter(callees).static_order() if LINES not in callees else ()):
+        callee_sizes = [nesting_of[callee] for callee in callees[name] if callee in nesting_of]
         depth, size = 1 + max((pair[0] for pair in callee_sizes), default=0), sum(pair[1] for pair in callee_sizes)
-        sizes[name] = depth, size + len(module.computations[name].instructions)
+        nesting_of[name] = depth, size + len(module.computations[name].instructions)
         if depth > MOST_NESTED or size > MOST_EXPANDED:
             raise ValueError(f"{name} has {depth} computations inside each other, and {size:.0e} instructions in them.")
         names_before = set[str]()
         for current in module.computations[name].instructions:
-            number = current.attribute("index") or current.literal if current.opcode == "parameter" else "0"
+            index_text = current.attribute("index") or current.literal if current.opcode == "parameter" else "0"
             faults = {
                 "reads a result that does not come before it": not names_before.issuperset(current.operands),
                 "lacks an attribute that it needs": not all(map(current.attribute, NEEDED.get(current.opcode, ()))),
                 "names a device of nine digits": _FAR.search(current.attributes),
                 "has no operand": not current.operands and _READS.search(current.opcode),
-                "has no whole number as its index": not number.isdecimal(),
+                "has no whole number as its index": not index_text.isdecimal(),
                 "has a layout that does not fit its dims": not all(shape.is_possible for shape in current.shapes),
             }
             if fault := next((fault for fault, holds in faults.items() if holds), ""):
@@ -298,25 +298,25 @@ def require_readable(module: Module) -> Module:
 
 def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
     """Reads the tables of source lines at the head of a module."""
-    names = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-    tables: dict[str, dict[int, Any]] = {name: {} for name in names}
-    table = ""
+    table_names = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+    tables: dict[str, dict[int, Any]] = {name: {} for name in table_names}
+    table_name = ""
     for line in lines:
         if line.startswith(("%", "ENTRY")):
             break
-        table = line if line in tables else table
-        if table and (row := _ROW.match(line)) and (row[3] is None) == table.endswith("Names"):
-            tables[table][int(row[1])] = (
+        table_name = line if line in tables else table_name
+        if table_name and (row := _ROW.match(line)) and (row[3] is None) == table_name.endswith("Names"):
+            tables[table_name][int(row[1])] = (
                 row[2] if row[3] is None else {key: int(n) for key, n in _FIELD.findall(row[3])}
             )
-    files, functions, locations, stack = tables.values()
+    file_of, function_of, location_of, row_of = tables.values()
     frames = {}
-    for number, row in stack.items():
-        location = locations.get(row.get("file_location_id", 0), {})
-        file = files.get(location.get("file_name_id", 0), "?")
-        frame = SourceLine(file, location.get("line", 0), functions.get(location.get("function_name_id", 0), ""))
+    for frame_number, row in row_of.items():
+        location = location_of.get(row.get("file_location_id", 0), {})
+        file = file_of.get(location.get("file_name_id", 0), "?")
+        frame = SourceLine(file, location.get("line", 0), function_of.get(location.get("function_name_id", 0), ""))
         # XLA writes parents one higher than frame numbers: 1 is none.
-        frames[number] = frame, row.get("parent_frame_id", 1) - 1
+        frames[frame_number] = frame, row.get("parent_frame_id", 1) - 1
     return frames
 
 
@@ -331,9 +331,9 @@ def _bodies(lines: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
             yield name, is_entry, body_lines
             name = ""
         elif not name:
-            head = _COMPUTATION.match(line)
-            if head and "=" not in line.split("(", 1)[0]:
-                name, is_entry, body_lines = head[2], bool(head[1]), []
+            head_match = _COMPUTATION.match(line)
+            if head_match and "=" not in line.split("(", 1)[0]:
+                name, is_entry, body_lines = head_match[2], bool(head_match[1]), []
         elif line[:1].isspace() and _INSTRUCTION.match(line):
             body_lines.append(line)
         elif body_lines and line:
@@ -341,30 +341,30 @@ def _bodies(lines: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
 
 
 def _instruction(line: str, computation: str) -> Instruction | None:
-    head = _INSTRUCTION.match(line)
-    if head is None:
+    head_match = _INSTRUCTION.match(line)
+    if head_match is None:
         return None
     # a tuple's shape is in parentheses
-    end = head.end() if head[3] else _closing(line, head.end())
-    opcode = _OPCODE.match(line, end)
-    if opcode is None:
+    shape_end = head_match.end() if head_match[3] else _closing(line, head_match.end())
+    opcode_match = _OPCODE.match(line, shape_end)
+    if opcode_match is None:
         return None
-    close = _closing(line, opcode.end() - 1)
-    operands_text = line[opcode.end() : close].removesuffix(")")
-    has_operands = opcode[1] not in ("constant", "parameter")
+    operands_end = _closing(line, opcode_match.end() - 1)
+    operands_text = line[opcode_match.end() : operands_end].removesuffix(")")
+    has_operands = opcode_match[1] not in ("constant", "parameter")
     operands = _OPERAND.findall(operands_text)
     if has_operands and not operands:
         # The short form omits percent signs.
-        parts = (part.split() for part in operands_text.split(","))
-        operands = [part[-1] for part in parts if part and _NAMES.fullmatch(part[-1])]
+        word_lists = (text.split() for text in operands_text.split(","))
+        operands = [words[-1] for words in word_lists if words and _NAMES.fullmatch(words[-1])]
     return Instruction(
-        name=head[2],
-        opcode=opcode[1],
-        shape=head[3] or line[head.end() : end],
+        name=head_match[2],
+        opcode=opcode_match[1],
+        shape=head_match[3] or line[head_match.end() : shape_end],
         operands=tuple(operands) if has_operands else (),
-        attributes=line[close:].lstrip(", ").rstrip(),
+        attributes=line[operands_end:].lstrip(", ").rstrip(),
         computation=computation,
-        is_root=bool(head[1]),
+        is_root=bool(head_match[1]),
         literal="" if has_operands else operands_text,
     )
 

@@ -38,8 +38,8 @@ def precision(product: Instruction) -> str:
 
 def contracted_dims(product: Instruction) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Returns the dims of both operands that a dot, or a library's product, sums over; None if it does not say."""
-    by_side = {side: tuple(map(int, _NUMBER.findall(dims))) for side, dims in _CONTRACTED.findall(product.attributes)}
-    return (by_side["lhs"], by_side["rhs"]) if len(by_side) == 2 else None
+    dims_of = {side: tuple(map(int, _NUMBER.findall(dims))) for side, dims in _CONTRACTED.findall(product.attributes)}
+    return (dims_of["lhs"], dims_of["rhs"]) if len(dims_of) == 2 else None
 
 
 def product_flops(product: Instruction, instructions: Mapping[str, Instruction]) -> int:
@@ -47,10 +47,10 @@ def product_flops(product: Instruction, instructions: Mapping[str, Instruction])
 
     ``instructions`` holds the operands by name.
     """
-    operands = [instructions[name].shapes[:1] for name in product.operands[:2] if name in instructions]
-    if len(operands) < 2 or not all((product.shapes, *operands)):
+    operand_shapes = [instructions[name].shapes[:1] for name in product.operands[:2] if name in instructions]
+    if len(operand_shapes) < 2 or not all((product.shapes, *operand_shapes)):
         return 0
-    (left,), (right,) = operands
+    (left,), (right,) = operand_shapes
     return 2 * product.shapes[0].num_elements * _sum_length(product, left, right)
 
 
@@ -61,16 +61,16 @@ def _sum_length(product: Instruction, left: Shape, right: Shape) -> int:
     batch (on TPU) are not summed.
     """
     if product.opcode != "convolution":
-        dims = contracted_dims(product) or ((), ())
-        return math.prod(left.dims[dim] for dim in dims[0] if dim < len(left.dims))
-    labels = _DIM_LABELS.search(product.attributes)
-    if labels is None or len(labels[2]) != len(right.dims):
+        summed_dims = contracted_dims(product) or ((), ())
+        return math.prod(left.dims[dim] for dim in summed_dims[0] if dim < len(left.dims))
+    label_match = _DIM_LABELS.search(product.attributes)
+    if label_match is None or len(label_match[2]) != len(right.dims):
         return 0
-    window = _WINDOW.search(product.attributes)
-    is_dilated = window is not None and "lhs_dilate" in window[1]
+    window_match = _WINDOW.search(product.attributes)
+    is_dilated = window_match is not None and "lhs_dilate" in window_match[1]
     return math.prod(
-        size
-        for letter, size in zip(labels[2], right.dims, strict=True)
+        dim_size
+        for letter, dim_size in zip(label_match[2], right.dims, strict=True)
         if letter == "i" or (letter.isdigit() and not is_dilated)
     )
 
@@ -82,16 +82,16 @@ def runs_beside_compute(module: Module, start: Instruction, done: str, *, num_by
     times as fast as links, so that less could not hide it.
     """
     instructions = module.computations[start.computation].instructions
-    names = [instruction.name for instruction in instructions]
-    after_start = names.index(start.name) + 1
-    between = instructions[after_start : names.index(done) if done in names else None]
-    return _computes(module, between) or sum(_written(module, instruction) for instruction in between) >= num_bytes
+    instruction_names = [op.name for op in instructions]
+    after_start = instruction_names.index(start.name) + 1
+    ops_between = instructions[after_start : instruction_names.index(done) if done in instruction_names else None]
+    return _computes(module, ops_between) or sum(_written(module, op) for op in ops_between) >= num_bytes
 
 
 def fuses_compute(module: Module, key: str) -> bool:
     """True if a piece of the asynchronous TPU collective with this key is fused with a product."""
-    pieces = {instruction.computation for instruction in module if instruction.async_key == key}
-    return any(_computes(module, module.computations[piece].instructions) for piece in pieces)
+    piece_names = {instruction.computation for instruction in module if instruction.async_key == key}
+    return any(_computes(module, module.computations[name].instructions) for name in piece_names)
 
 
 def _computes(module: Module, instructions: Iterable[Instruction]) -> bool:

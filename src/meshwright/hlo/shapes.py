@@ -42,8 +42,8 @@ class Shape(msgspec.Struct, frozen=True):
     @property
     def is_possible(self) -> bool:
         """True if the layout orders these dims and no tile is empty."""
-        ordered = not self.minor_to_major or sorted(self.minor_to_major) == [*range(len(self.dims))]
-        return ordered and all(0 < n < 2**40 for n in (self.tail_elements, *(n for tile in self.tiles for n in tile)))
+        has_order = not self.minor_to_major or sorted(self.minor_to_major) == [*range(len(self.dims))]
+        return has_order and all(0 < n < 2**40 for n in (self.tail_elements, *(n for tile in self.tiles for n in tile)))
 
     @property
     def num_elements(self) -> int:
@@ -70,18 +70,18 @@ class Shape(msgspec.Struct, frozen=True):
         """Sizes from major to minor, rounded up to whole first-level tiles."""
         if not self.tiles:
             return self.physical
-        untiled, num_tiles = _cut(self.physical, self.tiles[0])
-        return (*untiled, *(count * size for count, size in zip(num_tiles, self.tiles[0], strict=True)))
+        untiled_sizes, num_tiles = _cut(self.physical, self.tiles[0])
+        return (*untiled_sizes, *(count * size for count, size in zip(num_tiles, self.tiles[0], strict=True)))
 
     @property
     def padded_bytes(self) -> int:
         """Bytes in memory, with every tiled dim rounded up to whole tiles, level by level."""
         sizes = self.physical
         for tile in self.tiles:
-            untiled, num_tiles = _cut(sizes, tile)
-            sizes = (*untiled, *num_tiles, *tile)
-        elements = -(-math.prod(sizes) // self.tail_elements) * self.tail_elements
-        return -(-elements * self.element_bits // 8)
+            untiled_sizes, num_tiles = _cut(sizes, tile)
+            sizes = (*untiled_sizes, *num_tiles, *tile)
+        num_elements = -(-math.prod(sizes) // self.tail_elements) * self.tail_elements
+        return -(-num_elements * self.element_bits // 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -99,22 +99,22 @@ def shape_bytes(text: str) -> int:
 
 
 def _shape(dtype: str, dims: str, layout: str) -> Shape:
-    order, _, rest = layout.partition(":")
-    tiles, space, bits, tail = (pattern.search(rest) for pattern in (_TILES, _SPACE, _BITS, _TAIL))
-    tiles_text = tiles[1] if tiles and "*" not in tiles[1] else ""
+    order_text, _, rest = layout.partition(":")
+    tiles_match, space_match, bits_match, tail_match = (p.search(rest) for p in (_TILES, _SPACE, _BITS, _TAIL))
+    tiles_text = tiles_match[1] if tiles_match and "*" not in tiles_match[1] else ""
     return Shape(
         dtype=dtype,
         dims=tuple(int(n.strip(" <=?") or 1) for n in dims.split(",") if n.strip()),
-        minor_to_major=tuple(int(n) for n in order.split(",") if n.strip().isdigit()),
+        minor_to_major=tuple(int(n) for n in order_text.split(",") if n.strip().isdigit()),
         tiles=tuple(tuple(map(int, tile.split(","))) for tile in _NUMBERS.findall(tiles_text)),
-        memory_space=int(space[1]) if space else 0,
-        element_bits=int(bits[1]) if bits and int(bits[1]) else ELEMENT_BITS.get(dtype, 0),
-        tail_elements=int(tail[1]) if tail else 1,
+        memory_space=int(space_match[1]) if space_match else 0,
+        element_bits=int(bits_match[1]) if bits_match and int(bits_match[1]) else ELEMENT_BITS.get(dtype, 0),
+        tail_elements=int(tail_match[1]) if tail_match else 1,
     )
 
 
 def _cut(sizes: tuple[int, ...], tile: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (sizes of the untiled dims, number of tiles along each tiled dim)."""
     sizes = (1,) * (len(tile) - len(sizes)) + sizes
-    head = len(sizes) - len(tile)
-    return sizes[:head], tuple(-(-n // t) for n, t in zip(sizes[head:], tile, strict=True))
+    num_untiled = len(sizes) - len(tile)
+    return sizes[:num_untiled], tuple(-(-n // t) for n, t in zip(sizes[num_untiled:], tile, strict=True))

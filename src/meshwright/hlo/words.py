@@ -24,14 +24,14 @@ TPU_SPACES, OPCODES = _WORDS["tpu_spaces"], _WORDS["opcodes"]
 def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, str], ...]:
     """Returns a description of an instruction: one (label, text) for each line."""
     shapes = one.shapes
-    times = times_run(module, one.computation)
-    times_text = "once" if times == 1 else f"{times:,} times"
+    num_runs = times_run(module, one.computation)
+    times_text = "once" if num_runs == 1 else f"{num_runs:,} times"
     facts = [("does", _does(module, one))]
     if one.computation != LINES:
         facts.append(("runs", f"{times_text} in a call of the program, in computation {one.computation}"))
     if len(shapes) != 1:
-        total = format_bytes(sum(shape.padded_bytes for shape in shapes))
-        facts.append(("tuple", f"{len(shapes)} arrays, {total} in memory: {_listed(shapes, ', ')}"))
+        total_text = format_bytes(sum(shape.padded_bytes for shape in shapes))
+        facts.append(("tuple", f"{len(shapes)} arrays, {total_text} in memory: {_listed(shapes, ', ')}"))
     if shapes:
         # A tuple is described by its largest element.
         facts += layout_facts(max(shapes, key=lambda shape: shape.padded_bytes), is_tpu=is_tpu(module))
@@ -41,11 +41,11 @@ def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, st
     if "replica_groups=" in one.attributes:
         with suppress(ValueError):  # a form that is not known
             groups = replica_groups(one.attributes, module.num_devices)
-            kinds = (f"{counted(len(rows), 'group')} of {rows.shape[1]:,}: {_comma(rows[0])}, ..." for rows in groups)
-            facts.append(("devices", "; ".join(kinds)))
+            texts = (f"{counted(len(rows), 'group')} of {rows.shape[1]:,}: {_comma(rows[0])}, ..." for rows in groups)
+            facts.append(("devices", "; ".join(texts)))
     facts += [("product", words) for words in product_words(module, one)]
-    if cycles := _CYCLES.search(one.attributes):
-        facts.append(("estimate", f"{int(cycles[1]):,} cycles by the compiler's own model"))
+    if cycles_match := _CYCLES.search(one.attributes):
+        facts.append(("estimate", f"{int(cycles_match[1]):,} cycles by the compiler's own model"))
     computation = module.computations[one.computation]
     facts.append(("operands", _named(computation.by_name.get(name) for name in one.operands)))
     if one.computation == LINES:
@@ -59,19 +59,19 @@ def product_words(module: Module, one: Instruction) -> Iterator[str]:
     for inner in filter(is_product, module.fused(one)):
         by_name = module.computations[inner.computation].by_name
         sides = [by_name[name].shapes[0] for name in inner.operands[:2] if name in by_name and by_name[name].shapes]
-        flops, contracted = product_flops(inner, by_name), contracted_dims(inner)
-        if flops and contracted:
-            (left, right), size = map(_comma, contracted), inner.shapes[0].num_elements
+        num_flops, summed_dims = product_flops(inner, by_name), contracted_dims(inner)
+        if num_flops and summed_dims:
+            (left, right), size = map(_comma, summed_dims), inner.shapes[0].num_elements
             yield (
                 f"{sides[0]} x {sides[1]} over dim {left} of the first and dim {right} of the second: 2 x {size:,} x "
-                f"{flops // (2 * size):,} = {format_flops(flops, unit='FLOP')}"
+                f"{num_flops // (2 * size):,} = {format_flops(num_flops, unit='FLOP')}"
             )
 
 
 def layout_facts(shape: Shape, *, is_tpu: bool = True) -> list[tuple[str, str]]:
     """Describes one array: type, bytes, dim order, tiles, memory space, padding."""
-    num_bytes, odd_bits = divmod(shape.element_bits, 8)
-    element_text = f"{shape.dtype} of {f'{shape.element_bits} bits' if odd_bits else f'{num_bytes} B'}"
+    element_bytes, odd_bits = divmod(shape.element_bits, 8)
+    element_text = f"{shape.dtype} of {f'{shape.element_bits} bits' if odd_bits else f'{element_bytes} B'}"
     return [
         ("shape", f"{shape}: {shape.num_elements:,} x {element_text}, {format_bytes(shape.num_bytes)}"),
         ("order", order_words(shape)),
@@ -83,29 +83,29 @@ def layout_facts(shape: Shape, *, is_tpu: bool = True) -> list[tuple[str, str]]:
 
 def order_words(shape: Shape) -> str:
     """Describes ``{1,0}``: which dim is contiguous, and which are outside it."""
-    names = [f"dim {dim} ({shape.dims[dim]:,})" for dim in reversed(shape.order)]
-    if not names:
+    dim_texts = [f"dim {dim} ({shape.dims[dim]:,})" for dim in reversed(shape.order)]
+    if not dim_texts:
         return "one number"
     order_text = f"{{{_comma(shape.order[::-1])}}}"
-    if len(names) == 1:
-        return f"{order_text}: {names[0]} is contiguous"
-    return f"{order_text}: {names[0]} is contiguous, outside it {', then '.join(names[1:])}"
+    if len(dim_texts) == 1:
+        return f"{order_text}: {dim_texts[0]} is contiguous"
+    return f"{order_text}: {dim_texts[0]} is contiguous, outside it {', then '.join(dim_texts[1:])}"
 
 
 def tile_words(shape: Shape) -> list[str]:
     """Describes ``T(8,128)(2,1)``, one line for each level of tiles."""
     if not shape.tiles:
         return []
-    outer_tile, *inner = shape.tiles
+    outer_tile, *inner_tiles = shape.tiles
     minor = [f"dim {dim}" for dim in shape.order[-len(outer_tile) :]]
-    text = _by(outer_tile)
-    lines = [f"T({_comma(outer_tile)}): {text} elements{' of ' + ' x '.join(minor) if minor else ''} lie together"]
-    for tile in inner:
+    size_text = _by(outer_tile)
+    lines = [f"T({_comma(outer_tile)}): {size_text} elements{' of ' + ' x '.join(minor) if minor else ''} lie together"]
+    for tile in inner_tiles:
         words = f"({_comma(tile)}): inside, "
-        rows = tile[-2] if len(tile) > 1 else 1
-        if len(tile) > 1 and tile[-1] == 1 and rows > 1:
-            word_bits = rows * shape.element_bits
-            words += f"{rows} rows share {word_bits}-bit words, an element of each beside the other"
+        num_rows = tile[-2] if len(tile) > 1 else 1
+        if len(tile) > 1 and tile[-1] == 1 and num_rows > 1:
+            word_bits = num_rows * shape.element_bits
+            words += f"{num_rows} rows share {word_bits}-bit words, an element of each beside the other"
         else:
             words += f"{_by(tile)} elements lie together"
         lines.append(words)
@@ -131,9 +131,9 @@ def padding_words(shape: Shape) -> str:
         for dim, size, padded in zip(shape.order, shape.physical, padded_dims, strict=True)
         if padded > size
     ]
-    share = 1 - shape.num_bytes / shape.padded_bytes
+    padding_share = 1 - shape.num_bytes / shape.padded_bytes
     dims_text = f": {', '.join(grown_dims)}" if grown_dims else ""
-    return f"{format_bytes(shape.padded_bytes)} in memory, {share:.1%} of it padding{dims_text}"
+    return f"{format_bytes(shape.padded_bytes)} in memory, {padding_share:.1%} of it padding{dims_text}"
 
 
 def is_tpu(module: Module) -> bool:
@@ -143,8 +143,8 @@ def is_tpu(module: Module) -> bool:
 
 def opcode_words(one: Instruction) -> str:
     """Describes an opcode in a few words."""
-    base = re.sub(r"-(start|done|update)$", "", one.opcode)
-    text = OPCODES.get(base, "element by element" if one.operands else base)
+    base_opcode = re.sub(r"-(start|done|update)$", "", one.opcode)
+    text = OPCODES.get(base_opcode, "element by element" if one.operands else base_opcode)
     if one.opcode.endswith("-start"):
         return f"{text}; only begins here"
     return f"{text}; ends here what began earlier" if one.opcode.endswith("-done") else text
@@ -158,19 +158,19 @@ def _does(module: Module, one: Instruction) -> str:
     if one.target:
         text += f" ({one.target})"
     if callee and one.opcode == "fusion":
-        opcodes = Counter(i.opcode for i in callee.instructions if i.opcode not in NO_WORK)
-        text += f"; of {', '.join(f'{count} {opcode}' for opcode, count in opcodes.most_common(8))}"
+        opcode_counts = Counter(i.opcode for i in callee.instructions if i.opcode not in NO_WORK)
+        text += f"; of {', '.join(f'{count} {opcode}' for opcode, count in opcode_counts.most_common(8))}"
     return text
 
 
-def _named(found: Iterable[Instruction | None]) -> str:
-    texts = [f"{i.name} {_listed(i.shapes, ', ')}".strip() if i else "?" for i in found]
+def _named(instructions: Iterable[Instruction | None]) -> str:
+    texts = [f"{i.name} {_listed(i.shapes, ', ')}".strip() if i else "?" for i in instructions]
     return _listed(texts, "; ") or "none"
 
 
-def _listed(found: Sequence[object], separator: str) -> str:
-    num_left = len(found) - _MAX_LISTED
-    return separator.join(map(str, found[:_MAX_LISTED])) + (f" and {num_left} more" if num_left > 0 else "")
+def _listed(items: Sequence[object], separator: str) -> str:
+    num_left = len(items) - _MAX_LISTED
+    return separator.join(map(str, items[:_MAX_LISTED])) + (f" and {num_left} more" if num_left > 0 else "")
 
 
 def _by(sizes: tuple[int, ...]) -> str:

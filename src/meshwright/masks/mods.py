@@ -78,11 +78,11 @@ def jagged(lengths: AnyArray) -> Mask:
 def global_sliding(is_global: AnyArray, radius: int) -> Mask:
     """Returns Longformer's mask: keys within ``radius``, all keys of global queries, global keys of all queries;
     ``is_global`` is [B, T], not 0 where a token is global. Source: Beltagy et al., Longformer (2020)."""
-    everywhere = or_masks(
+    global_mask = or_masks(
         lambda b, h, q_idx, kv_idx: take(is_global, b, q_idx) > 0,
         lambda b, h, q_idx, kv_idx: take(is_global, b, kv_idx) > 0,
     )
-    return or_masks(local(radius), everywhere)
+    return or_masks(local(radius), global_mask)
 
 
 def tree(enter: AnyArray, leave: AnyArray) -> Mask:
@@ -127,9 +127,9 @@ def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mas
     def places(index: Index) -> tuple[Index, Index]:
         if not tile:
             return index // width, index % width
-        tile_number, in_tile = index // (tile * tile), index % (tile * tile)
+        tile_index, in_tile = index // (tile * tile), index % (tile * tile)
         row_tiles = width // tile
-        return (tile_number // row_tiles) * tile + in_tile // tile, (tile_number % row_tiles) * tile + in_tile % tile
+        return (tile_index // row_tiles) * tile + in_tile // tile, (tile_index % row_tiles) * tile + in_tile % tile
 
     def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         (row, column), (other_row, other_column) = places(q_idx), places(kv_idx)
@@ -160,10 +160,10 @@ def shared_prefix(documents: AnyArray, starts: AnyArray, prefix_of: AnyArray) ->
 
     def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         own_document = take(documents, b, q_idx)
-        prefix = take(prefix_of, b, own_document)
-        prefix_start, prefix_end = take(starts, b, prefix), take(starts, b, prefix + 1)
+        prefix_document = take(prefix_of, b, own_document)
+        prefix_start, prefix_end = take(starts, b, prefix_document), take(starts, b, prefix_document + 1)
         is_own = (kv_idx >= take(starts, b, own_document)) & (kv_idx <= q_idx)
-        return is_own | ((own_document != prefix) & (kv_idx >= prefix_start) & (kv_idx < prefix_end))
+        return is_own | ((own_document != prefix_document) & (kv_idx >= prefix_start) & (kv_idx < prefix_end))
 
     return mask
 
@@ -173,8 +173,8 @@ def transfusion(spans: AnyArray) -> Mask:
 
     Source: Zhou et al., Transfusion (2024).
     """
-    same_image = document(spans)
-    return or_masks(causal(), and_masks(same_image, lambda b, h, q_idx, kv_idx: take(spans, b, q_idx) > 0))
+    image_mask = document(spans)
+    return or_masks(causal(), and_masks(image_mask, lambda b, h, q_idx, kv_idx: take(spans, b, q_idx) > 0))
 
 
 def paged(mask: Mask, owner: AnyArray, page_len: int) -> Mask:
@@ -182,8 +182,8 @@ def paged(mask: Mask, owner: AnyArray, page_len: int) -> Mask:
     pool holds, negative where it holds none of it."""
 
     def slots(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
-        page = take(owner, b, kv_idx // page_len)
-        return (page >= 0) & mask(b, h, q_idx, page * page_len + kv_idx % page_len)
+        own_page = take(owner, b, kv_idx // page_len)
+        return (own_page >= 0) & mask(b, h, q_idx, own_page * page_len + kv_idx % page_len)
 
     return slots
 
@@ -224,9 +224,9 @@ def edge_bias(table: AnyArray, kinds: AnyArray, counts: AnyArray) -> Score:
 
     def score_mod(score: Index, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         xp, num_edges = namespace(score), take(counts, b, q_idx, kv_idx)
-        for step in range(kinds.shape[-1]):
-            bias = take(table, h, step, take(kinds, b, q_idx, kv_idx, step)) / xp.maximum(num_edges, 1)
-            score = score + xp.where(step < num_edges, bias, 0.0)
+        for edge_index in range(kinds.shape[-1]):
+            bias = take(table, h, edge_index, take(kinds, b, q_idx, kv_idx, edge_index)) / xp.maximum(num_edges, 1)
+            score = score + xp.where(edge_index < num_edges, bias, 0.0)
         return score
 
     return score_mod
@@ -250,8 +250,8 @@ def distance_bias(table: AnyArray, *, far: int, causal: bool, first: Index = 0) 
             start, distance = xp.where(distance < 0, num_buckets, 0), abs(distance)
         distance = xp.maximum(distance, 0)
         exact = num_buckets // 2
-        ratio = xp.log(xp.maximum(distance, 1).astype(np.float32) / exact) / math.log(far / exact)
-        bucket = xp.minimum(exact + (ratio * (num_buckets - exact)).astype(np.int32), num_buckets - 1)
+        log_ratio = xp.log(xp.maximum(distance, 1).astype(np.float32) / exact) / math.log(far / exact)
+        bucket = xp.minimum(exact + (log_ratio * (num_buckets - exact)).astype(np.int32), num_buckets - 1)
         return score + take(table, start + xp.where(distance < exact, distance, bucket), h - first).astype(score.dtype)
 
     return score_mod
@@ -271,20 +271,20 @@ def tree_walk(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns when a walk through the trees enters and leaves each token, [B, T] each; ``parents`` [B, T] are earlier
     positions, or -1 for a root."""
     parents = np.asarray(parents)
-    length = parents.shape[1]
-    if (parents >= np.arange(length)).any():
+    num_positions = parents.shape[1]
+    if (parents >= np.arange(num_positions)).any():
         raise InputError("a parent comes at or after its child. Give parents as earlier positions, or -1 for a root.")
     subtree_sizes = np.ones_like(parents)
-    rows = np.arange(len(parents))
-    for position in range(length - 1, -1, -1):
+    row_ids = np.arange(len(parents))
+    for position in range(num_positions - 1, -1, -1):
         has_parent = parents[:, position] >= 0
-        subtree_sizes[rows[has_parent], parents[has_parent, position]] += subtree_sizes[has_parent, position]
+        subtree_sizes[row_ids[has_parent], parents[has_parent, position]] += subtree_sizes[has_parent, position]
     enter, next_free = np.zeros_like(parents), np.zeros_like(parents)
     next_root = np.zeros(len(parents), parents.dtype)
-    for position in range(length):
+    for position in range(num_positions):
         has_parent, parent = parents[:, position] >= 0, np.maximum(parents[:, position], 0)
-        enter[:, position] = np.where(has_parent, next_free[rows, parent], next_root)
+        enter[:, position] = np.where(has_parent, next_free[row_ids, parent], next_root)
         next_root = np.where(has_parent, next_root, next_root + subtree_sizes[:, position])
-        next_free[rows[has_parent], parent[has_parent]] += subtree_sizes[has_parent, position]
+        next_free[row_ids[has_parent], parent[has_parent]] += subtree_sizes[has_parent, position]
         next_free[:, position] = enter[:, position] + 1
     return enter.astype(np.int32), (enter + subtree_sizes).astype(np.int32)

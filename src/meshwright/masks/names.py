@@ -99,33 +99,33 @@ def score_named(text: str) -> Rule:
 
 def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping[type, Callable[..., Any]]) -> Rule:
     try:
-        tree = ast.parse(text.strip().replace(":", ","), mode="eval").body
+        root_node = ast.parse(text.strip().replace(":", ","), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.") from error
-    if sum(isinstance(node, ast.BinOp) for node in ast.walk(tree)) >= MOST_TERMS:
+    if sum(isinstance(node, ast.BinOp) for node in ast.walk(root_node)) >= MOST_TERMS:
         raise InputError(f"{what} {text!r} has more than {MOST_TERMS} names. Use fewer, or a function of your own.")
-    data: dict[str, None] = {}
+    data_names: dict[str, None] = {}
     terms: Terms = {}
-    repeated: set[str] = set()
+    repeated_names: set[str] = set()
 
     def made(node: ast.AST) -> Callable[[Mapping[str, AnyArray]], Any]:
         if isinstance(node, ast.BinOp) and type(node.op) in joins:
-            left, right, join = made(node.left), made(node.right), joins[type(node.op)]
-            return lambda arrays: join(left(arrays), right(arrays))
-        name, values = _term(node, text, what, entries)
+            left_rule, right_rule, join = made(node.left), made(node.right), joins[type(node.op)]
+            return lambda arrays: join(left_rule(arrays), right_rule(arrays))
+        name, value_by_name = _term(node, text, what, entries)
         entry = entries[name]
-        data.update(dict.fromkeys(entry.data))
-        repeated.update({name} & terms.keys())
-        terms[name] = tuple(values.values())
-        return lambda arrays: entry.make(*(arrays[x] for x in entry.data), **values)
+        data_names.update(dict.fromkeys(entry.data))
+        repeated_names.update({name} & terms.keys())
+        terms[name] = tuple(value_by_name.values())
+        return lambda arrays: entry.make(*(arrays[x] for x in entry.data), **value_by_name)
 
-    build, names = made(tree), tuple(data)
+    build, array_names = made(root_node), tuple(data_names)
     page_len = terms.get("paged", (0,))[0]
-    if repeated or any(isinstance(node, ast.BitOr) for node in ast.walk(tree)):
+    if repeated_names or any(isinstance(node, ast.BitOr) for node in ast.walk(root_node)):
         terms = {}
     elif "sliding_window" in terms:
         terms |= {"causal": (), "window": terms.pop("sliding_window")}
-    return Rule(names, lambda *arrays: build(dict(zip(names, arrays, strict=True))), terms, page_len)
+    return Rule(array_names, lambda *arrays: build(dict(zip(array_names, arrays, strict=True))), terms, page_len)
 
 
 def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask]) -> tuple[str, dict[str, int | float]]:
@@ -137,22 +137,22 @@ def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask])
     if name not in entries:
         raise InputError(f"{what} {text!r}: there is no {name!r}.{nearest(name, entries)} `meshwright mask` lists all.")
     parameters = entries[name].parameters
-    values = [*args, *(word.value for word in keywords)]
-    keys = [*parameters[: len(args)], *(word.arg or "**" for word in keywords)]
-    required = set(parameters) - {"slope", "tile"}
-    if len(values) != len(keys) or len(set(keys)) < len(keys) or not required <= set(keys) <= set(parameters):
+    nodes = [*args, *(keyword.value for keyword in keywords)]
+    names = [*parameters[: len(args)], *(keyword.arg or "**" for keyword in keywords)]
+    required_names = set(parameters) - {"slope", "tile"}
+    if len(nodes) != len(names) or len(set(names)) < len(names) or not required_names <= set(names) <= set(parameters):
         raise InputError(f"{what} {text!r}: {name} has other parameters. Write {usage(name, parameters)}.")
-    value_of = {}
-    for key, value in zip(keys, values, strict=True):
-        number = _number(value)
+    value_by_name = {}
+    for key, value_node in zip(names, nodes, strict=True):
+        number = _number(value_node)
         whole = key not in ("slope", "cap")
         if number is None or not abs(number) < 2**31 or (whole and (number != int(number) or number < (key != "tile"))):
-            phrase = f"a whole number of at least {int(key != 'tile')}" if whole else "a number"
-            raise InputError(f"{what} {text!r}: {key} must be {phrase}. Write {usage(name, parameters)}.")
+            expected = f"a whole number of at least {int(key != 'tile')}" if whole else "a number"
+            raise InputError(f"{what} {text!r}: {key} must be {expected}. Write {usage(name, parameters)}.")
         if key == "cap" and not number > 0:
             raise InputError(f"{what} {text!r}: cap={number:g} must be above 0.")
-        value_of[key] = int(number) if whole else float(number)
-    return name, value_of
+        value_by_name[key] = int(number) if whole else float(number)
+    return name, value_by_name
 
 
 def usage(name: str, parameters: Sequence[str]) -> str:
@@ -162,10 +162,10 @@ def usage(name: str, parameters: Sequence[str]) -> str:
 
 def _number(node: ast.AST) -> float | None:
     try:
-        value = ast.literal_eval(node)
+        literal = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return literal if isinstance(literal, int | float) and not isinstance(literal, bool) else None
 
 
 def _example(entries: Mapping[str, NamedMask]) -> str:
@@ -175,34 +175,34 @@ def _example(entries: Mapping[str, NamedMask]) -> str:
 def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, seed: int = 0) -> tuple[np.ndarray, ...]:
     """Returns arrays of the kind that a rule reads, drawn at random: about eight documents, a prefix of a quarter, two
     images, a tree of random ancestors, pages in random order."""
-    rng, shape, index = np.random.default_rng(seed), (batch, length), np.arange(length, dtype=np.int32)
-    draw: dict[str, Callable[[], np.ndarray]] = {
+    rng, shape_2d, index = np.random.default_rng(seed), (batch, length), np.arange(length, dtype=np.int32)
+    draw_by_name: dict[str, Callable[[], np.ndarray]] = {
         "prefix": lambda: np.full(batch, max(1, length // 4), np.int32),
-        "documents": lambda: np.minimum(np.cumsum(rng.random(shape) < 8 / length, 1), _MOST_DOCUMENTS - 1).astype(
+        "documents": lambda: np.minimum(np.cumsum(rng.random(shape_2d) < 8 / length, 1), _MOST_DOCUMENTS - 1).astype(
             np.int32
         ),
         "lengths": lambda: rng.integers(length // 2, length, batch, endpoint=True),
-        "is_global": lambda: np.broadcast_to(index % max(1, length // 4) == 0, shape).astype(np.int32),
-        "distances": lambda: np.broadcast_to(np.minimum(abs(index[:, None] - index), 7), (*shape, length)),
+        "is_global": lambda: np.broadcast_to(index % max(1, length // 4) == 0, shape_2d).astype(np.int32),
+        "distances": lambda: np.broadcast_to(np.minimum(abs(index[:, None] - index), 7), (*shape_2d, length)),
         "spans": lambda: np.broadcast_to(
             sum(n * ((index >= t) & (index < t + length // 4)) for n, t in enumerate((length // 8, length // 2), 1)),
-            shape,
+            shape_2d,
         ),
         "slopes": lambda: mods.alibi_slopes(heads),
         "bias": lambda: rng.normal(size=heads).astype(np.float32),
         "table": lambda: rng.normal(size=(heads, 8)).astype(np.float32),
         "edge_table": lambda: rng.normal(size=(heads, 3, 4)).astype(np.float32),
-        "kinds": lambda: rng.integers(0, 4, (*shape, length, 3), np.int32),
-        "counts": lambda: rng.integers(0, 4, (*shape, length), np.int32),
+        "kinds": lambda: rng.integers(0, 4, (*shape_2d, length, 3), np.int32),
+        "counts": lambda: rng.integers(0, 4, (*shape_2d, length), np.int32),
     }
-    arrays = {name: draw[name]() for name in rule.data if name in draw}
+    arrays = {name: draw_by_name[name]() for name in rule.data if name in draw_by_name}
     if "enter" in rule.data:
-        to_parent = rng.integers(1, 8, shape, endpoint=True)
+        to_parent = rng.integers(1, 8, shape_2d, endpoint=True)
         arrays["enter"], arrays["leave"] = mods.tree_walk(np.maximum(index - to_parent, -1))
     if "starts" in rule.data:
-        numbers = np.arange(_MOST_DOCUMENTS + 1)
-        arrays["starts"] = np.stack([np.searchsorted(row, numbers) for row in arrays["documents"]]).astype(np.int32)
-        arrays["prefix_of"] = np.broadcast_to(numbers[:-1] // 4 * 4, (batch, len(numbers) - 1)).astype(np.int32)
+        doc_ids = np.arange(_MOST_DOCUMENTS + 1)
+        arrays["starts"] = np.stack([np.searchsorted(row, doc_ids) for row in arrays["documents"]]).astype(np.int32)
+        arrays["prefix_of"] = np.broadcast_to(doc_ids[:-1] // 4 * 4, (batch, len(doc_ids) - 1)).astype(np.int32)
     if "owner" in rule.data:
         arrays["owner"] = np.stack([rng.permutation(-(-length // rule.page_len)) for _ in range(batch)])
     return tuple(arrays[name] for name in rule.data)

@@ -43,8 +43,8 @@ class Ranges:
     def of(cls, points: AnyArray) -> "Ranges":
         """Returns the ranges of values whose last dim is the index within a block."""
         xp = namespace(points)
-        reduce = (xp.all, xp.any) if points.dtype == bool else (xp.min, xp.max)
-        return cls(reduce[0](points, axis=-1), reduce[1](points, axis=-1), points)
+        reductions = (xp.all, xp.any) if points.dtype == bool else (xp.min, xp.max)
+        return cls(reductions[0](points, axis=-1), reductions[1](points, axis=-1), points)
 
     @property
     def dtype(self) -> np.dtype:
@@ -53,9 +53,9 @@ class Ranges:
 
     def astype(self, dtype: DTypeLike) -> "Ranges":
         """Returns values of another type, to which conversion keeps the order: a float or a wide integer."""
-        kind = np.dtype(dtype)
-        if dtype != self.dtype and (kind.kind not in "fi" or kind.itemsize < 4):
-            raise NoRangesError(f"conversion to {kind} has no rule.")
+        target_dtype = np.dtype(dtype)
+        if dtype != self.dtype and (target_dtype.kind not in "fi" or target_dtype.itemsize < 4):
+            raise NoRangesError(f"conversion to {target_dtype} has no rule.")
         return _mapped(lambda x: x.astype(dtype), self)
 
     def __array_namespace__(self, **_: object) -> "type[Functions]":
@@ -105,10 +105,10 @@ class Ranges:
 
     def __abs__(self) -> "Ranges":
         xp = namespace(self.low)
-        low, high = xp.abs(self.low), xp.abs(self.high)
+        abs_low, abs_high = xp.abs(self.low), xp.abs(self.high)
         crosses = (self.low < 0) & (self.high > 0)
         points = None if self.points is None else xp.abs(self.points)
-        return Ranges(xp.where(crosses, 0, xp.minimum(low, high)), xp.maximum(low, high), points)
+        return Ranges(xp.where(crosses, 0, xp.minimum(abs_low, abs_high)), xp.maximum(abs_low, abs_high), points)
 
     def __le__(self, other: Index) -> "Ranges":
         operand = _ranges(other)
@@ -173,14 +173,14 @@ class Functions:
 
 def take(array: AnyArray, *index: Index) -> Index:
     """Returns ``array[index]``, for indices or for ranges that keep their points."""
-    ranged = [x for x in index if isinstance(x, Ranges)]
-    if not ranged:
+    range_indices = [x for x in index if isinstance(x, Ranges)]
+    if not range_indices:
         return namespace(*index).asarray(array)[index]
-    if len(ranged) > 1 or ranged[0].points is None:
+    if len(range_indices) > 1 or range_indices[0].points is None:
         raise NoRangesError("a table is looked up by rows and columns together.")
     # plain indices get the dim of points, so that all broadcast
-    points = tuple(x.points if isinstance(x, Ranges) else namespace(x).asarray(x)[..., None] for x in index)
-    return Ranges.of(array[points])
+    point_indices = tuple(x.points if isinstance(x, Ranges) else namespace(x).asarray(x)[..., None] for x in index)
+    return Ranges.of(array[point_indices])
 
 
 def _ranges(value: Index) -> Ranges:
@@ -204,11 +204,11 @@ def _combined(function: Callable[[AnyArray, AnyArray], AnyArray], one: Index, tw
 
 def _points(function: Callable[[AnyArray, AnyArray], AnyArray], one: Ranges, two: Ranges) -> AnyArray | None:
     """Returns the values within blocks, where one operand is a plain number; None where they are not known."""
-    with_points = [x for x in (one, two) if x.points is not None]
-    if len(with_points) != 1:
+    point_ranges = [x for x in (one, two) if x.points is not None]
+    if len(point_ranges) != 1:
         return None
-    plain = two if with_points[0] is one else one
-    if np.ndim(plain.low) or plain.low is not plain.high:
+    plain_range = two if point_ranges[0] is one else one
+    if np.ndim(plain_range.low) or plain_range.low is not plain_range.high:
         return None
     return function(*(x.low if x.points is None else x.points for x in (one, two)))
 

@@ -67,21 +67,21 @@ class BlockTable:
         """Returns the blocks that exist for each block of queries, or of keys."""
         xp = namespace(self.kinds)
         kinds = self.kinds if over == "queries" else xp.matrix_transpose(self.kinds)
-        partial = xp.sum(kinds == PARTIAL, axis=-1).astype(np.int32)
-        total = partial + xp.sum(kinds == FULL, axis=-1).astype(np.int32)
-        rank = xp.where(kinds == PARTIAL, 0, xp.where(kinds == FULL, 1, 2))
-        return BlockLists(partial, total, xp.argsort(rank, axis=-1, stable=True).astype(np.int32))
+        num_partial = xp.sum(kinds == PARTIAL, axis=-1).astype(np.int32)
+        num_existing = num_partial + xp.sum(kinds == FULL, axis=-1).astype(np.int32)
+        sort_rank = xp.where(kinds == PARTIAL, 0, xp.where(kinds == FULL, 1, 2))
+        return BlockLists(num_partial, num_existing, xp.argsort(sort_rank, axis=-1, stable=True).astype(np.int32))
 
     def exists(self, over: Literal["queries", "keys"] = "queries") -> AnyArray:
         """Returns which blocks exist, the blocks of queries, or of keys, as rows."""
-        present = self.kinds != NOTHING
-        return present if over == "queries" else namespace(present).matrix_transpose(present)
+        is_present = self.kinds != NOTHING
+        return is_present if over == "queries" else namespace(is_present).matrix_transpose(is_present)
 
     def reduced(self) -> "BlockTable":
         """Returns one table for all sequences and heads: a block is full or empty where it is so for all."""
         xp = namespace(self.kinds)
-        low, high = (reduce(self.kinds, axis=(0, 1), keepdims=True) for reduce in (xp.min, xp.max))
-        kinds = xp.where(low == high, low, PARTIAL).astype(self.kinds.dtype)
+        min_kind, max_kind = (reduce(self.kinds, axis=(0, 1), keepdims=True) for reduce in (xp.min, xp.max))
+        kinds = xp.where(min_kind == max_kind, min_kind, PARTIAL).astype(self.kinds.dtype)
         return replace(self, kinds=kinds)
 
     def resized(self, q_block: int, kv_block: int) -> "BlockTable":
@@ -105,7 +105,7 @@ class BlockTable:
 
     def of(self, sequence: int, head: int) -> "BlockTable":
         """Returns the table of one sequence and head, in NumPy's arrays."""
-        indices = (min(index, size - 1) for index, size in zip((sequence, head), self.kinds.shape[:2], strict=True))
+        indices = (min(index, num - 1) for index, num in zip((sequence, head), self.kinds.shape[:2], strict=True))
         return replace(self, kinds=np.asarray(self.kinds)[tuple(slice(x, x + 1) for x in indices)])
 
     def pairs(self) -> float:
@@ -119,22 +119,22 @@ def _lengths(length: int, block: int) -> np.ndarray:
     return np.minimum(block, length - np.arange(0, length, block))
 
 
-def _resized(kinds: AnyArray, axis: int, block: int, wanted: int) -> AnyArray:
+def _resized(kinds: AnyArray, axis: int, block: int, new_block: int) -> AnyArray:
     """Returns kinds for other blocks along an axis: smaller ones are as the block they are in, larger ones full or
     empty where all of theirs are."""
-    if block == wanted:
+    if block == new_block:
         return kinds
     xp = namespace(kinds)
-    if block % wanted == 0:
-        return xp.repeat(kinds, block // wanted, axis=axis)
-    if wanted % block:
-        common = math.gcd(block, wanted)
-        return _resized(_resized(kinds, axis, block, common), axis, common, wanted)
-    ratio, moved = wanted // block, xp.moveaxis(kinds, axis, -1)
+    if block % new_block == 0:
+        return xp.repeat(kinds, block // new_block, axis=axis)
+    if new_block % block:
+        common_block = math.gcd(block, new_block)
+        return _resized(_resized(kinds, axis, block, common_block), axis, common_block, new_block)
+    ratio, kinds_last = new_block // block, xp.moveaxis(kinds, axis, -1)
     padding = [(0, 0)] * (kinds.ndim - 1) + [(0, -kinds.shape[axis] % ratio)]
-    groups = xp.pad(moved, padding, mode="edge").reshape(*moved.shape[:-1], -1, ratio)
-    low, high = xp.min(groups, axis=-1), xp.max(groups, axis=-1)
-    return xp.moveaxis(xp.where(low == high, low, PARTIAL).astype(kinds.dtype), -1, axis)
+    kind_groups = xp.pad(kinds_last, padding, mode="edge").reshape(*kinds_last.shape[:-1], -1, ratio)
+    min_kind, max_kind = xp.min(kind_groups, axis=-1), xp.max(kind_groups, axis=-1)
+    return xp.moveaxis(xp.where(min_kind == max_kind, min_kind, PARTIAL).astype(kinds.dtype), -1, axis)
 
 
 def block_table(
@@ -161,55 +161,55 @@ def block_table(
         NoRangesError: the mask has no ranges and ``exact`` is False.
         InputError: a size below 1.
     """
-    blocks = (block, block) if isinstance(block, int) else tuple(block)
-    if len(blocks) != 2:
+    block_lens = (block, block) if isinstance(block, int) else tuple(block)
+    if len(block_lens) != 2:
         raise InputError(f"block={block!r}: give the positions of a block, or two numbers, of queries and of keys.")
-    q_block, kv_block = blocks
+    q_block, kv_block = block_lens
     q_len, kv_len = (n if x is None else x.shape[0] for n, x in ((q_len, q_idx), (kv_len, kv_idx)))
-    sizes = {"q_block": q_block, "kv_block": kv_block, "q_len": q_len, "kv_len": kv_len}
-    for name, size in {**sizes, "batch": batch, "heads": heads}.items():
+    table_sizes = {"q_block": q_block, "kv_block": kv_block, "q_len": q_len, "kv_len": kv_len}
+    for name, size in {**table_sizes, "batch": batch, "heads": heads}.items():
         if size < 1:
             raise InputError(f"{name}={size} must be at least 1.")
     num_blocks = batch * heads * -(-q_len // q_block) * -(-kv_len // kv_block)
     if num_blocks > MOST_BLOCKS:
-        size = f"{num_blocks:,} blocks of {q_block} x {kv_block}"
-        raise InputError(f"{size} are more than {MOST_BLOCKS:,}, all that a table has. Use larger blocks.")
+        size_words = f"{num_blocks:,} blocks of {q_block} x {kv_block}"
+        raise InputError(f"{size_words} are more than {MOST_BLOCKS:,}, all that a table has. Use larger blocks.")
     q_idx = np.arange(q_len, dtype=np.int32) if q_idx is None else q_idx
     kv_idx = np.arange(kv_len, dtype=np.int32) if kv_idx is None else kv_idx
     mask = noop() if mask is None else mask
-    rows, columns = in_blocks(q_idx, q_block), in_blocks(kv_idx, kv_block)
-    xp = namespace(rows)
+    q_indices, kv_indices = in_blocks(q_idx, q_block), in_blocks(kv_idx, kv_block)
+    xp = namespace(q_indices)
     b, h = xp.arange(batch).reshape(-1, 1, 1, 1), xp.arange(heads).reshape(1, -1, 1, 1)
     try:
-        kinds = _by_ranges(mask, b, h, rows, columns)
+        block_kinds = _by_ranges(mask, b, h, q_indices, kv_indices)
     except Exception as error:
         if not exact:
-            words = "blocks are not known while tracing: the mask indexes arrays, or computes what has no ranges."
-            raise NoRangesError(f"{words} Make the table outside of jit.") from error
-        kinds = None
+            reason = "blocks are not known while tracing: the mask indexes arrays, or computes what has no ranges."
+            raise NoRangesError(f"{reason} Make the table outside of jit.") from error
+        block_kinds = None
     if exact:
-        kinds = _by_points(mask, b, h, rows, columns, kinds)
-    if sizes["kv_len"] % kv_block:
-        is_last = (xp.arange(columns.shape[0]) == columns.shape[0] - 1)[None, None, None]
-        kinds = xp.where(is_last & (kinds == FULL), PARTIAL, kinds)
-    return BlockTable(kinds=kinds.astype(np.int8), **sizes, mask=mask)
+        block_kinds = _by_points(mask, b, h, q_indices, kv_indices, block_kinds)
+    if table_sizes["kv_len"] % kv_block:
+        is_last = (xp.arange(kv_indices.shape[0]) == kv_indices.shape[0] - 1)[None, None, None]
+        block_kinds = xp.where(is_last & (block_kinds == FULL), PARTIAL, block_kinds)
+    return BlockTable(kinds=block_kinds.astype(np.int8), **table_sizes, mask=mask)
 
 
 def in_blocks(index: AnyArray, block: int) -> AnyArray:
     """Returns indices [T] as [blocks, block]; the last index fills the last block."""
     xp = namespace(index)
-    missing = -index.shape[0] % block
-    return xp.concat([index, xp.broadcast_to(index[-1:], (missing,))]).reshape(-1, block)
+    num_missing = -index.shape[0] % block
+    return xp.concat([index, xp.broadcast_to(index[-1:], (num_missing,))]).reshape(-1, block)
 
 
 def _by_ranges(mask: Mask, b: AnyArray, h: AnyArray, rows: AnyArray, columns: AnyArray) -> AnyArray:
     xp = namespace(rows)
-    seen = mask(b, h, Ranges.of(rows[None, None, :, None]), Ranges.of(columns[None, None, None]))
-    if not isinstance(seen, Ranges):
+    seen_ranges = mask(b, h, Ranges.of(rows[None, None, :, None]), Ranges.of(columns[None, None, None]))
+    if not isinstance(seen_ranges, Ranges):
         raise NoRangesError("the mask did not return ranges.")
-    _booleans(seen)
-    kinds = xp.where(seen.low, FULL, xp.where(seen.high, PARTIAL, NOTHING))
-    return xp.broadcast_to(kinds, (*kinds.shape[:2], len(rows), len(columns)))
+    _booleans(seen_ranges)
+    block_kinds = xp.where(seen_ranges.low, FULL, xp.where(seen_ranges.high, PARTIAL, NOTHING))
+    return xp.broadcast_to(block_kinds, (*block_kinds.shape[:2], len(rows), len(columns)))
 
 
 def _by_points(mask: Mask, b: AnyArray, h: AnyArray, rows: AnyArray, columns: AnyArray, kinds: AnyArray) -> AnyArray:
@@ -217,34 +217,34 @@ def _by_points(mask: Mask, b: AnyArray, h: AnyArray, rows: AnyArray, columns: An
     xp = namespace(rows)
     if kinds is None:
         # one pair of indices says which of sequences and heads the mask tells apart
-        shape = _booleans(mask(b, h, rows[None, None, :1, :1], columns[None, None, :1, :1])).shape
-        kinds = np.full((*shape[:2], len(rows), len(columns)), PARTIAL)
+        mask_shape = _booleans(mask(b, h, rows[None, None, :1, :1], columns[None, None, :1, :1])).shape
+        kinds = np.full((*mask_shape[:2], len(rows), len(columns)), PARTIAL)
     kinds = np.array(kinds)
-    for indices, pairs in _partial_pairs(mask, rows, columns, kinds):
-        all_seen, any_seen = pairs.all((1, 2)), pairs.any((1, 2))
-        kinds[tuple(indices.T)] = np.where(all_seen, FULL, np.where(any_seen, PARTIAL, NOTHING))
+    for indices, is_seen in _partial_pairs(mask, rows, columns, kinds):
+        is_all_seen, is_any_seen = is_seen.all((1, 2)), is_seen.any((1, 2))
+        kinds[tuple(indices.T)] = np.where(is_all_seen, FULL, np.where(is_any_seen, PARTIAL, NOTHING))
     return xp.asarray(kinds)
 
 
-def _booleans(found: Index) -> AnyArray:
+def _booleans(is_seen: Index) -> AnyArray:
     """Returns what a mask gave; raises InputError unless it is Boolean."""
-    found = np.full((1,) * 4, found) if isinstance(found, bool | np.bool_) else found
-    dtype = getattr(found, "dtype", type(found).__name__)
+    is_seen = np.full((1,) * 4, is_seen) if isinstance(is_seen, bool | np.bool_) else is_seen
+    dtype = getattr(is_seen, "dtype", type(is_seen).__name__)
     if dtype != np.dtype(bool):
         raise InputError(f"the mask returns {dtype}. Return Booleans, one for each pair of indices.")
-    return found
+    return is_seen
 
 
 def _partial_pairs(
     mask: Mask, rows: AnyArray, columns: AnyArray, kinds: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields (indices in ``kinds``, pairs) of partial blocks, many at once."""
-    xp, partial = namespace(rows), np.argwhere(kinds == PARTIAL)
-    chunk = max(1, POINTS_AT_ONCE // (rows.shape[1] * columns.shape[1]))
-    for indices in (partial[start : start + chunk] for start in range(0, len(partial), chunk)):
-        sequence, head, i, j = (xp.asarray(index).reshape(-1, 1, 1) for index in indices.T)
-        pairs = mask(sequence, head, rows[i[:, 0, 0]][:, :, None], columns[j[:, 0, 0]][:, None])
-        yield indices, np.asarray(xp.broadcast_to(pairs, (len(indices), rows.shape[1], columns.shape[1])))
+    xp, partial_indices = namespace(rows), np.argwhere(kinds == PARTIAL)
+    chunk_len = max(1, POINTS_AT_ONCE // (rows.shape[1] * columns.shape[1]))
+    for indices in (partial_indices[start : start + chunk_len] for start in range(0, len(partial_indices), chunk_len)):
+        sequence, head, q_row, kv_row = (xp.asarray(index).reshape(-1, 1, 1) for index in indices.T)
+        is_seen = mask(sequence, head, rows[q_row[:, 0, 0]][:, :, None], columns[kv_row[:, 0, 0]][:, None])
+        yield indices, np.asarray(xp.broadcast_to(is_seen, (len(indices), rows.shape[1], columns.shape[1])))
 
 
 class CountedTable(NamedTuple):
@@ -262,14 +262,14 @@ def counted_table(mask: Mask, *, q_len: int, kv_len: int, **sizes: Any) -> Count
     start_s = time.perf_counter()
     table = block_table(mask, q_len=q_len, kv_len=kv_len, **sizes)
     table_s = time.perf_counter() - start_s
-    rows, columns = np.arange(q_len, dtype=np.int32), np.arange(kv_len, dtype=np.int32)
+    q_indices, kv_indices = np.arange(q_len, dtype=np.int32), np.arange(kv_len, dtype=np.int32)
     lengths = _lengths(q_len, table.q_block), _lengths(kv_len, table.kv_block)
     num_visible = float(((table.kinds == FULL) * lengths[0][:, None] * lengths[1]).sum())
-    blocks = in_blocks(rows, table.q_block), in_blocks(columns, table.kv_block)
-    for index, pairs in _partial_pairs(mask, *blocks, table.kinds):
+    index_blocks = in_blocks(q_indices, table.q_block), in_blocks(kv_indices, table.kv_block)
+    for index, pairs in _partial_pairs(mask, *index_blocks, table.kinds):
         is_real = [np.arange(pairs.shape[dim + 1]) < lens[index[:, dim + 2], None] for dim, lens in enumerate(lengths)]
         num_visible += float((pairs & is_real[0][:, :, None] & is_real[1][:, None]).sum())
     points, zero = None, np.zeros((1, 1), np.int32)
     if max(q_len, kv_len) <= 512:
-        points = np.broadcast_to(np.asarray(mask(zero, zero, rows[:, None], columns[None])), (q_len, kv_len))
+        points = np.broadcast_to(np.asarray(mask(zero, zero, q_indices[:, None], kv_indices[None])), (q_len, kv_len))
     return CountedTable(table, num_visible / (table.kinds.shape[0] * table.kinds.shape[1]), table_s, points)

@@ -33,9 +33,9 @@ def table_of_user(spec: str, *, timeout_s: float = 120.0, **sizes: int) -> Count
             process, or takes longer than ``timeout_s`` seconds.
     """
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "found"
+        result_path = Path(folder) / "found"
         # -P: a json.py of the user is not the child's
-        command = [sys.executable, "-P", "-m", __name__, spec, json.dumps(sizes), str(path)]
+        command = [sys.executable, "-P", "-m", __name__, spec, json.dumps(sizes), str(result_path)]
         streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         child = subprocess.Popen(command, env={"JAX_PLATFORMS": "cpu", **os.environ}, start_new_session=True, **streams)
         try:
@@ -46,12 +46,12 @@ def table_of_user(spec: str, *, timeout_s: float = 120.0, **sizes: int) -> Count
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        if not path.exists():
+        if not result_path.exists():
             raise InputError(f"{spec} ended its process with exit code {exit_code}. Return Booleans instead.")
-        result = pickle.loads(path.read_bytes())
-    if isinstance(result, CountedTable):
-        return result
-    raise InputError(result)
+        table_or_fault = pickle.loads(result_path.read_bytes())
+    if isinstance(table_or_fault, CountedTable):
+        return table_or_fault
+    raise InputError(table_or_fault)
 
 
 def is_users(text: str) -> bool:
@@ -67,12 +67,12 @@ def load_user(spec: str) -> Mask:
     """
     if not is_users(spec):
         raise InputError(f"{spec!r} is not module:function. Write for example my_masks:dilated for my_masks.py.")
-    name, attribute = spec.split(":")
+    module_name, attribute = spec.split(":")
     sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):
+        if not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise InputError(f"{spec}: there is no module {error.name!r} in this folder or the environment.") from None
     function = getattr(module, attribute, None)
@@ -86,17 +86,17 @@ def checked(mask: Mask, spec: str) -> Mask:
     """Returns a mask of NumPy's arrays that raises InputError unless ``mask`` returns Booleans that broadcast to the
     shape of its indices."""
 
-    def of(*at: Index) -> Index:
-        seen = mask(*at)
-        if any(isinstance(x, Ranges) for x in (*at, seen)):
-            return seen
-        seen, target = np.asarray(seen), np.broadcast_shapes(*(x.shape for x in at))
-        if seen.dtype != bool:
-            raise InputError(f"{spec} returns {seen.dtype}, not Booleans. Compare indices, such as q_idx >= kv_idx.")
-        shape = (1,) * (len(target) - seen.ndim) + seen.shape
+    def of(*indices: Index) -> Index:
+        is_seen = mask(*indices)
+        if any(isinstance(x, Ranges) for x in (*indices, is_seen)):
+            return is_seen
+        is_seen, target = np.asarray(is_seen), np.broadcast_shapes(*(x.shape for x in indices))
+        if is_seen.dtype != bool:
+            raise InputError(f"{spec} returns {is_seen.dtype}, not Booleans. Compare indices, such as q_idx >= kv_idx.")
+        shape = (1,) * (len(target) - is_seen.ndim) + is_seen.shape
         if len(shape) != len(target) or any(size not in (1, full) for size, full in zip(shape, target, strict=True)):
-            raise InputError(f"{spec} returns shape {seen.shape} for indices of {target}. Return a Boolean a pair.")
-        return seen.reshape(shape)
+            raise InputError(f"{spec} returns shape {is_seen.shape} for indices of {target}. Return a Boolean a pair.")
+        return is_seen.reshape(shape)
 
     return of
 
@@ -115,12 +115,12 @@ def words_of(error: BaseException, spec: str) -> str:
 def main(spec: str, sizes: str, path: str) -> None:
     """Counts the blocks of a mask and writes them, or why that failed, to a file."""
     try:
-        counted = counted_table(checked(load_user(spec), spec), **json.loads(sizes))
+        counted_blocks = counted_table(checked(load_user(spec), spec), **json.loads(sizes))
         # without the mask, which is a function of the child
-        result: CountedTable | str = counted._replace(table=replace(counted.table, mask=None))
+        table_or_fault: CountedTable | str = counted_blocks._replace(table=replace(counted_blocks.table, mask=None))
     except BaseException as error:
-        result = words_of(error, spec)
-    Path(path).write_bytes(pickle.dumps(result))
+        table_or_fault = words_of(error, spec)
+    Path(path).write_bytes(pickle.dumps(table_or_fault))
 
 
 if __name__ == "__main__":

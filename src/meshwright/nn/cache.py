@@ -41,8 +41,8 @@ class LayerCache:
     @property
     def page_sizes(self) -> tuple[int, int]:
         """Pages of the layer, and positions of a page."""
-        pages, *dims = self.stack.shape[self.layer is not None :]
-        return pages, dims[self.heads_first]
+        num_pages, *page_dims = self.stack.shape[self.layer is not None :]
+        return num_pages, page_dims[self.heads_first]
 
     def in_pool(self, pages: Pages) -> Pages:
         """Returns the numbers of this layer's pages among those of all layers."""
@@ -56,16 +56,16 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
     widths, which a write replaces, unless its heads do not fill a word of 4 bytes; scales, and what is narrow beside
     latents, have slots in the lanes. In any other order XLA copies whole caches.
     """
-    on_tpu, per_word = platform == "tpu", 4 // int(DTYPE_BYTES[dtype])
-    if not dims[2:3] or not (on_tpu or platform in ("cuda", "rocm")):
+    is_tpu, per_word = platform == "tpu", 4 // int(DTYPE_BYTES[dtype])
+    if not dims[2:3] or not (is_tpu or platform in ("cuda", "rocm")):
         return None
     num_heads, has_widths, rows = shape[3], len(shape) == 5, SUBLANES
-    heads_in_tiles = on_tpu and has_widths and num_heads >= max(2, per_word)
+    heads_in_tiles = is_tpu and has_widths and num_heads >= max(2, per_word)
     dim_order = (0, 1, 2, 3, 4) if heads_in_tiles else (0, 1, 3, 2, 4)[: len(shape)]
     if not dims[2].startswith("K"):
-        if not on_tpu or len(shape) < 4 or shape[3] >= LANES:
+        if not is_tpu or len(shape) < 4 or shape[3] >= LANES:
             return None
-    elif not on_tpu:
+    elif not is_tpu:
         return Layout(dim_order)
     elif not has_widths or heads_in_tiles:
         rows = min(SUBLANES, max(per_word, 1 << (num_heads - 1).bit_length()))
@@ -80,8 +80,8 @@ def stored(values: Array, dtype: jnp.dtype) -> Array:
     bits_dtype = dtype if dtype in FLOATS else None
     dtype = FLOATS.get(dtype, dtype)
     if dtype == jnp.float8_e4m3fn:
-        largest = float(jnp.finfo(dtype).max)
-        values = jnp.clip(values, -largest, largest)
+        max_value = float(jnp.finfo(dtype).max)
+        values = jnp.clip(values, -max_value, max_value)
     values = values.astype(dtype)
     return values if bits_dtype is None else lax.bitcast_convert_type(values, bits_dtype)
 
@@ -89,8 +89,8 @@ def stored(values: Array, dtype: jnp.dtype) -> Array:
 def _by_head(index: tuple[Array, ...], values: Array, dtype: jnp.dtype) -> tuple[Array, ...]:
     """Returns the index of slots for values[R, ...], with heads where they are outside of slots on a TPU, as
     `cache_layout` says: written one by one, else XLA copies the whole array."""
-    limit = LANES // 2 if values.ndim == 2 else 4 // dtype.itemsize
-    if default_platform() != "tpu" or values.ndim == 1 or not (values.ndim != 2) < values.shape[1] < limit:
+    max_heads = LANES // 2 if values.ndim == 2 else 4 // dtype.itemsize
+    if default_platform() != "tpu" or values.ndim == 1 or not (values.ndim != 2) < values.shape[1] < max_heads:
         return index
     return (*(array[:, None] for array in index), jnp.arange(values.shape[1])[None])
 
@@ -110,6 +110,6 @@ def write_slots(
     # past the last page of a layer is past the last of all, not the next layer's first
     page = jnp.minimum(page, num_pages)
     index_by_head = _by_head((page, slot), values, cache.stack.dtype)
-    index: tuple[Array | slice, ...] = (page, slice(None), slot) if cache.heads_first else index_by_head
-    index = index if cache.layer is None else (cache.layer, *index)
-    return replace(cache, stack=cache.stack.at[index].set(stored(values, cache.stack.dtype), mode="drop"))
+    full_index: tuple[Array | slice, ...] = (page, slice(None), slot) if cache.heads_first else index_by_head
+    full_index = full_index if cache.layer is None else (cache.layer, *full_index)
+    return replace(cache, stack=cache.stack.at[full_index].set(stored(values, cache.stack.dtype), mode="drop"))

@@ -29,25 +29,25 @@ PADDED_BYTES = 2**28
 def communicate(step: Step, value: Array, *, leading: int = 0) -> Array:
     """Runs a collective or slice step on this device's block, which has ``leading`` more dims before the step's."""
     axes = step.axes
-    dim = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
+    axis = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
     with jax.named_scope(str(step.label)):
         if step.op == "all_gather":
             full_bytes = value.nbytes * lax.axis_size(axes)
             if crossed_legs(step, full_bytes):
-                return _gather_leg_by_leg(value, step.details.of(step.op, full_bytes), axes=axes, dim=dim)
-            return lax.all_gather(value, axes, axis=dim, tiled=True)
+                return _gather_leg_by_leg(value, step.details.of(step.op, full_bytes), axes=axes, dim=axis)
+            return lax.all_gather(value, axes, axis=axis, tiled=True)
         if step.op == "reduce_scatter":
-            return scatter_sum(step, value, dim=dim)
+            return scatter_sum(step, value, dim=axis)
         if step.op == "all_reduce":
             if step.reduction == "max":
                 return lax.pmax(lax.stop_gradient(value), axes)
             return lax.psum(value, axes)
         if step.op == "all_to_all":
             to_dim = leading + step.inputs[0].dims.index(step.to_dim)
-            return lax.all_to_all(value, axes, split_axis=to_dim, concat_axis=dim, tiled=True)
+            return lax.all_to_all(value, axes, split_axis=to_dim, concat_axis=axis, tiled=True)
         if step.op == "slice":
-            size = value.shape[dim] // lax.axis_size(axes)
-            return lax.dynamic_slice_in_dim(value, lax.axis_index(axes) * size, size, axis=dim)
+            block_len = value.shape[axis] // lax.axis_size(axes)
+            return lax.dynamic_slice_in_dim(value, lax.axis_index(axes) * block_len, block_len, axis=axis)
     raise AssertionError(f"{step.op} is not a collective")
 
 
@@ -75,11 +75,11 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     value = jnp.moveaxis(value, lanes_dim, -1)
     moved_shape = value.shape[len(legs.parts) :]
     value = value.reshape(*legs.sizes, *moved_shape)
-    dims, filled_dims, in_rows = _in_tiles(moved_shape, value.nbytes)
-    value = value.reshape(*legs.sizes, *dims)
-    padding = [(0, size - dim_size) for dim_size, size in zip(dims, filled_dims, strict=True)]
+    tile_dims, filled_dims, is_in_rows = _in_tiles(moved_shape, value.nbytes)
+    value = value.reshape(*legs.sizes, *tile_dims)
+    padding = [(0, size - dim_size) for dim_size, size in zip(tile_dims, filled_dims, strict=True)]
     value = jnp.pad(value, [(0, 0)] * len(legs.sizes) + padding)
-    if in_rows:
+    if is_in_rows:
         value = value.reshape(*legs.sizes, -1, LANES)
     value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
     for groups in legs.groups:
@@ -87,7 +87,7 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     if filled_dims != moved_shape:
         # libtpu 0.0.42 takes the tiles away again, and fails, if it sees at once that they are added and taken away
         value = lax.optimization_barrier(value)
-    return jnp.moveaxis(value.reshape(filled_dims)[tuple(map(slice, dims))].reshape(moved_shape), -1, lanes_dim)
+    return jnp.moveaxis(value.reshape(filled_dims)[tuple(map(slice, tile_dims))].reshape(moved_shape), -1, lanes_dim)
 
 
 def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
@@ -97,16 +97,16 @@ def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], 
     As it is, if that adds at most `MOST_PADDED` and the array is small; with the rows and columns that are missing, if
     the array is large; else as rows of `LANES`, of its own dims or of one dim in their place.
     """
-    tile_size, num_numbers = ROWS * LANES, math.prod(shard)
+    tile_size, num_entries = ROWS * LANES, math.prod(shard)
     tiled_shape = (*shard[:-2], *map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
     if default_platform() != "tpu":
         return shard, shard, False
-    if math.prod(tiled_shape) <= MOST_PADDED * num_numbers:
+    if math.prod(tiled_shape) <= MOST_PADDED * num_entries:
         return shard, tiled_shape if num_bytes >= PADDED_BYTES else shard, False
-    num_columns = _tiled(shard[-1], tile_size // math.gcd(num_numbers // shard[-1], tile_size))
+    num_columns = _tiled(shard[-1], tile_size // math.gcd(num_entries // shard[-1], tile_size))
     if num_columns <= MOST_PADDED * shard[-1]:
         return shard, (*shard[:-1], num_columns), True
-    return (num_numbers,), (_tiled(num_numbers, tile_size),), True
+    return (num_entries,), (_tiled(num_entries, tile_size),), True
 
 
 def _tiled(size: int, tile: int) -> int:
@@ -122,7 +122,7 @@ def as_stored(value: Array) -> Array:
     dim_order = list(range(value.ndim))
     if default_platform() == "tpu" and value.ndim > 1:
         pairs = [(row, lane) for lane in reversed(dim_order) for row in reversed(dim_order) if row != lane]
-        inner = min(pairs, key=lambda pair: _added(value.shape[pair[0]], ROWS) * _added(value.shape[pair[1]], LANES))
+        inner = min(pairs, key=lambda dims: _added(value.shape[dims[0]], ROWS) * _added(value.shape[dims[1]], LANES))
         dim_order = [*(dim for dim in dim_order if dim not in inner), *inner]
     return with_layout_constraint(value, Layout(major_to_minor=tuple(dim_order)))
 
@@ -134,12 +134,12 @@ def _added(size: int, tile: int) -> float:
 
 def _gather_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:
     """Returns the array that one tiled gather over the whole group would give."""
-    shape = (*value.shape[:dim], value.shape[dim] * math.prod(legs.parts), *value.shape[dim + 1 :])
+    full_shape = (*value.shape[:dim], value.shape[dim] * math.prod(legs.parts), *value.shape[dim + 1 :])
     for groups in reversed(legs.groups):
         value = lax.all_gather(value, axes, axis_index_groups=groups)
-    parts = [legs.parts[index] for index in legs.places]
-    value = value.reshape(*parts, *value.shape[len(legs.order) :])
-    return jnp.moveaxis(value, range(len(parts)), [dim + index for index in legs.places]).reshape(shape)
+    leg_sizes = [legs.parts[index] for index in legs.places]
+    value = value.reshape(*leg_sizes, *value.shape[len(legs.order) :])
+    return jnp.moveaxis(value, range(len(leg_sizes)), [dim + index for index in legs.places]).reshape(full_shape)
 
 
 def own_entries(numbers: Array, first: Array | int, size: int, *, elsewhere: int = 0) -> tuple[Array, Array]:
@@ -147,9 +147,9 @@ def own_entries(numbers: Array, first: Array | int, size: int, *, elsewhere: int
 
     Indices that it does not hold become ``elsewhere``.
     """
-    local = numbers - first
-    is_own = (local >= 0) & (local < size)
-    return jnp.where(is_own, local, elsewhere), is_own
+    local_index = numbers - first
+    is_own = (local_index >= 0) & (local_index < size)
+    return jnp.where(is_own, local_index, elsewhere), is_own
 
 
 def first_index(axes: tuple[str, ...], block_size: int) -> Array | int:

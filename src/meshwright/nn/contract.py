@@ -31,18 +31,18 @@ class Turned:
 
 def contract(equation: str, lhs: Array, rhs: Array | Turned, *, dtype: DTypeLike | None = None) -> Array:
     """Returns `jnp.einsum` of two arrays; the result and its sums have ``dtype``, by default the operands' own."""
-    factors, out = equation.split("->")
-    left, right = factors.split(",")
+    factor_dims, out = equation.split("->")
+    left, right = factor_dims.split(",")
     if isinstance(rhs, Turned):
         right, rhs = right[rhs.inputs :] + right[: rhs.inputs], rhs.array
         equation = f"{left},{right}->{out}"
-    shared = "".join(c for c in left if c in right)
-    batch = "".join(c for c in shared if c in out)
+    shared = "".join(dim for dim in left if dim in right)
+    batch = "".join(dim for dim in shared if dim in out)
     free, new = left.removesuffix(shared), right.removesuffix(shared)
     if free and new and (free + shared, new + shared, free + new) == (left, right, out) and default_platform() == "cpu":
-        rows, width = math.prod(lhs.shape[: len(free)]), math.prod(lhs.shape[len(free) :])
-        if lhs.dtype == rhs.dtype and lhs.dtype in (jnp.float32, jnp.bfloat16) and 4 * rows <= width:
-            product = _by_outputs(lhs.reshape(rows, width), rhs.reshape(-1, width)).astype(dtype or lhs.dtype)
+        num_rows, width = math.prod(lhs.shape[: len(free)]), math.prod(lhs.shape[len(free) :])
+        if lhs.dtype == rhs.dtype and lhs.dtype in (jnp.float32, jnp.bfloat16) and 4 * num_rows <= width:
+            product = _by_outputs(lhs.reshape(num_rows, width), rhs.reshape(-1, width)).astype(dtype or lhs.dtype)
             return product.reshape(*lhs.shape[: len(free)], *rhs.shape[: len(new)])
     ahead = batch + shared[len(batch) :]
     lhs_rest, rhs_rest = left[len(ahead) :], right[len(ahead) :]
@@ -64,8 +64,8 @@ def _by_outputs(rows: Array, matrix: Array) -> Array:
         return jnp.einsum("RD,FD->RF", rows, matrix)
     if len(rows) == 1:  # as a product XLA would widen the matrix
         # The rounding, which changes no entry, parts it from the product before; the barrier parts their rows.
-        row, matrix = lax.optimization_barrier((lax.reduce_precision(rows.astype(jnp.float32), 8, 7), matrix))
-        return lax.optimization_barrier(jnp.sum(matrix.astype(jnp.float32) * row, axis=1))[None]
+        row32, matrix = lax.optimization_barrier((lax.reduce_precision(rows.astype(jnp.float32), 8, 7), matrix))
+        return lax.optimization_barrier(jnp.sum(matrix.astype(jnp.float32) * row32, axis=1))[None]
     if len(rows) < 16 and rows.dtype == jnp.bfloat16 and "bf16" not in processor():
         return _narrow_product(("RD", "FD", "RF"), rows, matrix)
     rows = lax.optimization_barrier(rows)  # a transposition that is folded into such a product is not executed
@@ -78,40 +78,40 @@ def _narrow_product(letters: tuple[str, str, str], lhs: Array, rhs: Array) -> Ar
 
     XLA widens factors of which one has a single row, and two matrices of which one is transposed.
     """
-    left, right, out = letters
-    free = [c for c in left if c not in right]
-    lone_dim = free[:1] if math.prod(lhs.shape[left.index(c)] for c in free) == 1 else []
+    lhs_dims, rhs_dims, out_dims = letters
+    free_dims = [dim for dim in lhs_dims if dim not in rhs_dims]
+    lone_dim = free_dims[:1] if math.prod(lhs.shape[lhs_dims.index(dim)] for dim in free_dims) == 1 else []
     if lone_dim:
-        lhs = jnp.concatenate([lhs, lhs], left.index(lone_dim[0]))
+        lhs = jnp.concatenate([lhs, lhs], lhs_dims.index(lone_dim[0]))
     if lhs.ndim == 2:
         lhs = lax.optimization_barrier(lhs)  # a transposition that is folded into such a product is not executed
     if lhs.ndim == rhs.ndim == 2:
-        lhs, left, out = lhs[None], f"Z{left}", f"Z{out}"
-    product = jnp.einsum(f"{left},{right}->{out}", lhs, rhs, preferred_element_type=jnp.float32)
-    product = product[0] if out[0] == "Z" else product
+        lhs, lhs_dims, out_dims = lhs[None], f"Z{lhs_dims}", f"Z{out_dims}"
+    product = jnp.einsum(f"{lhs_dims},{rhs_dims}->{out_dims}", lhs, rhs, preferred_element_type=jnp.float32)
+    product = product[0] if out_dims[0] == "Z" else product
     return lax.slice_in_dim(product, 0, 1, axis=letters[2].index(lone_dim[0])) if lone_dim else product
 
 
 def _transposed_product(letters: tuple[str, str, str, str], out: str, lhs: Array, rhs: Array) -> Array:
     """Multiplies [batch, summed, first] and [batch, summed, second] after transposing the smaller factor."""
     batch, summed, lhs_rest, rhs_rest = letters
-    size_of = dict(zip(batch + summed + lhs_rest, lhs.shape, strict=True))
-    size_of |= zip(batch + summed + rhs_rest, rhs.shape, strict=True)
+    size_by_dim = dict(zip(batch + summed + lhs_rest, lhs.shape, strict=True))
+    size_by_dim |= zip(batch + summed + rhs_rest, rhs.shape, strict=True)
 
     def size(letters: str) -> int:
-        return math.prod(size_of[c] for c in letters)
+        return math.prod(size_by_dim[c] for c in letters)
 
     if size(lhs_rest) > size(rhs_rest):
         lhs, rhs, lhs_rest, rhs_rest = rhs, lhs, rhs_rest, lhs_rest
-    shape = [*(size_of[c] for c in batch), size(summed), -1]
+    batch_shape = [*(size_by_dim[c] for c in batch), size(summed), -1]
     # The barriers keep XLA from folding a transposition back into the product.
-    transposed = lax.optimization_barrier(jnp.swapaxes(lhs.reshape(shape), -1, -2))
-    product = jnp.matmul(transposed, rhs.reshape(shape))
-    dims = batch + lhs_rest + rhs_rest
-    if dims != out:
+    transposed = lax.optimization_barrier(jnp.swapaxes(lhs.reshape(batch_shape), -1, -2))
+    product = jnp.matmul(transposed, rhs.reshape(batch_shape))
+    product_dims = batch + lhs_rest + rhs_rest
+    if product_dims != out:
         product = lax.optimization_barrier(product)
-    product = product.reshape([size_of[c] for c in dims])
-    return jnp.transpose(product, [dims.index(c) for c in out])
+    product = product.reshape([size_by_dim[c] for c in product_dims])
+    return jnp.transpose(product, [product_dims.index(c) for c in out])
 
 
 FLOATS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): jnp.dtype(jnp.float8_e4m3fn)}

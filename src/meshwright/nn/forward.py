@@ -51,11 +51,11 @@ def run_stack(
         is_split = isinstance(weight, tuple)
         return weight[index] if is_split else lax.dynamic_index_in_dim(weight, index, keepdims=False)
 
-    def iteration(span: Span, carry: tuple[Array, _State], number: Array | int) -> tuple[tuple[Array, _State], None]:
+    def iteration(span: Span, carry: tuple[Array, _State], repeat: Array | int) -> tuple[tuple[Array, _State], None]:
         stream, state = carry
-        for position, kind in enumerate(span.pattern):
-            index = span.row(position, number)
-            if position and default_platform() == "cuda":
+        for kind_index, kind in enumerate(span.pattern):
+            index = span.row(kind_index, repeat)
+            if kind_index and default_platform() == "cuda":
                 # else the weights of all layers of the iteration are copied at its start
                 index = after(index, [stream])
             weights = {name: row(params[name], index) for name in blocks[kind].block.reads if name in params}
@@ -64,11 +64,11 @@ def run_stack(
 
     stream, _ = run_block(context, blocks[stack.first], {**given, **params})
     carry = stream, state
-    unrolled = any(isinstance(weight, tuple) for weight in params.values())
+    is_unrolled = any(isinstance(weight, tuple) for weight in params.values())
     for span in spans(stack.layers):
-        for number in range(span.repeats if unrolled else 0):
-            carry, _ = iteration(span, carry, number)
-        if unrolled:
+        for repeat in range(span.repeats if is_unrolled else 0):
+            carry, _ = iteration(span, carry, repeat)
+        if is_unrolled:
             continue
         carry, _ = lax.scan(partial(iteration, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
     stream, state = carry

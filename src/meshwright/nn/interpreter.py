@@ -35,22 +35,22 @@ def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str
     devices of experts run once more for every further round of an exchange.
     """
     env = dict(env)
-    for part, at_experts in _parts(list(steps)):
+    for part_steps, runs_at_experts in _parts(list(steps)):
         env_before = dict(env)
-        for step in part:
+        for step in part_steps:
             _run_step(context, step, env)
             if until and step.result.name == until:
                 return env
-        if at_experts:
-            _run_further_rounds(context, part, env_before, env)
+        if runs_at_experts:
+            _run_further_rounds(context, part_steps, env_before, env)
     return env
 
 
 def _run_step(context: Context, step: Step, env: Environment, *, taken: Array | None = None) -> None:
     """Adds the results of a step to ``env``, in the round of an exchange after ``taken`` rows if given."""
     with jax.named_scope(str(step.label)):
-        results = _results(context, step, [env[a] for a in step.inputs])
-    for array, value in zip((step.result, *step.more), results, strict=True):
+        result_values = _results(context, step, [env[a] for a in step.inputs])
+    for array, value in zip((step.result, *step.more), result_values, strict=True):
         if array is step.result and step.accumulates:
             value = env[array] + value
         if context.constrain and context.derived.declared.get(array.name) == array:
@@ -87,18 +87,18 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
 
     The number of rounds depends on the data. A round computes what it needs again, from the devices' own rows.
     """
-    results = [array for step in steps for array in step.results if not (has_slots(array) and array.axes_of("E"))]
-    inputs = (env[array] for step in steps for array in step.inputs)
-    route = next((value.route for value in inputs if isinstance(value, Ragged) and value.route), None)
-    if route is None or not results:
+    outputs = [array for step in steps for array in step.results if not (has_slots(array) and array.axes_of("E"))]
+    input_values = (env[array] for step in steps for array in step.inputs)
+    route = next((value.route for value in input_values if isinstance(value, Ragged) and value.route), None)
+    if route is None or not outputs:
         return
     held_arrays = {a: v for a, v in start.items() if not (has_slots(a) and a.axes_of("E"))}
     # rows of tokens are sorted again, so that they need no memory for rounds that seldom run
     known_arrays = {a: v for a, v in held_arrays.items() if not (has_slots(a) and len(a.dims) > 2)}
-    rerun_steps, missing = _needed(context, steps[0].block, results, known_arrays)
-    if missing:
+    rerun_steps, missing_arrays = _needed(context, steps[0].block, outputs, known_arrays)
+    if missing_arrays:
         # the second part of a split backward pass does not have the arrays that its rows were made from
-        known_arrays, (rerun_steps, _) = held_arrays, _needed(context, steps[0].block, results, held_arrays)
+        known_arrays, (rerun_steps, _) = held_arrays, _needed(context, steps[0].block, outputs, held_arrays)
     used_arrays = [array for array in known_arrays if any(array in step.inputs for step in rerun_steps)]
 
     def one_more(carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
@@ -106,13 +106,13 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
         round_env = {array: in_further_round(value, taken) for array, value in zip(used_arrays, values, strict=True)}
         for step in rerun_steps:
             _run_step(context, step, round_env, taken=taken)
-        room = replace(route, further=True).room
-        return taken + room, [total + round_env[array] for total, array in zip(sums, results, strict=True)]
+        num_rows = replace(route, further=True).room
+        return taken + num_rows, [total + round_env[array] for total, array in zip(sums, outputs, strict=True)]
 
-    after_first = (jnp.full((), route.room, jnp.int32), [env[array] for array in results])
+    after_first = (jnp.full((), route.room, jnp.int32), [env[array] for array in outputs])
     with jax.named_scope(FURTHER_ROUNDS):
         sums = jax.lax.while_loop(lambda carry: carry[0] < route.fullest, one_more, after_first)[1]
-    env |= zip(results, sums, strict=True)
+    env |= zip(outputs, sums, strict=True)
 
 
 def _needed(
@@ -126,14 +126,14 @@ def _needed(
         if not wanted_arrays.isdisjoint(step.results):
             needed_steps.insert(0, step)
             wanted_arrays.update(array for array in step.inputs if array not in known)
-    available, missing = set(known), set[ShardedArray]()
+    available_arrays, missing_arrays = set(known), set[ShardedArray]()
     rerun_steps = list[Step]()
     for step in needed_steps:
-        if not (step.only_moves and step.result in available):  # a gather of both passes runs once
+        if not (step.only_moves and step.result in available_arrays):  # a gather of both passes runs once
             rerun_steps.append(step)
-            missing |= set(step.inputs) - available
-            available.update(step.results)
-    return rerun_steps, missing
+            missing_arrays |= set(step.inputs) - available_arrays
+            available_arrays.update(step.results)
+    return rerun_steps, missing_arrays
 
 
 def run_update(
@@ -144,13 +144,13 @@ def run_update(
     By its name a step gets the newest array of a name: that of all layers, where elementwise steps are those of one.
     Collectives and products have labels of their own; elementwise steps share one.
     """
-    values = dict(env)
+    value_by_key = dict(env)
     for step in steps:
         is_labelled = step.is_collective or kind_of(step).flops is nothing
         with nullcontext() if is_labelled else jax.named_scope(str(step.label)):
-            results = _results(context, step, [values[key(array)] for array in step.inputs])
-        values |= zip(map(key, step.results), results, strict=True)
-    return values
+            results = _results(context, step, [value_by_key[key(array)] for array in step.inputs])
+        value_by_key |= zip(map(key, step.results), results, strict=True)
+    return value_by_key
 
 
 def _results(context: Context | UpdateContext | None, step: Step, inputs: list[Array]) -> tuple[Array, ...]:

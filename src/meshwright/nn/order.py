@@ -16,15 +16,15 @@ _Values = TypeVar("_Values")
 def never(arrays: Iterable[Array]) -> Array:
     """Returns False once the arrays exist, which no compiler knows beforehand."""
     # without the barrier libtpu sends a scatter of which one number is read as a whole all-reduce
-    barred = lax.optimization_barrier(list(arrays))
-    total = sum((array.reshape(-1)[0].astype(jnp.float32) for array in barred), start=jnp.zeros(()))
-    return jnp.isnan(total) & jnp.isinf(total)
+    barred_arrays = lax.optimization_barrier(list(arrays))
+    entry_sum = sum((array.reshape(-1)[0].astype(jnp.float32) for array in barred_arrays), start=jnp.zeros(()))
+    return jnp.isnan(entry_sum) & jnp.isinf(entry_sum)
 
 
 def after(values: _Values, arrays: Iterable[Array]) -> _Values:
     """Returns the same values, from which nothing is computed before the arrays exist."""
-    false = never(arrays)
-    return jax.tree.map(lambda value: jnp.where(false, jnp.zeros_like(value), value), values)
+    is_never = never(arrays)
+    return jax.tree.map(lambda value: jnp.where(is_never, jnp.zeros_like(value), value), values)
 
 
 def sum_of_halves(x: Array) -> Array:
@@ -32,10 +32,10 @@ def sum_of_halves(x: Array) -> Array:
 
     The order of XLA's own reductions on CPUs depends on the other dims, so that a row's sum depends on its batch.
     """
-    while (size := x.shape[-1]) > 1:
-        half, rest = divmod(size, 2)
-        summed = x[..., :half] + x[..., half : 2 * half]
-        x = jnp.concatenate([summed, x[..., 2 * half :]], axis=-1) if rest else summed
+    while (width := x.shape[-1]) > 1:
+        half_len, is_odd = divmod(width, 2)
+        summed = x[..., :half_len] + x[..., half_len : 2 * half_len]
+        x = jnp.concatenate([summed, x[..., 2 * half_len :]], axis=-1) if is_odd else summed
     return x
 
 

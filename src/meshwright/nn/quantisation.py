@@ -34,17 +34,17 @@ LARGEST_OF = {"int8": 127, "int4": 7, "fp8": 448}
 
 def absmax_scale(x: Float[Array, "..."], axes: tuple[int, ...], dtype: str = "int8") -> Float[Array, "..."]:
     """Returns the scale of each group of entries along ``axes`` in float32; 1 for a group of zeros."""
-    largest = jnp.max(jnp.abs(x), axis=axes).astype(jnp.float32)
-    return jnp.where(largest > 0, largest / LARGEST_OF[dtype], 1.0)
+    max_abs = jnp.max(jnp.abs(x), axis=axes).astype(jnp.float32)
+    return jnp.where(max_abs > 0, max_abs / LARGEST_OF[dtype], 1.0)
 
 
 def quantise(
     x: Float[Array, "..."], scale: Float[Array, "..."], axes: tuple[int, ...], dtype: str = "int8"
 ) -> Num[Array, "..."]:
     """Returns x / scale, rounded to values of the dtype; ``scale`` has no dims for ``axes``."""
-    scaled_x, largest = x.astype(jnp.float32) / jnp.expand_dims(scale, axes), LARGEST_OF[dtype]
+    scaled_x, max_value = x.astype(jnp.float32) / jnp.expand_dims(scale, axes), LARGEST_OF[dtype]
     rounded = scaled_x if dtype == "fp8" else jnp.round(scaled_x)
-    return jnp.clip(rounded, -largest, largest).astype(STORED_DTYPES[dtype])
+    return jnp.clip(rounded, -max_value, max_value).astype(STORED_DTYPES[dtype])
 
 
 def dequantised(
@@ -57,39 +57,39 @@ def dequantised(
     axis = next((i for i, dim in enumerate(dims, len(layer_dims)) if f"{dim}g" in of_scale), None)
     if axis is None:
         return values.astype(jnp.float32) * scale
-    ahead, behind = values.shape[:axis], values.shape[axis + 1 :]
-    groups = values.reshape(*ahead, scale.shape[axis], -1, *behind)
+    lead_shape, trail_shape = values.shape[:axis], values.shape[axis + 1 :]
+    grouped = values.reshape(*lead_shape, scale.shape[axis], -1, *trail_shape)
     if values.dtype == jnp.uint8:
-        signed = groups.astype(jnp.int8)
-        groups = jnp.concatenate([(signed << 4) >> 4, signed >> 4], axis + 1)
-    return (groups.astype(jnp.float32) * jnp.expand_dims(scale, axis + 1)).reshape(*ahead, -1, *behind)
+        signed_bytes = grouped.astype(jnp.int8)
+        grouped = jnp.concatenate([(signed_bytes << 4) >> 4, signed_bytes >> 4], axis + 1)
+    return (grouped.astype(jnp.float32) * jnp.expand_dims(scale, axis + 1)).reshape(*lead_shape, -1, *trail_shape)
 
 
 def quantised_base(model: Model) -> Quantised:
     """Returns the frozen matrices that training has in int8 or int4."""
     variables = transformer(model).variables
-    pairs = {name.replace("_scale", "", 1): name for name, row in rows(model).items() if row.part == "scale"}
-    return {name: (variables[name], variables[scale]) for name, scale in pairs.items()}
+    scale_by_weight = {name.replace("_scale", "", 1): name for name, row in rows(model).items() if row.part == "scale"}
+    return {name: (variables[name], variables[scale]) for name, scale in scale_by_weight.items()}
 
 
 def quantise_params(model: Model, params: Mapping[str, Array], quantised: Quantised) -> Params:
     """Returns values and scales of the weights that are quantised; other weights are unchanged."""
     arrays = dict(params)
-    for name, (weight, scale) in quantised.items():
+    for name, (weight_row, scale_row) in quantised.items():
         array = params[name].astype(jnp.float32)
-        layer_dims = ("",) * (array.ndim - len(weight.dims))
-        dims, scale_dims = (*layer_dims, *weight.dims), (*layer_dims, *scale.dims)
+        layer_dims = ("",) * (array.ndim - len(weight_row.dims))
+        dims, scale_dims = (*layer_dims, *weight_row.dims), (*layer_dims, *scale_row.dims)
         num_groups = [
             size if dim in scale_dims else model.dims[f"{dim}g"] if f"{dim}g" in scale_dims else 1
             for dim, size in zip(dims, array.shape, strict=True)
         ]
         # a dim is its groups and their entries
         split_shape = [part for size, n in zip(array.shape, num_groups, strict=True) for part in (n, size // n)]
-        split, entry_axes = array.reshape(split_shape), tuple(range(1, len(split_shape), 2))
-        scales = absmax_scale(split, entry_axes, weight.dtype)
+        grouped_values, entry_axes = array.reshape(split_shape), tuple(range(1, len(split_shape), 2))
+        scales = absmax_scale(grouped_values, entry_axes, weight_row.dtype)
         shape = [n for n, dim in zip(num_groups, dims, strict=True) if dim in scale_dims or f"{dim}g" in scale_dims]
-        values = quantise(split, scales, entry_axes, weight.dtype).reshape(array.shape)
-        arrays |= {name: values, scale.name: scales.reshape(shape)}
+        values = quantise(grouped_values, scales, entry_axes, weight_row.dtype).reshape(array.shape)
+        arrays |= {name: values, scale_row.name: scales.reshape(shape)}
     return arrays
 
 
@@ -125,21 +125,21 @@ def stored_params(model: Model, params: Mapping[str, Array], dtype: WeightDtype)
     """
     quantised = quantised_weights(model, dtype)
     arrays = quantise_params(model, params, quantised)
-    for name, (weight, scale) in quantised.items():
-        if weight.dtype == "int4":
-            axis = next(i for i, dim in enumerate(weight.dims) if f"{dim}g" in scale.dims)
-            groups = model.dims[f"{weight.dims[axis]}g"]
-            arrays[name] = pairs(arrays[name], arrays[name].ndim - len(weight.dims) + axis, groups)
+    for name, (weight_row, scale_row) in quantised.items():
+        if weight_row.dtype == "int4":
+            group_axis = next(i for i, dim in enumerate(weight_row.dims) if f"{dim}g" in scale_row.dims)
+            num_groups = model.dims[f"{weight_row.dims[group_axis]}g"]
+            arrays[name] = pairs(arrays[name], arrays[name].ndim - len(weight_row.dims) + group_axis, num_groups)
     return arrays
 
 
 def pairs(values: Int[Array, "..."], axis: int, groups: int) -> Int[Array, "..."]:
     """Returns int4 values as bytes: of each group along ``axis`` the first half is in the low bits, the other in the
     high bits, so that no dim of two entries is made of them, which fills few lanes of a TPU."""
-    ahead, behind = values.shape[:axis], values.shape[axis + 1 :]
-    split = values.astype(jnp.uint8).reshape(*ahead, groups, 2, -1, *behind)
-    low, high = (lax.index_in_dim(split, half, axis + 1, keepdims=False) for half in (0, 1))
-    return ((low & 15) | (high << 4)).reshape(*ahead, -1, *behind)
+    leading_shape, trailing_shape = values.shape[:axis], values.shape[axis + 1 :]
+    grouped_halves = values.astype(jnp.uint8).reshape(*leading_shape, groups, 2, -1, *trailing_shape)
+    low_half, high_half = (lax.index_in_dim(grouped_halves, half, axis + 1, keepdims=False) for half in (0, 1))
+    return ((low_half & 15) | (high_half << 4)).reshape(*leading_shape, -1, *trailing_shape)
 
 
 def param_shapes(

@@ -31,10 +31,10 @@ def param_shapes(
     model: Model, *, dtype: jnp.dtype = jnp.float32, mesh: Mapping[str, int] = {}
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the global shapes of all arrays; with a ``mesh``, V is padded to a multiple of its ``tensor``."""
-    size = held_dims(model.dims, mesh)["V"]
+    vocab = held_dims(model.dims, mesh)["V"]
 
     def shape(weight: Weight) -> tuple[int, ...]:
-        dims = tuple(size if dim == "V" else length for dim, length in zip(weight.dims, weight.shape, strict=True))
+        dims = tuple(vocab if dim == "V" else dim_len for dim, dim_len in zip(weight.dims, weight.shape, strict=True))
         return (weight.repeat, *dims) if weight.layers else dims
 
     return {
@@ -49,12 +49,12 @@ def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> P
     Base weights are the same with and without adapters, and not quantised; scales are left out. Under `jax.jit` with
     ``out_shardings`` each device draws its own shards only.
     """
-    key = jax.random.key(seed)
+    root_key = jax.random.key(seed)
     return {
-        name: _initial(model, weight, jax.random.fold_in(key, index)).astype(
+        name: _initial(model, weight, jax.random.fold_in(root_key, weight_index)).astype(
             jnp.float32 if weight.dtype == "fp32" else dtype
         )
-        for index, (name, weight) in enumerate((n, w) for n, w in rows(model).items() if w.part != "scale")
+        for weight_index, (name, weight) in enumerate((n, w) for n, w in rows(model).items() if w.part != "scale")
     }
 
 
@@ -65,8 +65,8 @@ def _initial(model: Model, weight: Weight, key: Array) -> Array:
     shape = stacked_shape(weight)
     if weight.part == "adapter":
         bound = np.prod(weight.shape[:-1]) ** -0.5
-        into_rank = weight.dims[-1] == "Ra"
-        return jax.random.uniform(key, shape, jnp.float32, -bound, bound) if into_rank else jnp.zeros(shape)
+        is_into_rank = weight.dims[-1] == "Ra"
+        return jax.random.uniform(key, shape, jnp.float32, -bound, bound) if is_into_rank else jnp.zeros(shape)
     if weight.part == "norm" and not weight.name.endswith("_bias"):
         return jnp.zeros(shape) if model.norm_unit_offset else jnp.ones(shape)
     if weight.kind == "vector" and weight.name != "layers.shared.gate":

@@ -79,8 +79,8 @@ class BlockPasses:
     @cached_property
     def entering(self) -> str:
         """The stream that enters the block; "" for the first block."""
-        stacks, name = self.derived.program.stacks, self.steps.block.name
-        return next((stack.carry for stack in stacks if name in (*stack.layers, stack.last)), "")
+        stacks, block_name = self.derived.program.stacks, self.steps.block.name
+        return next((stack.carry for stack in stacks if block_name in (*stack.layers, stack.last)), "")
 
     @cached_property
     def further(self) -> tuple[str, ...]:
@@ -100,18 +100,18 @@ class BlockPasses:
     @cached_property
     def gathers(self) -> tuple[Step, ...]:
         """Forward steps that only gather weights, and so can run before the stream arrives."""
-        return tuple(s for s in self.steps.forward if s.result.name in self.weights)
+        return tuple(step for step in self.steps.forward if step.result.name in self.weights)
 
     def gather(self, weights: Mapping[str, Array]) -> Ready:
         """Returns the results of `gathers`."""
-        env = run(self.context, self.gathers, {self.derived.declared[n]: weights[n] for n in self.weights})
+        env = run(self.context, self.gathers, {self.derived.declared[name]: weights[name] for name in self.weights})
         return tuple(env[step.result] for step in self.gathers)
 
     def _environment(self, weights: Mapping[str, Array], inputs: Inputs) -> Environment:
-        declared = self.derived.declared
-        array_of = declared | {name: shared.given for name, shared in self.derived.shared.items()}
-        env = {declared[name]: weights[name] for name in self.weights}
-        return env | {array_of[name]: value for name, value in inputs.items() if name in declared}
+        declared_arrays = self.derived.declared
+        array_of = declared_arrays | {name: shared_result.given for name, shared_result in self.derived.shared.items()}
+        env = {declared_arrays[name]: weights[name] for name in self.weights}
+        return env | {array_of[name]: array for name, array in inputs.items() if name in declared_arrays}
 
     def _run(self, steps: Sequence[Step], env: Environment, ready: Ready | None) -> Environment:
         """Runs the steps, except those whose results are ``ready``."""
@@ -162,15 +162,15 @@ class BlockPasses:
         dfurther = {name: shared[name].cotangent for name in self.further}
         env |= {dresult: cotangents.stream} | {dfurther[name]: value for name, value in cotangents.further.items()}
         env = self._run(self._backward_at(self._split.inputs) if split else once_per_layer(steps), env, ready)
-        stream = env[cotangent_of(self.derived, self.entering)] if self.entering else None
+        dstream = env[cotangent_of(self.derived, self.entering)] if self.entering else None
         grads_or_operands = tuple(env[array] for array in self.handed) if split else self._gradients(env)
-        return Cotangents(stream, {name: env[array] for name, array in dfurther.items()}), grads_or_operands
+        return Cotangents(dstream, {name: env[array] for name, array in dfurther.items()}), grads_or_operands
 
     def _gradients(self, env: Environment) -> Params:
         """Returns the gradients, as `gradient_arrays` has them, and `counts`, which microbatches sum like gradients."""
-        arrays = gradient_arrays(self.derived)
-        gradients = {name: env[arrays[name]] for name in trained_of(self.derived, self.steps)}
-        return gradients | {n: env[a] for n, a in self.counts.items()}
+        array_by_name = gradient_arrays(self.derived)
+        gradients = {name: env[array_by_name[name]] for name in trained_of(self.derived, self.steps)}
+        return gradients | {name: env[array] for name, array in self.counts.items()}
 
     # -- the backward pass in two parts -------------------------------------------------------------
 
@@ -179,15 +179,15 @@ class BlockPasses:
         assert self.steps.split is not None
         return self.steps.split
 
-    def _backward_at(self, places: Sequence[int]) -> tuple[Step, ...]:
+    def _backward_at(self, step_indices: Sequence[int]) -> tuple[Step, ...]:
         """Returns the backward steps of these indices, without recomputation, which `SegmentLoop` runs."""
-        return tuple(self.steps.backward[place] for place in places if place >= self.steps.num_again)
+        return tuple(self.steps.backward[index] for index in step_indices if index >= self.steps.num_again)
 
     @property
     def handed(self) -> tuple[ShardedArray, ...]:
         """Operands of the second part that the first computes, and the router's counts, which the second returns."""
-        counts = (array for array in self.counts.values() if array not in self._split.handed)
-        return (*self._split.handed, *counts)
+        count_arrays = (array for array in self.counts.values() if array not in self._split.handed)
+        return (*self._split.handed, *count_arrays)
 
     def weight_backward(self, weights: Params, inputs: Inputs, handed: Sequence[Array]) -> Params:
         """Returns the gradients from what `backward` returned with ``split``."""
@@ -223,25 +223,25 @@ def moved_in_pieces(
     Gathered at once, GPUs hold all of them beside the weights, once more in the layout of a gather, and libtpu copies
     the old weights. The layout that a piece is gathered into does not reach the whole weight.
     """
-    moved = {name: shard for name, shard in shards.items() if not moves[name]}
-    cut_of = {
+    moved_params = {name: shard for name, shard in shards.items() if not moves[name]}
+    cut_by_name = {
         name: (0, shards[name].shape[0]) if name in stacked else cut(shards[name].shape, into[name].shape)
         for name in shards
-        if name not in moved
+        if name not in moved_params
     }
-    for count in {count for _, count in cut_of.values()}:
-        dim_of = {name: dim for name, (dim, num_pieces) in cut_of.items() if num_pieces == count}
+    for count in {count for _, count in cut_by_name.values()}:
+        dim_by_name = {name: dim for name, (dim, num_pieces) in cut_by_name.items() if num_pieces == count}
 
-        def one_piece(number: Array, whole: Params, own: dict[str, int] = dim_of, count: int = count) -> Params:
+        def one_piece(number: Array, whole: Params, own: dict[str, int] = dim_by_name, count: int = count) -> Params:
             for name, dim in own.items():
-                size = shards[name].shape[dim] // count
-                piece = lax.dynamic_slice_in_dim(shards[name], number * size, size, dim)
+                piece_len = shards[name].shape[dim] // count
+                piece = lax.dynamic_slice_in_dim(shards[name], number * piece_len, piece_len, dim)
                 part = as_stored(apply_collectives(moves[name], piece, leading=int(name in stacked)))
-                whole |= {name: as_stored(lax.dynamic_update_slice_in_dim(whole[name], part, number * size, dim))}
+                whole |= {name: as_stored(lax.dynamic_update_slice_in_dim(whole[name], part, number * piece_len, dim))}
             return whole  # in the stored layout: else GPUs hold transposed copies of the weights
 
-        moved |= lax.fori_loop(0, count, one_piece, {name: as_stored(into[name]) for name in dim_of})
-    return {name: moved[name] for name in shards}
+        moved_params |= lax.fori_loop(0, count, one_piece, {name: as_stored(into[name]) for name in dim_by_name})
+    return {name: moved_params[name] for name in shards}
 
 
 def cut(shard: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:

@@ -48,42 +48,42 @@ def microbatch_gradients(
     With ``overlapped`` each layer adds its gradients to the ``earlier`` ones and runs their collectives of scope "step"
     as soon as it has computed them.
     """
-    results, saved = _forward(passes, params, inputs)
+    results, stack_saved = _forward(passes, params, inputs)
     cotangents, end_grads, layer_grads = dict(dloss), Params(), Params()
     num_uses = Counter(name for stack in passes.stacks for block in stack.ends for name in block.weights)
     # gradients of embeddings come last, and those of weights that several ends use
-    embed_weights = {name for stack in passes.stacks if stack.stack.first for name in stack.embed.weights}
-    late_weights = {name for name, count in num_uses.items() if count > 1} | embed_weights
-    for stack, (embed_saved, layers_saved, head_saved) in reversed(list(zip(passes.stacks, saved, strict=True))):
+    embed_names = {name for stack in passes.stacks if stack.stack.first for name in stack.embed.weights}
+    late_names = {name for name, uses in num_uses.items() if uses > 1} | embed_names
+    for stack, (embed_saved, layers_saved, head_saved) in reversed(list(zip(passes.stacks, stack_saved, strict=True))):
         # else compilers keep logits until they compute the loss, which no layer needs, and exponentials for both passes
         cotangent = after(cotangents[stack.head.result], [results[stack.head.result]])
         cotangent, head_saved = lax.optimization_barrier((cotangent, head_saved))
         head_cotangents = Cotangents(cotangent, {})
         (cotangent, _), head_grads = stack.head.backward(params, results, head_saved, head_cotangents)
         if overlapped:
-            ready_grads = {n: g for n, g in head_grads.items() if n not in late_weights}
+            ready_grads = {n: g for n, g in head_grads.items() if n not in late_names}
             head_grads |= once_per_step(passes.derived, _with_earlier(ready_grads, earlier), stacked=frozenset())
         # else compilers put the products off until all layers have run, and hold the cotangent of the logits for them
         cotangent = after(cotangent, head_grads.values())
         # Layers add to the cotangents of the results of earlier stacks.
-        dfurther = {name: jnp.zeros_like(results[name]) for name in stack.stack.inputs}
-        (cotangent, dfurther), grads = stack.layers_backward(
-            params, results, layers_saved, Cotangents(cotangent, dfurther), earlier=earlier, overlapped=overlapped
+        dresults = {name: jnp.zeros_like(results[name]) for name in stack.stack.inputs}
+        (cotangent, dresults), stack_grads = stack.layers_backward(
+            params, results, layers_saved, Cotangents(cotangent, dresults), earlier=earlier, overlapped=overlapped
         )
         if stack.stack.first:
             _, embed_grads = stack.embed.backward(params, results, embed_saved, Cotangents(cotangent, {}))
         else:
-            embed_grads, dfurther = {}, {stack.stack.carry: cotangent}  # its stream is an earlier stack's result
-        cotangents = summed(cotangents, dfurther)
-        end_grads, layer_grads = summed(end_grads, head_grads, embed_grads), layer_grads | grads
+            embed_grads, dresults = {}, {stack.stack.carry: cotangent}  # its stream is an earlier stack's result
+        cotangents = summed(cotangents, dresults)
+        end_grads, layer_grads = summed(end_grads, head_grads, embed_grads), layer_grads | stack_grads
     if overlapped:
-        late_grads = {n: g for n, g in end_grads.items() if n in late_weights}
+        late_grads = {n: g for n, g in end_grads.items() if n in late_names}
         end_grads |= once_per_step(passes.derived, _with_earlier(late_grads, earlier), stacked=frozenset())
     return {name: results[name] for name in dloss}, summed(end_grads, layer_grads)
 
 
-def _with_earlier(grads: Params, earlier: Params | None) -> Params:
-    return summed(grads, {name: grad for name, grad in (earlier or {}).items() if name in grads})
+def _with_earlier(grads: Params, earlier_grads: Params | None) -> Params:
+    return summed(grads, {name: grad for name, grad in (earlier_grads or {}).items() if name in grads})
 
 
 def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> Array:
@@ -93,7 +93,7 @@ def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> Array:
 
 def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, list[Tree]]:
     """Returns the inputs with the results of all stacks added, and the activations that each stack saves."""
-    results, saved = dict(inputs), []
+    results, saved_by_stack = dict(inputs), []
     for stack in passes.stacks:
         embeds, head = stack.stack.first, stack.head
         stream, embed_saved = stack.embed.forward(params, results, None) if embeds else (results[stack.stack.carry], ())
@@ -102,17 +102,17 @@ def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, li
         tied_names = {step.result.name for step in head.gathers} & {*stack.embed.weights} if embeds else ()
         params = params | after({name: params[name] for name in tied_names}, [stream])
         results[head.result], head_saved = head.forward(params, results, stream)
-        saved.append((embed_saved, layers_saved, head_saved))
-    return results, saved
+        saved_by_stack.append((embed_saved, layers_saved, head_saved))
+    return results, saved_by_stack
 
 
 def summed(*parts: Params) -> Params:
     """Adds gradients by name: a weight that several parts of a program use (tied embeddings) gets the sum."""
-    total: Params = {}
-    for part in parts:
-        for name, grad in part.items():
-            total[name] = total[name] + grad if name in total else grad
-    return total
+    grad_sums: Params = {}
+    for part_grads in parts:
+        for name, grad in part_grads.items():
+            grad_sums[name] = grad_sums[name] + grad if name in grad_sums else grad
+    return grad_sums
 
 
 def step_gradients(
@@ -123,17 +123,17 @@ def step_gradients(
 
     Gradients are summed in float32 if there are several microbatches or the training state has float32 gradients.
     """
-    sync = strategy.gradient_sync
-    loss, grads = _over_microbatches(
-        passes, params, inputs, dloss, count=strategy.num_microbatches, overlapped=sync == "overlapped"
+    sync_kind = strategy.gradient_sync
+    losses, grads = _over_microbatches(
+        passes, params, inputs, dloss, count=strategy.num_microbatches, overlapped=sync_kind == "overlapped"
     )
     if strategy.state == "bf16-master-fp32-grads":
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    if sync == "naive":
+    if sync_kind == "naive":
         grads = once_per_step(passes.derived, grads, stacked=stacked)
-    elif sync == "bucketed":
+    elif sync_kind == "bucketed":
         grads = in_buckets(passes.derived, grads, stacked=stacked, bucket_bytes=strategy.bucket_bytes)
-    return loss, grads
+    return losses, grads
 
 
 def _over_microbatches(
@@ -149,15 +149,15 @@ def _over_microbatches(
 
     def body(carry: LossAndGradients, part: Inputs) -> tuple[LossAndGradients, None]:
         # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
-        loss, grads = gradients_of(*lax.optimization_barrier((params, part)))
-        return jax.tree.map(jnp.add, carry, (loss, barrier(grads))), None
+        losses, grads = gradients_of(*lax.optimization_barrier((params, part)))
+        return jax.tree.map(jnp.add, carry, (losses, barrier(grads))), None
 
-    shapes = jax.eval_shape(lambda part: gradients_of(params, part)[1], jax.tree.map(lambda a: a[0], microbatches))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
-    start = {name: jnp.zeros(()) for name in dloss}, zeros
+    grad_shapes = jax.eval_shape(lambda part: gradients_of(params, part)[1], jax.tree.map(lambda a: a[0], microbatches))
+    zero_grads = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), grad_shapes)
+    start_carry = {name: jnp.zeros(()) for name in dloss}, zero_grads
     if not overlapped:
-        return lax.scan(body, start, microbatches)[0]
-    (earlier_loss, grads), _ = lax.scan(body, start, jax.tree.map(lambda a: a[:-1], microbatches))
+        return lax.scan(body, start_carry, microbatches)[0]
+    (earlier_losses, grads), _ = lax.scan(body, start_carry, jax.tree.map(lambda a: a[:-1], microbatches))
     last_operands = (params, jax.tree.map(lambda a: a[-1], microbatches), grads)
 
     def run(given: Tree, *_: Tree) -> LossAndGradients:  # zeros are replaced, not added to
@@ -168,8 +168,8 @@ def _over_microbatches(
     # while those of the previous one are still live. No compiler unrolls this loop.
     false = never(list(grads.values()))  # constant zeros would be made, and held, from the start
     empty_results = jax.tree.map(lambda s: jnp.full(s.shape, false, s.dtype), jax.eval_shape(run, last_operands))
-    loss, grads = at_most_once(1 - false.astype(jnp.int32), run, last_operands, *empty_results)
-    return summed(earlier_loss, loss), grads
+    losses, grads = at_most_once(1 - false.astype(jnp.int32), run, last_operands, *empty_results)
+    return summed(earlier_losses, losses), grads
 
 
 def barrier(grads: Tree) -> Tree:
@@ -204,25 +204,25 @@ def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -
 
 def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], bucket_bytes: int) -> Params:
     """Returns what `once_per_step` does; gradients that need only an all-reduce share buckets of ``bucket_bytes``."""
-    steps = step_steps(derived)
+    steps_by_name = step_steps(derived)
     names_by_axes: dict[tuple[str, ...], list[str]] = {}
     for name in grads:
-        if [step.op for step in steps.get(name, ())] == ["all_reduce"]:
-            names_by_axes.setdefault(steps[name][0].axes, []).append(name)
-    bucketed = {name for names in names_by_axes.values() for name in names}
-    reduced = once_per_step(derived, {n: g for n, g in grads.items() if n not in bucketed}, stacked=stacked)
+        if [step.op for step in steps_by_name.get(name, ())] == ["all_reduce"]:
+            names_by_axes.setdefault(steps_by_name[name][0].axes, []).append(name)
+    bucketed_names = {name for names in names_by_axes.values() for name in names}
+    reduced_grads = once_per_step(derived, {n: g for n, g in grads.items() if n not in bucketed_names}, stacked=stacked)
     for names in names_by_axes.values():
-        buckets, room_bytes = [list[str]()], bucket_bytes
+        name_buckets, room_bytes = [list[str]()], bucket_bytes
         for name in names:  # in order; a new bucket begins where the next array would not fit
-            size = grads[name].size * grads[name].dtype.itemsize
-            if buckets[-1] and size > room_bytes:
-                buckets, room_bytes = [*buckets, []], bucket_bytes
-            buckets[-1].append(name)
-            room_bytes -= size
-        for bucket in buckets:
+            num_bytes = grads[name].size * grads[name].dtype.itemsize
+            if name_buckets[-1] and num_bytes > room_bytes:
+                name_buckets, room_bytes = [*name_buckets, []], bucket_bytes
+            name_buckets[-1].append(name)
+            room_bytes -= num_bytes
+        for bucket in name_buckets:
             flat, unflatten = ravel_pytree([grads[name] for name in bucket])
-            reduced |= zip(bucket, unflatten(apply_collectives(steps[bucket[0]], flat)), strict=True)
-    return reduced
+            reduced_grads |= zip(bucket, unflatten(apply_collectives(steps_by_name[bucket[0]], flat)), strict=True)
+    return reduced_grads
 
 
 def squared_norm(
@@ -232,9 +232,9 @@ def squared_norm(
 
     The weights of layers, ``stacked``, are not replicated over the pipeline.
     """
-    total = jnp.zeros((), jnp.float32)
+    squared_total = jnp.zeros((), jnp.float32)
     for name, grad in grads.items():
         split_axes = {*shards[name].spread, *(("pipeline",) if name in stacked else ())}
-        num_copies = math.prod(size for axis, size in mesh.items() if axis not in split_axes)
-        total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / num_copies
-    return total
+        num_copies = math.prod(axis_size for axis, axis_size in mesh.items() if axis not in split_axes)
+        squared_total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / num_copies
+    return squared_total

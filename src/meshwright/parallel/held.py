@@ -28,8 +28,8 @@ def without_split(shapes: Shapes, held: Shapes, specs: Mapping[str, PartitionSpe
     return {
         name: PartitionSpec(
             *(
-                part if size == held_size else None  # the model's own size has other parts, or unequal ones
-                for part, size, held_size in zip(specs[name], shapes[name].shape, held[name].shape, strict=True)
+                dim_axes if size == held_size else None  # the model's own size has other parts, or unequal ones
+                for dim_axes, size, held_size in zip(specs[name], shapes[name].shape, held[name].shape, strict=True)
             )
         )
         for name in shapes.keys() & specs.keys()
@@ -41,26 +41,26 @@ def resized(params: Params, before: Shapes, after: Shapes, specs: Mapping[str, P
 
     An array on devices keeps its sharding, except that dims that change are sharded as in ``specs``.
     """
-    changed = {
+    changed_params = {
         name: _resized(array, before[name].shape, after[name].shape, specs[name])
         for name, array in params.items()
         if before[name].shape != after[name].shape and len(before[name].shape) == array.ndim
     }
-    return params | changed
+    return params | changed_params
 
 
-def _resized(array: Array, before: tuple[int, ...], after: tuple[int, ...], spec: PartitionSpec) -> Array:
-    dims = zip(array.shape, before, after, strict=True)
+def _resized(array: Array, old_dims: tuple[int, ...], new_dims: tuple[int, ...], spec: PartitionSpec) -> Array:
+    dim_sizes = zip(array.shape, old_dims, new_dims, strict=True)
     # an optimizer's mean over a dim has size 1 in that dim, and keeps it
-    shape = tuple(new if size == old else size for size, old, new in dims)
+    shape = tuple(new if size == old else size for size, old, new in dim_sizes)
 
     def resize(array: Array) -> Array:
-        cut = array[tuple(slice(0, size) for size in shape)]
-        return jnp.pad(cut, [(0, size - old) for size, old in zip(shape, cut.shape, strict=True)])
+        cut_array = array[tuple(slice(0, size) for size in shape)]
+        return jnp.pad(cut_array, [(0, size - cut_size) for size, cut_size in zip(shape, cut_array.shape, strict=True)])
 
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding) or isinstance(array, jax.core.Tracer):
         return resize(array)
     held = (*sharding.spec, *[None] * array.ndim)
-    new_axes = (part if new == old else axis for part, axis, new, old in zip(held, spec, after, before, strict=False))
-    return jax.jit(resize, out_shardings=NamedSharding(sharding.mesh, PartitionSpec(*new_axes)))(array)
+    axes = (part if new == old else axis for part, axis, new, old in zip(held, spec, new_dims, old_dims, strict=False))
+    return jax.jit(resize, out_shardings=NamedSharding(sharding.mesh, PartitionSpec(*axes)))(array)

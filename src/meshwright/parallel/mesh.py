@@ -49,12 +49,12 @@ def keep_compiled_programs(folder: Path) -> None:
     """
     if jax.config.values["jax_compilation_cache_dir"]:
         return
-    target = folder / "xla"
+    target_folder = folder / "xla"
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        target_folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return
-    jax.config.update("jax_compilation_cache_dir", str(target))
+    jax.config.update("jax_compilation_cache_dir", str(target_folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
@@ -73,24 +73,24 @@ def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
         # pipeline aborted, hung or gave another loss, so programs on several CPU devices are always compiled.
         jax.config.update("jax_enable_compilation_cache", False)
         reset_cache()  # JAX asks once, at its first program, whether there is a cache
-    grid = np.array(usable[:needed]).reshape(tuple(axes.values()))
-    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    device_grid = np.array(usable[:needed]).reshape(tuple(axes.values()))
+    return Mesh(device_grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def strategy_mesh(strategy: Strategy) -> Mesh:
     """Returns the mesh of a strategy on the devices of all processes; on TPUs in the order of its placement, if it has
     one."""
     devices = jax.devices()
-    chips = in_order(devices)
-    if chips and len(chips) == strategy.num_chips and any(strategy.placement.values()):
-        devices = [chips[number] for number in mesh_order(strategy.mesh, strategy.placement).ravel()]
+    chip_devices = in_order(devices)
+    if chip_devices and len(chip_devices) == strategy.num_chips and any(strategy.placement.values()):
+        devices = [chip_devices[chip_index] for chip_index in mesh_order(strategy.mesh, strategy.placement).ravel()]
     return device_mesh(strategy.mesh, devices)
 
 
 def in_order(devices: Sequence[Any]) -> list[Any]:
     """Returns one device of each TPU chip, row-major over slices and physical axes, last to first; none for others."""
-    chips = [device for device in devices if device.platform == "tpu" and device.core_on_chip == 0]
-    return sorted(chips, key=lambda device: (getattr(device, "slice_index", 0) or 0, *reversed(device.coords)))
+    tpu_devices = [device for device in devices if device.platform == "tpu" and device.core_on_chip == 0]
+    return sorted(tpu_devices, key=lambda device: (getattr(device, "slice_index", 0) or 0, *reversed(device.coords)))
 
 
 def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
@@ -110,13 +110,13 @@ def compiler_options(mesh: Mesh | AbstractMesh) -> GivenOptions:
         options = options_of(chip_of_kind(device.device_kind).name)
     except InputError:  # a chip that is not in the catalogue
         options = {}
-    flags = (os.environ.get(name, "").split() for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"))
-    user_flags = {flag.removeprefix("--").split("=")[0] for words in flags for flag in words}
+    flag_lists = (os.environ.get(name, "").split() for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"))
+    user_flags = {flag.removeprefix("--").split("=")[0] for flag_words in flag_lists for flag in flag_words}
     return _accepted(device, tuple((name, value) for name, value in options.items() if name not in user_flags))
 
 
 @cache
-def _accepted(device: jax.Device, wanted: tuple[tuple[str, OptionValue], ...]) -> GivenOptions:
+def _accepted(device: jax.Device, choices: tuple[tuple[str, OptionValue], ...]) -> GivenOptions:
     """Tries the options on a program of one number."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
 
@@ -128,18 +128,18 @@ def _accepted(device: jax.Device, wanted: tuple[tuple[str, OptionValue], ...]) -
             return False
         return True
 
-    if not wanted or takes(dict(wanted)):
-        return GivenOptions(dict(wanted))
-    accepted = {name: value for name, value in wanted if takes({name: value})}  # all are refused where one is
-    return GivenOptions(accepted, tuple(name for name, _ in wanted if name not in accepted))
+    if not choices or takes(dict(choices)):
+        return GivenOptions(dict(choices))
+    accepted = {name: value for name, value in choices if takes({name: value})}  # all are refused where one is
+    return GivenOptions(accepted, tuple(name for name, _ in choices if name not in accepted))
 
 
 def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Tree, platform: str = "") -> jax.stages.Lowered:
     """Lowers a jitted program for ``platform`` if given, else for that of its mesh, which then has devices."""
     device = None if platform else mesh.devices.flat[0]
-    target = platform or platform_of(device)
-    with traced_for(target, device):
-        return program.trace(*arguments).lower(lowering_platforms=(target,) if platform else None)
+    target_platform = platform or platform_of(device)
+    with traced_for(target_platform, device):
+        return program.trace(*arguments).lower(lowering_platforms=(target_platform,) if platform else None)
 
 
 def partition_spec(array: ShardedArray, *, stacked: bool = False, layers: str | None = None) -> PartitionSpec:

@@ -46,12 +46,12 @@ def state_specs(state: Tree, params: Params | Shapes, param_specs: Mapping[str, 
     """
 
     def spec(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-        name = weight_of(path, param_specs)
-        if name is None or len(leaf.shape) != len(params[name].shape):
+        weight_name = weight_of(path, param_specs)
+        if weight_name is None or len(leaf.shape) != len(params[weight_name].shape):
             return PartitionSpec()
-        axes = [*param_specs[name], *[None] * len(leaf.shape)]
-        dims = zip(leaf.shape, params[name].shape, axes, strict=False)
-        return PartitionSpec(*(part if size == weight_size else None for size, weight_size, part in dims))
+        padded_axes = [*param_specs[weight_name], *[None] * len(leaf.shape)]
+        sizes_and_axes = zip(leaf.shape, params[weight_name].shape, padded_axes, strict=False)
+        return PartitionSpec(*(axis if size == weight_size else None for size, weight_size, axis in sizes_and_axes))
 
     return jax.tree_util.tree_map_with_path(spec, state)
 
@@ -61,13 +61,13 @@ def plain_optimizer(transformation: optax.GradientTransformation, kind: str = "a
     without communication."""
 
     def update(grads: Params, state: Tree, params: Params, *layout: UpdateLayout) -> tuple[Params, Tree]:
-        changes, state = transformation.update(grads, state, params)
-        return optax.apply_updates(params, changes), state
+        param_updates, state = transformation.update(grads, state, params)
+        return optax.apply_updates(params, param_updates), state
 
     return Optimizer(transformation.init, update, kind)
 
 
 def weight_of(path: KeyPath, names: Collection[str]) -> str | None:
     """Returns the weight to which an array of a state belongs: the last key on its path that names one, or None."""
-    keys = [key.key for key in path if isinstance(key, DictKey) and key.key in names]
-    return keys[-1] if keys else None
+    weight_names = [key.key for key in path if isinstance(key, DictKey) and key.key in names]
+    return weight_names[-1] if weight_names else None

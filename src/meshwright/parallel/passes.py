@@ -67,12 +67,12 @@ class LayerLoop:
         self, weights: IterationParams, stream: Array, ready: tuple[Ready, ...] | None = None, *, again: bool = False
     ) -> tuple[Array, tuple[Tree, ...]]:
         """Returns the stream after one iteration, and its saved activations; ``again`` during its backward pass."""
-        saved = []
-        for number, kind in enumerate(self.span.pattern):
-            params, gathered = weights[number], ready[number] if ready else None
-            stream, results = self.blocks[kind].forward(params, self.inputs, stream, ready=gathered, again=again)
-            saved.append(results)
-        return stream, tuple(saved)
+        saved_layers = []
+        for position, kind in enumerate(self.span.pattern):
+            params, layer_ready = weights[position], ready[position] if ready else None
+            stream, layer_saved = self.blocks[kind].forward(params, self.inputs, stream, ready=layer_ready, again=again)
+            saved_layers.append(layer_saved)
+        return stream, tuple(saved_layers)
 
     def iteration_back(
         self,
@@ -109,7 +109,7 @@ class LayerLoop:
 
     def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Tree]:
         """Returns the stream after the span, and what the backward pass needs."""
-        return lax.scan(lambda x, number: self.iteration(weights(number), x), stream, self.numbers, unroll=self.unroll)
+        return lax.scan(lambda x, index: self.iteration(weights(index), x), stream, self.numbers, unroll=self.unroll)
 
     def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
         """Returns the carry after all iterations, and with ``split`` the operands of `weight_backward`."""
@@ -121,8 +121,8 @@ class LayerLoop:
         """Returns the carry after some iterations, and with ``split`` the operands of `weight_backward`."""
 
         def back(carry: Carry, given: Tree) -> tuple[Carry, Tree]:
-            number, results = given
-            return self.carried_back(number, weights, results, carry, earlier)
+            index, iteration_saved = given
+            return self.carried_back(index, weights, iteration_saved, carry, earlier)
 
         return lax.scan(back, carry, (numbers, saved), reverse=True, unroll=self.unroll)
 
@@ -151,8 +151,8 @@ class LayerLoop:
         """Returns the gradients of all layers with those of the span, from what `backward` returned with ``split``."""
 
         def iteration(grads: Params, given: Tree) -> tuple[Params, None]:
-            number, operands = given
-            return self.written(grads, number, self.weights_back(weights(number), operands)), None
+            index, operands = given
+            return self.written(grads, index, self.weights_back(weights(index), operands)), None
 
         return lax.scan(iteration, grads, (self.numbers, handed))[0]
 
@@ -170,24 +170,24 @@ class SegmentLoop(LayerLoop):
 
     def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Tree]:
         def segment(stream: Array, numbers: Array) -> tuple[Array, Array]:
-            (entry,) = self.blocks[self.span.pattern[0]].moved((stream,), jax.memory.Space.Host)
-            return lax.scan(lambda x, n: (self.iteration(weights(n), x)[0], None), stream, numbers)[0], entry
+            (entry_stream,) = self.blocks[self.span.pattern[0]].moved((stream,), jax.memory.Space.Host)
+            return lax.scan(lambda x, n: (self.iteration(weights(n), x)[0], None), stream, numbers)[0], entry_stream
 
-        saved = []
-        for part in self._cut():
-            stream, entries = lax.scan(segment, stream, part)
-            saved.append(entries)
-        return stream, saved
+        entries_by_part = []
+        for part_numbers in self._cut():
+            stream, entries = lax.scan(segment, stream, part_numbers)
+            entries_by_part.append(entries)
+        return stream, entries_by_part
 
     def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
         def segment(carry: Carry, given: Tree) -> tuple[Carry, Tree]:
-            numbers, entry = given
-            (stream,) = self.blocks[self.span.pattern[0]].moved((entry,), jax.memory.Space.Device)
+            numbers, entry_stream = given
+            (stream,) = self.blocks[self.span.pattern[0]].moved((entry_stream,), jax.memory.Space.Device)
             return self.segment_back(numbers, stream, weights, carry, earlier)
 
         part_operands = list[Tree]()
-        for part in reversed(list(zip(self._cut(), saved, strict=True))):
-            carry, operands = lax.scan(segment, carry, part, reverse=True)
+        for part_inputs in reversed(list(zip(self._cut(), saved, strict=True))):
+            carry, operands = lax.scan(segment, carry, part_inputs, reverse=True)
             part_operands.insert(0, jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), operands))
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *part_operands)
 
@@ -199,15 +199,15 @@ class SegmentLoop(LayerLoop):
         def again(stream: Array, number: Array) -> tuple[Array, tuple[Tree, ...]]:
             return self.iteration(weights(number), stream, again=True)
 
-        _, results = lax.scan(again, after(stream, [carry[0].stream]), numbers)  # else compilers run it early
-        return self.backward_over(numbers, weights, results, carry, earlier)
+        _, saved_stacks = lax.scan(again, after(stream, [carry[0].stream]), numbers)  # else compilers run it early
+        return self.backward_over(numbers, weights, saved_stacks, carry, earlier)
 
     def _cut(self) -> list[Array]:
         """Returns numbers of whole segments, [segments, iterations], and of a shorter last one for the remainder."""
-        iterations = self.span.iterations(self.layers)
-        num_whole = self.span.repeats // iterations * iterations
-        parts = self.numbers[:num_whole].reshape(-1, iterations), self.numbers[num_whole:].reshape(1, -1)
-        return [part for part in parts if part.size]
+        num_iterations = self.span.iterations(self.layers)
+        num_whole = self.span.repeats // num_iterations * num_iterations
+        number_parts = self.numbers[:num_whole].reshape(-1, num_iterations), self.numbers[num_whole:].reshape(1, -1)
+        return [part for part in number_parts if part.size]
 
 
 class RerunLoop(SegmentLoop):
@@ -223,19 +223,19 @@ class RerunLoop(SegmentLoop):
             return self.iteration(weights(number), stream, again=True)[0], None
 
         def kept(place: int, position: int, cotangents: Cotangents) -> Saved:
-            x, iterations = after((stream, numbers), [cotangents.stream])  # else all layers run again at once
+            x, iteration_numbers = after((stream, numbers), [cotangents.stream])  # else all layers run again at once
             if place:
-                x, _ = lax.scan(again, x, iterations[:place])
-            for kind, params in zip(self.span.pattern[:position], weights(iterations[place]), strict=False):
+                x, _ = lax.scan(again, x, iteration_numbers[:place])
+            for kind, params in zip(self.span.pattern[:position], weights(iteration_numbers[place]), strict=False):
                 x, _ = self.blocks[kind].forward(params, self.inputs, x, again=True)
             return tuple(x for _ in self.blocks[self.span.pattern[position]].steps.kept)
 
         iteration_operands = list[Tree]()
-        for place in reversed(range(len(numbers))):
-            saved = tuple(partial(kept, place, position) for position in range(len(self.span.pattern)))
+        for index in reversed(range(len(numbers))):
+            saved_functions = tuple(partial(kept, index, position) for position in range(len(self.span.pattern)))
             # else gathers of a layer's weights are shared with those of an earlier rerun, and held until then
-            number = after(numbers[place], [carry[0].stream])
-            carry, operands = self.carried_back(number, weights, saved, carry, earlier)
+            iteration_number = after(numbers[index], [carry[0].stream])
+            carry, operands = self.carried_back(iteration_number, weights, saved_functions, carry, earlier)
             iteration_operands.insert(0, operands)
         return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *iteration_operands)
 
@@ -247,24 +247,24 @@ class AheadLoop(LayerLoop):
         def iteration(carry: Tree, number: Array) -> tuple[Tree, Tree]:
             stream, ready = carry
             next_ready = self.gather(weights(number + 1))
-            stream, saved = self.iteration(weights(number), stream, ready)
-            return (stream, next_ready), saved
+            stream, activations = self.iteration(weights(number), stream, ready)
+            return (stream, next_ready), activations
 
-        (stream, ready), saved = lax.scan(iteration, (stream, self.gather(weights(0))), self.numbers[:-1])
-        stream, results = self.iteration(weights(self.span.repeats - 1), stream, ready)
-        return stream, (saved, results, ready)
+        (stream, ready), saved_stacks = lax.scan(iteration, (stream, self.gather(weights(0))), self.numbers[:-1])
+        stream, last_saved = self.iteration(weights(self.span.repeats - 1), stream, ready)
+        return stream, (saved_stacks, last_saved, ready)
 
     def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
         def back(state: Tree, given: Tree) -> tuple[Tree, Tree]:
             carry, ready = state
-            number, results = given
-            next_ready = self.gather(weights(number - 1))
-            carry, operands = self.carried_back(number, weights, results, carry, earlier, ready)
+            index, iteration_saved = given
+            next_ready = self.gather(weights(index - 1))
+            carry, operands = self.carried_back(index, weights, iteration_saved, carry, earlier, ready)
             return (carry, next_ready), operands
 
-        (saved_before, results, ready), num_iterations = saved, self.span.repeats
+        (saved_before, last_saved, ready), num_iterations = saved, self.span.repeats
         next_ready = self.gather(weights(num_iterations - 2)) if num_iterations > 1 else ready
-        carry, last_operands = self.carried_back(num_iterations - 1, weights, results, carry, earlier, ready)
+        carry, last_operands = self.carried_back(num_iterations - 1, weights, last_saved, carry, earlier, ready)
         operands = [_at(last_operands, None)]
         if num_iterations > 2:
             middle_inputs = self.numbers[1:-1], _at(saved_before, slice(1, None))
@@ -310,7 +310,7 @@ class Passes:
     @cached_property
     def stacks(self) -> tuple["Passes", ...]:
         """The passes of every stack of the program, in order."""
-        return tuple(replace(self, number=number) for number in range(len(self.derived.program.stacks)))
+        return tuple(replace(self, number=stack_index) for stack_index in range(len(self.derived.program.stacks)))
 
     @property
     def embed(self) -> BlockPasses:
@@ -334,29 +334,29 @@ class Passes:
 
     def _loop(self, span: Span, inputs: Inputs, **choices: Any) -> LayerLoop:
         """Returns the loop over a span. A segment "sqrt" has about sqrt(L) of a device's L layers."""
-        options: dict[str, Any] = {"span": span, "blocks": self._blocks, "inputs": inputs, **choices}
+        loop_options: dict[str, Any] = {"span": span, "blocks": self._blocks, "inputs": inputs, **choices}
         segment, rerun = next((steps.segment, steps.rerun) for steps in self.derived.blocks if steps.block.carry)
         if segment == "sqrt":
             segment = max(1, round(math.sqrt(sum(span.num_layers for span in self.spans))))
         if segment is not None:
-            return (SegmentLoop if rerun is None else RerunLoop)(layers=int(segment), **options)
+            return (SegmentLoop if rerun is None else RerunLoop)(layers=int(segment), **loop_options)
         if self.ahead:
-            return AheadLoop(**options)
+            return AheadLoop(**loop_options)
         # On one CPU device copies cost compute time, and there are no collectives to count in loops. Where layers are
         # recomputed, the compiler merges both computations in an unrolled loop, and a program of ten layers needs four
         # times the memory of the loop.
-        recomputes = any(block.computes_again for block in self._blocks.values())
+        has_recompute = any(block.computes_again for block in self._blocks.values())
         is_one_cpu = default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1
-        is_unrolled = is_one_cpu and not recomputes and span.repeats <= MAX_WRITTEN_OUT
-        return LayerLoop(unroll=span.repeats if is_unrolled else 1, **options)
+        is_unrolled = is_one_cpu and not has_recompute and span.repeats <= MAX_WRITTEN_OUT
+        return LayerLoop(unroll=span.repeats if is_unrolled else 1, **loop_options)
 
     def layers_forward(self, params: Params, inputs: Inputs, stream: Array) -> tuple[Array, tuple[Tree, ...]]:
         """Returns the stream after all layers, and the activations that each span saves."""
-        saved = []
+        saved_by_span = []
         for span in self.spans:
-            stream, results = self._loop(span, inputs).forward(self._iterations(span, params), stream)
-            saved.append(results)
-        return stream, tuple(saved)
+            stream, span_saved = self._loop(span, inputs).forward(self._iterations(span, params), stream)
+            saved_by_span.append(span_saved)
+        return stream, tuple(saved_by_span)
 
     def layers_backward(
         self,
@@ -376,26 +376,26 @@ class Passes:
         """
 
         def finished(grads: Params, earlier: Params | None) -> Params:
-            steps = step_steps(self.derived)
-            total = grads if earlier is None else jax.tree.map(jnp.add, earlier, grads)
-            return {name: apply_collectives(steps.get(name, ()), grad) for name, grad in total.items()}
+            steps_by_name = step_steps(self.derived)
+            total_grads = grads if earlier is None else jax.tree.map(jnp.add, earlier, grads)
+            return {name: apply_collectives(steps_by_name.get(name, ()), grad) for name, grad in total_grads.items()}
 
         finish = finished if overlapped else None
 
         def iteration(_: int, loop: LayerLoop) -> IterationParams:  # only its shapes are needed, by `_zeros`
             weights, earlier_grads = self._iterations(loop.span, params), self._earlier(loop.span, earlier)
-            results = loop.iteration(weights(0), cotangents.stream)[1]
-            return loop.iteration_back(0, weights, results, cotangents, earlier_grads)[1]
+            saved_arrays = loop.iteration(weights(0), cotangents.stream)[1]
+            return loop.iteration_back(0, weights, saved_arrays, cotangents, earlier_grads)[1]
 
-        grads = self._zeros(inputs, iteration, cotangents.stream, finish=finish)
-        return self._backward(params, inputs, saved, (cotangents, grads), earlier, finish=finish)[0]
+        zero_grads = self._zeros(inputs, iteration, cotangents.stream, finish=finish)
+        return self._backward(params, inputs, saved, (cotangents, zero_grads), earlier, finish=finish)[0]
 
     def input_backward(
         self, params: Params, inputs: Inputs, saved: Sequence[Tree], cotangents: Cotangents
     ) -> tuple[Cotangents, tuple[Tree, ...]]:
         """Returns the cotangents of the stream that entered the first layer, and the operands of `weight_backward`."""
-        (cotangents, _), handed = self._backward(params, inputs, saved, (cotangents, {}), None, split=True)
-        return cotangents, handed
+        (cotangents, _), operands_by_span = self._backward(params, inputs, saved, (cotangents, {}), None, split=True)
+        return cotangents, operands_by_span
 
     def weight_backward(self, params: Params, inputs: Inputs, handed: Sequence[Tree]) -> Params:
         """Returns gradients stacked as the weights are."""
@@ -418,12 +418,12 @@ class Passes:
         **choices: Any,
     ) -> tuple[Carry, tuple[Tree, ...]]:
         """Returns the carry after all layers, and for each span, with ``split``, the operands of `weight_backward`."""
-        span_handed: tuple[Tree, ...] = ()
+        operands_by_span: tuple[Tree, ...] = ()
         for span, results in reversed(list(zip(self.spans, saved, strict=True))):
             loop = self._loop(span, inputs, **choices)
             carry, handed = loop.backward(self._iterations(span, params), results, carry, self._earlier(span, earlier))
-            span_handed = (handed, *span_handed)
-        return carry, span_handed
+            operands_by_span = (handed, *operands_by_span)
+        return carry, operands_by_span
 
     def _zeros(
         self, inputs: Inputs, iteration: Callable[[int, LayerLoop], IterationParams], array: Array, **choices: Any
@@ -431,15 +431,15 @@ class Passes:
         """Returns zeros for the gradients of all layers, made after an array. ``iteration`` returns those of one
         iteration of the loop over a span, by the span's number."""
         num_rows = Counter(kind for span in self.spans for kind in span.pattern * span.repeats)
-        zeros = Params()  # constant ones are made early, and held through all layers
-        for number, span in enumerate(self.spans):
-            shapes = jax.eval_shape(partial(iteration, number, self._loop(span, inputs, **choices)))
-            for kind, structs in zip(span.pattern, shapes, strict=True):
-                zeros |= {n: zeros_after((num_rows[kind], *g.shape), g.dtype, array) for n, g in structs.items()}
-        return zeros
+        zero_grads = Params()  # constant ones are made early, and held through all layers
+        for span_index, span in enumerate(self.spans):
+            layer_shapes = jax.eval_shape(partial(iteration, span_index, self._loop(span, inputs, **choices)))
+            for kind, structs in zip(span.pattern, layer_shapes, strict=True):
+                zero_grads |= {n: zeros_after((num_rows[kind], *g.shape), g.dtype, array) for n, g in structs.items()}
+        return zero_grads
 
-    def _earlier(self, span: Span, earlier: Params | None) -> LayerWeights:
-        return (lambda number: None) if earlier is None else self._iterations(span, earlier)
+    def _earlier(self, span: Span, earlier_grads: Params | None) -> LayerWeights:
+        return (lambda number: None) if earlier_grads is None else self._iterations(span, earlier_grads)
 
     def _iterations(self, span: Span, params: Params) -> LayerWeights:
         """Returns the weights of a span by iteration, a dict for each layer of its pattern."""
@@ -449,4 +449,4 @@ class Passes:
             names = (name for name in (*block.weights, *block.counts) if name in params)
             return {name: as_stored(lax.dynamic_index_in_dim(params[name], row, keepdims=False)) for name in names}
 
-        return lambda number: tuple(of_layer(i, kind, number) for i, kind in enumerate(span.pattern))
+        return lambda iteration_index: tuple(of_layer(i, kind, iteration_index) for i, kind in enumerate(span.pattern))

@@ -51,14 +51,14 @@ def find_processes(env: Mapping[str, str]) -> Processes | None:
 
 
 def _own(env: Mapping[str, str]) -> Processes:
-    on_kubernetes = PROCESS not in env and KUBERNETES_INDEX in env
-    index_name = KUBERNETES_INDEX if on_kubernetes else PROCESS
+    is_kubernetes = PROCESS not in env and KUBERNETES_INDEX in env
+    index_name = KUBERNETES_INDEX if is_kubernetes else PROCESS
     if env.get(PROCESSES) == "1":  # needs no coordinator
         return Processes(source="meshwright", count=1, index=0, coordinator=None)
     for name in (PROCESSES, index_name, COORDINATOR):
         if not env.get(name):
             raise InputError(f"{name} is not set. Set {PROCESSES}, {PROCESS} and {COORDINATOR} together, or none.")
-    source: Launcher = "Kubernetes" if on_kubernetes else "meshwright"
+    source: Launcher = "Kubernetes" if is_kubernetes else "meshwright"
     return _processes(env, source, count=PROCESSES, index=index_name, coordinator=env[COORDINATOR])
 
 
@@ -76,16 +76,16 @@ def _rank(env: Mapping[str, str]) -> Processes:
 
 def _open_mpi(env: Mapping[str, str]) -> Processes:
     """Reads the variables of Open MPI 5, which no longer names the address of mpirun, as JAX's own detection needs."""
-    size_name, index_name, local_size, local_index = (
-        f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
+    size_name, index_name, local_size_name, local_index_name = (
+        f"OMPI_COMM_WORLD_{suffix}" for suffix in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
     )
-    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(local_size) == env[size_name] else "")
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(local_size_name) == env[size_name] else "")
     if not host:
         raise InputError("Open MPI runs on several hosts and MASTER_ADDR is not set. Add: -x MASTER_ADDR=<first host>.")
     # One port for all processes of a job, above the range that systems hand out: 61440 to 65535.
     job_name = env.get("PMIX_NAMESPACE", "")
     port = _number(env, "MASTER_PORT", 61440 + zlib.crc32(job_name.encode()) % 4096)
-    local = (local_index, local_size)
+    local = (local_index_name, local_size_name)
     return _processes(env, "Open MPI", count=size_name, index=index_name, coordinator=f"{host}:{port}", local=local)
 
 
@@ -99,13 +99,13 @@ def _processes(
     local: tuple[str, str] | None = None,
 ) -> Processes:
     """Returns the processes from these variables; each has one accelerator if its host has several processes."""
-    total, own_index = _number(env, count), _number(env, index)
-    if own_index >= total:
-        raise InputError(f"{index}={own_index} must be less than {count}={total}. Number processes from 0.")
-    shares_host = local is not None and local[0] in env and _number(env, local[1], total) > 1
+    num_processes, own_index = _number(env, count), _number(env, index)
+    if own_index >= num_processes:
+        raise InputError(f"{index}={own_index} must be less than {count}={num_processes}. Number processes from 0.")
+    shares_host = local is not None and local[0] in env and _number(env, local[1], num_processes) > 1
     return Processes(
         source=source,
-        count=total,
+        count=num_processes,
         index=own_index,
         coordinator=f"{coordinator}:{DEFAULT_PORT}" if coordinator and ":" not in coordinator else coordinator,
         local_devices=(_number(env, local[0]),) if local and shares_host else None,

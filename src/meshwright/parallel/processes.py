@@ -27,10 +27,10 @@ def start_processes(env: Mapping[str, str] = os.environ) -> int:
         return 1
     if jax.distributed.is_initialized():  # JAX refuses a second call
         return processes.count
-    options: dict[str, Any] = {}
+    init_options: dict[str, Any] = {}
     if processes.coordinator is not None:
         # Without "deactivate" JAX asks its own detectors too, and some of those reach out to the network.
-        options = {
+        init_options = {
             "coordinator_address": processes.coordinator,
             "num_processes": processes.count,
             "process_id": processes.index,
@@ -38,11 +38,11 @@ def start_processes(env: Mapping[str, str] = os.environ) -> int:
             "cluster_detection_method": "deactivate",
         }
     try:
-        jax.distributed.initialize(**options, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
+        jax.distributed.initialize(**init_options, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
     except RuntimeError as error:
-        where = processes.coordinator or "the first node"
+        address = processes.coordinator or "the first node"
         raise CannotRunError(
-            f"process {processes.index} of {processes.count} ({processes.source}) cannot join the others at {where}: "
+            f"process {processes.index} of {processes.count} ({processes.source}) cannot join the others at {address}: "
             f"{str(error).splitlines()[0]}"
         ) from None
     return processes.count
@@ -63,17 +63,17 @@ def shared(make: Callable[[], str]) -> str:
     """Returns what ``make`` returns in process 0 in every process; raises its InputError or CannotRunError in all."""
     if jax.process_count() == 1:
         return make()
-    answer = ""
+    answer_text = ""
     if is_first():
         try:
-            answer = "=" + make()  # the first character tells answers from errors
+            answer_text = "=" + make()  # the first character tells answers from errors
         except (InputError, CannotRunError) as error:  # raised after the broadcast: the others wait for it
-            answer = type(error).__name__[0] + str(error)
-    answer = _broadcast(answer)
-    for kind in (InputError, CannotRunError):
-        if answer[0] == kind.__name__[0]:
-            raise kind(answer[1:])
-    return answer[1:]
+            answer_text = type(error).__name__[0] + str(error)
+    answer_text = _broadcast(answer_text)
+    for error_type in (InputError, CannotRunError):
+        if answer_text[0] == error_type.__name__[0]:
+            raise error_type(answer_text[1:])
+    return answer_text[1:]
 
 
 def first_error(check: Callable[[], object]) -> str:
@@ -85,21 +85,21 @@ def first_error(check: Callable[[], object]) -> str:
         message = str(error)
     if jax.process_count() == 1:
         return message
-    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(message))))
-    if not failed.size:
+    failed_processes = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(message))))
+    if not failed_processes.size:
         return ""
-    return _broadcast(message, source=int(failed[0]))  # one sender, the same in all processes
+    return _broadcast(message, source=int(failed_processes[0]))  # one sender, the same in all processes
 
 
 def _broadcast(text: str, *, source: int = 0) -> str:
-    encoded = text.encode() if jax.process_index() == source else b""
-    assert len(encoded) <= LONGEST_SHARED_BYTES, len(encoded)
+    text_bytes = text.encode() if jax.process_index() == source else b""
+    assert len(text_bytes) <= LONGEST_SHARED_BYTES, len(text_bytes)
     buffer = np.zeros(LONGEST_SHARED_BYTES, np.uint8)  # the others do not know how long the text is
-    buffer[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    answer = np.asarray(multihost_utils.broadcast_one_to_all(buffer, is_source=jax.process_index() == source)).astype(
-        np.uint8
-    )
-    return answer.tobytes().rstrip(b"\0").decode()
+    buffer[: len(text_bytes)] = np.frombuffer(text_bytes, np.uint8)
+    received_bytes = np.asarray(
+        multihost_utils.broadcast_one_to_all(buffer, is_source=jax.process_index() == source)
+    ).astype(np.uint8)
+    return received_bytes.tobytes().rstrip(b"\0").decode()
 
 
 def stop_is_agreed(step: int) -> bool:

@@ -118,10 +118,10 @@ class TrainStep:
         self.mesh = mesh or strategy_mesh(strategy)
         self.program = transformer(model, options)
         self.declared = derive(self.program, executed, optimizer=self.optimizer.kind)
-        size_of = held_dims(model.dims, strategy.mesh)
+        size_by_dim = held_dims(model.dims, strategy.mesh)
         for block in self.declared.blocks:
             for array in (step.result for step in (*block.forward, *block.backward)):
-                check(array, {**dict.fromkeys(array.dims, 0), **size_of}, strategy.mesh)
+                check(array, {**dict.fromkeys(array.dims, 0), **size_by_dim}, strategy.mesh)
         self.dtype = DTYPES[strategy.state_dtype]
         self.shards = self.declared.shards
         self.compiler = compiler_options(self.mesh)
@@ -166,15 +166,15 @@ class TrainStep:
     @property
     def update_layout(self) -> UpdateLayout:
         """The derived steps that update the shards of the weights."""
-        steps = {name: parts.update for name, parts in weight_updates(self.declared).items()}
-        return UpdateLayout(steps, self.mesh, self.shard_specs)
+        steps_by_name = {name: weight_steps.update for name, weight_steps in weight_updates(self.declared).items()}
+        return UpdateLayout(steps_by_name, self.mesh, self.shard_specs)
 
     @cached_property
     def batch_specs(self) -> dict[str, PartitionSpec]:
         """Shardings of the arrays of a batch."""
         names = (variable.name for variable in self.program.of_role("input", "position"))
-        arrays = {name: partition_spec(self.declared.declared[name]) for name in names}
-        return arrays | dict.fromkeys(self.counts.values(), PartitionSpec())
+        spec_by_name = {name: partition_spec(self.declared.declared[name]) for name in names}
+        return spec_by_name | dict.fromkeys(self.counts.values(), PartitionSpec())
 
     @property
     def counts(self) -> dict[str, str]:
@@ -195,8 +195,8 @@ class TrainStep:
             without_split(shapes, self.param_shapes, held_specs) for held_specs in (self.param_specs, self.shard_specs)
         )
         trained_shapes = self.trained(shapes)
-        state = State(shapes, jax.eval_shape(self.optimizer.init, trained_shapes))
-        return state, self._shardings(State(param_specs, self.optimizer.specs(trained_shapes, shard_specs)))
+        state_shapes = State(shapes, jax.eval_shape(self.optimizer.init, trained_shapes))
+        return state_shapes, self._shardings(State(param_specs, self.optimizer.specs(trained_shapes, shard_specs)))
 
     @cached_property
     def state_shapes(self) -> State:
@@ -261,8 +261,8 @@ class TrainStep:
             if arrays[name].shape != expected or not np.issubdtype(dtype, np.integer):
                 raise InputError(f"{name} of the batch is {dtype}{arrays[name].shape}. Give whole numbers {expected}.")
         if self.model.mtp_layers:
-            following = np.minimum(np.arange(shape[1]) + 1, shape[1] - 1)
-            arrays = second_labels(arrays, {n: a[:, following] for n, a in arrays.items() if a.shape == shape}) | arrays
+            next_pos = np.minimum(np.arange(shape[1]) + 1, shape[1] - 1)
+            arrays = second_labels(arrays, {n: a[:, next_pos] for n, a in arrays.items() if a.shape == shape}) | arrays
         for name in self.counts.values():
             arrays.setdefault(name, np.asarray(np.count_nonzero(arrays[name.removeprefix("num_")] >= 0), np.float32))
         order = self.token_order(shape[1])
@@ -280,24 +280,24 @@ class TrainStep:
 
         Weights that are ``given``, in the order and the shapes of the model, replace drawn ones.
         """
-        sharding_of = self.canonical[1].params
-        given_params = jax.device_put(given or {}, {name: sharding_of[name] for name in given or {}})
+        sharding_by_name = self.canonical[1].params
+        given_params = jax.device_put(given or {}, {name: sharding_by_name[name] for name in given or {}})
         params = self._first_params(seed, given_params)
         return State(params, self.init_optimizer(params))
 
     @cached_property
     def _first_params(self) -> Callable[[int, Params], Params]:
         def make(seed: int, given: Params) -> Params:
-            drawn = init_params(self.model, seed, dtype=self.dtype)
-            return self.from_canonical(quantise_params(self.model, drawn | given, quantised_base(self.model)))
+            drawn_params = init_params(self.model, seed, dtype=self.dtype)
+            return self.from_canonical(quantise_params(self.model, drawn_params | given, quantised_base(self.model)))
 
         return jax.jit(make, out_shardings=self.state_shardings.params)
 
     def from_canonical(self, params: Params) -> Params:
         """Returns weights, or arrays like them, as this mesh holds them: with layers in the order of a pipeline's
         stages, and the stages and the vocabulary padded with zeros."""
-        padded = resized(params, self.canonical[0].params, self.param_shapes, self.param_specs)
-        return self.pipeline.in_stage_order(padded) if self.pipeline else padded
+        padded_params = resized(params, self.canonical[0].params, self.param_shapes, self.param_specs)
+        return self.pipeline.in_stage_order(padded_params) if self.pipeline else padded_params
 
     def to_canonical(self, params: Params) -> Params:
         """Returns weights, or arrays like them, in the order and the shapes of the model."""
@@ -319,20 +319,20 @@ class TrainStep:
 
     def batch_shapes(self, batch_seqs: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the global shapes and dtypes of a batch."""
-        dims = {**self.model.dims, "B": batch_seqs, "T": seq_len}
-        shape_of = {v.name: tuple(dims[dim] for dim in v.dims) for v in self.program.of_role("input", "position")}
-        structs = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shape_of.items()}
-        return structs | dict.fromkeys(self.counts.values(), jax.ShapeDtypeStruct((), jnp.float32))
+        sizes = {**self.model.dims, "B": batch_seqs, "T": seq_len}
+        shapes = {var.name: tuple(sizes[dim] for dim in var.dims) for var in self.program.of_role("input", "position")}
+        struct_by_name = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+        return struct_by_name | dict.fromkeys(self.counts.values(), jax.ShapeDtypeStruct((), jnp.float32))
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
         """Lowers the step for a batch size without data; on an abstract mesh for ``platform``."""
-        shapes = self.state_shapes, self.batch_shapes(batch_seqs, seq_len)
-        return lower(self.compile, self.mesh, *shapes, platform=platform)
+        argument_shapes = self.state_shapes, self.batch_shapes(batch_seqs, seq_len)
+        return lower(self.compile, self.mesh, *argument_shapes, platform=platform)
 
     def gradients(self, params: Params, batch: Mapping[str, ArrayLike]) -> tuple[Array, Params]:
         """Returns the mean loss of a global batch and its gradients, sharded for the optimizer (no update)."""
-        losses, gradients = jax.jit(lambda p, b: self._gradients(p, b)[:2])(params, self.placed(batch))
-        return losses["loss"], gradients
+        losses, grads = jax.jit(lambda p, b: self._gradients(p, b)[:2])(params, self.placed(batch))
+        return losses["loss"], grads
 
     @cached_property
     def loss_sum(self) -> Callable[[Params, Batch], Array]:
@@ -383,16 +383,16 @@ class TrainStep:
         """Returns `StepGradients` from one device's shards."""
         mean_factors = self._means(batch)
         if self.pipeline:
-            loss, grads = self.pipeline.gradients(params, _inputs(batch), mean_factors["loss"])
-            losses = {"loss": loss}
+            loss_sum, grads = self.pipeline.gradients(params, _inputs(batch), mean_factors["loss"])
+            losses = {"loss": loss_sum}
             grads = once_per_step(self.declared, grads, stacked=self.stacked)  # whatever `gradient_sync` says
         else:
             losses, grads = self._summed(self._passes, params, batch, mean_factors)
-        grads, from_counts = without_counts(self.declared, grads, self.model)
+        grads, count_outputs = without_counts(self.declared, grads, self.model)
         squared_part = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
         squared_total = self._over_devices("grad_norm", squared_part)
         losses = {name: self._over_devices(name, loss) * mean_factors[name] for name, loss in losses.items()}
-        return losses, grads, squared_total, from_counts
+        return losses, grads, squared_total, count_outputs
 
     def _summed(self, passes: Passes, params: Params, batch: Batch, means: Losses) -> tuple[Losses, Params]:
         dloss = means | {"mtp_loss": self.model.mtp_weight * means["mtp_loss"]} if self.model.mtp_layers else means
@@ -400,12 +400,12 @@ class TrainStep:
 
     def _means(self, batch: Batch) -> Losses:
         """Returns the factor from each summed loss to its mean; without any label the loss and its gradients are 0."""
-        return {name: 1.0 / jnp.maximum(batch[count], 1.0) for name, count in self.counts.items()}
+        return {name: 1.0 / jnp.maximum(batch[count_name], 1.0) for name, count_name in self.counts.items()}
 
-    def _over_devices(self, name: str, value: Array) -> Array:
+    def _over_devices(self, name: str, scalar: Array) -> Array:
         """Sums a scalar over the devices that have a part of it, as derived."""
-        steps = [s for s in self.declared.update if s.is_collective and s.result.name == name]
-        return apply_collectives(steps, value)
+        steps = [step for step in self.declared.update if step.is_collective and step.result.name == name]
+        return apply_collectives(steps, scalar)
 
     def _gradients(self, params: Params, batch: Batch) -> StepGradients:
         if self.form == "gspmd":
@@ -415,20 +415,20 @@ class TrainStep:
         return self._mapped(self._local_gradients, (self.param_specs, self.batch_specs), out_specs)(params, batch)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        losses, grads, squared, (extras, correction_moves) = self._gradients(state.params, batch)
+        losses, grads, squared_total, (extras, correction_moves) = self._gradients(state.params, batch)
         loss = losses.pop("loss")
-        norm = jnp.sqrt(squared)
+        grad_norm = jnp.sqrt(squared_total)
         if self.max_grad_norm is not None:
-            scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
+            scale = jnp.minimum(1.0, self.max_grad_norm / (grad_norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)  # else they become float32
-        trained = self.trained(state.params)
-        shards = self._moved(trained)
-        is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        trained_params = self.trained(state.params)
+        shards = self._moved(trained_params)
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         shards, opt_state = self._updated(grads, state.opt_state, shards, is_finite)
-        params = state.params | self._moved(shards, into=trained)
+        params = state.params | self._moved(shards, into=trained_params)
         params |= {name: params[name] + jnp.where(is_finite, move, 0.0) for name, move in correction_moves.items()}
         extras = (self.pipeline.counted(extras) if self.pipeline else extras) | losses
-        return State(params, opt_state), Metrics(loss, norm, extras)
+        return State(params, opt_state), Metrics(loss, grad_norm, extras)
 
     def _updated(self, grads: Params, opt_state: Tree, shards: Params, finite: Array) -> tuple[Params, Tree]:
         """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
@@ -471,16 +471,16 @@ class TrainStep:
         derived = derive(self.program, single, fused_head=False)
 
         def constrain(array: ShardedArray, value: Array) -> Array:
-            declared = self.declared.declared[array.name]
-            return lax.with_sharding_constraint(value, named_sharding(self.mesh, declared))
+            declared_array = self.declared.declared[array.name]
+            return lax.with_sharding_constraint(value, named_sharding(self.mesh, declared_array))
 
         context = Context(model=self.model, derived=derived, mesh=mesh, options=self.options, constrain=constrain)
         mean_factors = self._means(batch)
         losses, grads = self._summed(Passes(context), params, batch, mean_factors)
-        grads, from_counts = without_counts(self.declared, grads, self.model)
+        grads, count_outputs = without_counts(self.declared, grads, self.model)
         grads = lax.with_sharding_constraint(grads, shardings(self.mesh, self.shard_specs))
         losses = {name: loss * mean_factors[name] for name, loss in losses.items()}
-        return losses, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), from_counts
+        return losses, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), count_outputs
 
 
 def _inputs(batch: Batch) -> Inputs:

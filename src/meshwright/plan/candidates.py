@@ -101,13 +101,13 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
 
 def stage_counts(num_layers: int) -> tuple[int, ...]:
     """Returns the numbers of stages that leave few places for layers empty."""
-    return tuple(count for count in range(1, num_layers + 1) if few_idle_places(num_layers, count))
+    return tuple(num_stages for num_stages in range(1, num_layers + 1) if few_idle_places(num_layers, num_stages))
 
 
 def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
     num_meshes = len(meshes)
     return Candidates(
-        mesh={axis: meshes[:, number] for number, axis in enumerate(MESH_AXES)},
+        mesh={axis: meshes[:, axis_index] for axis_index, axis in enumerate(MESH_AXES)},
         batch_seqs=np.broadcast_to(np.asarray(batch_seqs, dtype=np.int64), num_meshes).copy(),
         microbatches=np.ones(num_meshes, dtype=np.int64),
         laid=np.zeros(num_meshes, dtype=np.intp),
@@ -115,11 +115,11 @@ def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
     )
 
 
-def _legal_somewhere(space: Space, found: Candidates, num_chips: int | None) -> np.ndarray:
+def _legal_somewhere(space: Space, rows: Candidates, num_chips: int | None) -> np.ndarray:
     """True where the sizes divide in at least one pattern."""
     # policies of remat split nothing: one pattern stands for all that split alike
-    distinct = {(pattern.splits, pattern.needs, pattern.tensor_split): pattern for pattern in space.patterns}
-    return np.logical_or.reduce([legal_in(space, pattern, found, num_chips=num_chips) for pattern in distinct.values()])
+    by_split = {(pattern.splits, pattern.needs, pattern.tensor_split): pattern for pattern in space.patterns}
+    return np.logical_or.reduce([legal_in(space, pattern, rows, num_chips=num_chips) for pattern in by_split.values()])
 
 
 def legal_in(
@@ -162,17 +162,17 @@ def with_microbatches(space: Space, found: Candidates, *, most: int | None = Non
     if space.num_microbatches is not None:
         return msgspec.structs.replace(found, microbatches=np.full(len(found), space.num_microbatches, dtype=np.int64))
     local_seqs = (found.batch_seqs // found.batch_shards).tolist()
-    counts_of = {size: _some(divisors(size), most) for size in set(local_seqs)}
-    num_counts = [len(counts_of[size]) for size in local_seqs]
-    counts = np.array([count for size in local_seqs for count in counts_of[size]], dtype=np.int64)
+    counts_by_seqs = {num_seqs: _some(divisors(num_seqs), most) for num_seqs in set(local_seqs)}
+    num_counts = [len(counts_by_seqs[num_seqs]) for num_seqs in local_seqs]
+    counts = np.array([count for num_seqs in local_seqs for count in counts_by_seqs[num_seqs]], dtype=np.int64)
     return msgspec.structs.replace(select(found, np.repeat(np.arange(len(found)), num_counts)), microbatches=counts)
 
 
-def _some(counts: Sequence[int], most: int | None) -> Sequence[int]:
-    """Returns at most ``most`` of a list, spread over it: the first and, from 2 on, the last."""
-    if most is None or len(counts) <= most:
+def _some(counts: Sequence[int], max_counts: int | None) -> Sequence[int]:
+    """Returns at most ``max_counts`` of a list, spread over it: the first and, from 2 on, the last."""
+    if max_counts is None or len(counts) <= max_counts:
         return counts
-    return [counts[round(number * (len(counts) - 1) / max(most - 1, 1))] for number in range(most)]
+    return [counts[round(position * (len(counts) - 1) / max(max_counts - 1, 1))] for position in range(max_counts)]
 
 
 def candidate_sizes(space: Space, found: Candidates) -> SlotSizes:
@@ -202,15 +202,15 @@ def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
 
     Clusters of fewer slices come first, then those with more closed rings, then those with a shorter longest axis.
     """
-    ranked = []
+    ranked_parts = []
     for num_slices in range(1, cluster.num_slices + 1):
         if num_chips % num_slices:
             continue
         sizes = divisors(num_chips // num_slices)
         for shape in factorings(num_chips // num_slices, [[n for n in sizes if n <= limit] for limit in cluster.shape]):
             part = cluster.part(shape, num_slices=num_slices)
-            ranked.append((num_slices, -sum(part.wraps), max(shape), shape, part))
-    return tuple(part for *_, part in sorted(ranked, key=lambda row: row[:4]))
+            ranked_parts.append((num_slices, -sum(part.wraps), max(shape), shape, part))
+    return tuple(part for *_, part in sorted(ranked_parts, key=lambda row: row[:4]))
 
 
 def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
@@ -222,20 +222,20 @@ def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
 
 def _shards_what_replicas_split(pattern: Pattern) -> bool:
     """True if ``fsdp`` splits every dim that ``data`` splits: then fsdp in place of data needs no more memory."""
-    rules = [axes for role in pattern.strategy.assignment.values() for axes in role.values()]
-    return all("fsdp" in axes for axes in rules if "data" in axes)
+    axes_of_dims = [axes for role in pattern.strategy.assignment.values() for axes in role.values()]
+    return all("fsdp" in axes for axes in axes_of_dims if "data" in axes)
 
 
-def _could_shard(found: Candidates) -> np.ndarray:
+def _could_shard(candidates: Candidates) -> np.ndarray:
     """True for candidates whose replicas could shard the weights: a mesh with all of ``data`` in ``fsdp`` exists."""
-    sizes = found.mesh | {"fsdp": found.mesh["data"] * found.mesh["fsdp"]}
-    ones = np.ones_like(sizes["data"])
+    sharded_mesh = candidates.mesh | {"fsdp": candidates.mesh["data"] * candidates.mesh["fsdp"]}
+    ones = np.ones_like(sharded_mesh["data"])
     meshes, sharded_meshes = (
-        list(zip(*(size_of[axis].tolist() for axis in MESH_AXES), strict=True))
-        for size_of in (found.mesh, sizes | {"data": ones})
+        list(zip(*(column_by_axis[axis].tolist() for axis in MESH_AXES), strict=True))
+        for column_by_axis in (candidates.mesh, sharded_mesh | {"data": ones})
     )
     known_meshes = set(meshes)
-    return np.array([mesh in known_meshes for mesh in sharded_meshes], dtype=bool) & (found.mesh["data"] > 1)
+    return np.array([mesh in known_meshes for mesh in sharded_meshes], dtype=bool) & (candidates.mesh["data"] > 1)
 
 
 def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
@@ -249,12 +249,12 @@ def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
     for pattern in _leanest(space.with_reruns(RERUN_POLICIES[-1:]).patterns):
         indices = np.flatnonzero(legal_in(space, pattern, candidates))
         rows = select(candidates, indices)
-        parts = memory_parts(pattern.derived, candidate_sizes(space, rows))
+        memory = memory_parts(pattern.derived, candidate_sizes(space, rows))
         pipeline = candidate_pipeline(space, rows)
         for offload in space.offloads:
-            items = parts.items(pipeline, offload)
-            needed_bytes[indices] = np.minimum(needed_bytes[indices], total_bytes(items))
-    counts, count_index = np.unique(product(candidates.mesh.values()), return_inverse=True)
-    min_bytes = np.full(len(counts), np.inf)
-    np.minimum.at(min_bytes, count_index, needed_bytes)
-    return {int(count): float(size) for count, size in zip(counts, min_bytes, strict=True) if np.isfinite(size)}
+            bytes_by_item = memory.items(pipeline, offload)
+            needed_bytes[indices] = np.minimum(needed_bytes[indices], total_bytes(bytes_by_item))
+    chip_counts, count_indices = np.unique(product(candidates.mesh.values()), return_inverse=True)
+    min_bytes = np.full(len(chip_counts), np.inf)
+    np.minimum.at(min_bytes, count_indices, needed_bytes)
+    return {int(chips): float(need) for chips, need in zip(chip_counts, min_bytes, strict=True) if np.isfinite(need)}

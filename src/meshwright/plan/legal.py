@@ -59,30 +59,30 @@ def splits(derived: Derived) -> tuple[DimSplit, ...]:
 
 def size_rules(derived: Derived) -> tuple[LegalRule, ...]:
     """Returns the rules on the sizes of a derivation: even splits, stages, experts."""
-    pairs, layers = splits(derived), derived.num_layers
-    rules = [LegalRule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
+    dim_splits, num_layers = splits(derived), derived.num_layers
+    rules = [LegalRule("stages", lambda f: _places_used(f, num_layers), lambda f: _stages_message(f, num_layers))]
     if not is_one_stack(derived.program):
         rules.append(LegalRule(STACKS_RULE, lambda f: np.asarray(f.stages) == 1, lambda f: NO_PIPELINE))
     rules += [LegalRule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
-    rules += [_split_rule(dim, axes, pairs) for dim, axes in pairs]
-    if not any(dim == "B" for dim, _ in pairs):
+    rules += [_split_rule(dim, axes, dim_splits) for dim, axes in dim_splits]
+    if not any(dim == "B" for dim, _ in dim_splits):
         # microbatches must divide the sequences even where no axis splits them
-        rules.append(_split_rule("B", (), pairs))
+        rules.append(_split_rule("B", (), dim_splits))
     return tuple(rules)
 
 
-def _split_rule(dim: str, axes: tuple[str, ...], every: Sequence[DimSplit]) -> LegalRule:
+def _split_rule(dim: str, split_axes: tuple[str, ...], all_splits: Sequence[DimSplit]) -> LegalRule:
     """Returns the rule that the axes divide a dim, named after both: ``tensor | K``; with microbatches for B."""
     if dim == "B":
         return LegalRule(
             "sequences",
-            lambda f: f.dims["B"] % (f.devices(axes) * f.num_microbatches) == 0,
-            lambda f: _batch_message(f, axes),
+            lambda facts: facts.dims["B"] % (facts.devices(split_axes) * facts.num_microbatches) == 0,
+            lambda facts: _batch_message(facts, split_axes),
         )
     return LegalRule(
-        f"{'*'.join(axes)} | {dim}",
-        lambda f: f.dims[dim] % f.devices(axes) == 0,
-        lambda f: _split_message(f, dim, axes, every),
+        f"{'*'.join(split_axes)} | {dim}",
+        lambda facts: facts.dims[dim] % facts.devices(split_axes) == 0,
+        lambda facts: _split_message(facts, dim, split_axes, all_splits),
     )
 
 
@@ -107,16 +107,16 @@ def zero_rules(strategy: Strategy, *, given: bool = False) -> tuple[LegalRule, .
 
     Stage 3 is the assignment where none is asked for, and has the rule only if it is ``given``.
     """
-    stage = strategy.zero or 0
-    if not stage or (stage == 3 and not (given and strategy.assignment == DEFAULT_ASSIGNMENT)):
+    zero_stage = strategy.zero or 0
+    if not zero_stage or (zero_stage == 3 and not (given and strategy.assignment == DEFAULT_ASSIGNMENT)):
         return ()
 
     def message(facts: StrategySizes) -> str:
-        axes = {"fsdp" if axis == "data" else axis: size for axis, size in facts.mesh.items() if axis != "fsdp"}
-        axes_text = ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
+        mesh = {"fsdp" if axis == "data" else axis: size for axis, size in facts.mesh.items() if axis != "fsdp"}
+        axes_text = ",".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
         return (
-            f"zero={stage} shards over fsdp, and the replicas of data={facts.mesh['data']} hold everything whole. "
-            f"Use --axes {axes_text} --set strategy.zero={stage}."
+            f"zero={zero_stage} shards over fsdp, and the replicas of data={facts.mesh['data']} hold everything whole. "
+            f"Use --axes {axes_text} --set strategy.zero={zero_stage}."
         )
 
     return (LegalRule("zero", lambda f: (np.asarray(f.mesh["data"]) == 1) | (f.devices(ZERO_AXES) > 1), message),)
@@ -151,10 +151,10 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
         strategy_placements(setting.cluster, strategy)
     except CannotRunError as error:
         return (Refusal(rule="placement", message=str(error)),)
-    memory = setting.memory(strategy, derived)
-    if total_bytes(memory) <= setting.memory_limit:
+    bytes_by_item = setting.memory(strategy, derived)
+    if total_bytes(bytes_by_item) <= setting.memory_limit:
         return ()
-    message = f"{_memory_message(facts, memory, setting.memory_limit)} {_remedy(setting, strategy)}"
+    message = f"{_memory_message(facts, bytes_by_item, setting.memory_limit)} {_remedy(setting, strategy)}"
     return (Refusal(rule=MEMORY_RULE, message=message),)
 
 
@@ -168,18 +168,18 @@ def microbatches_that_fit(setting: Setting, strategy: Strategy) -> dict[int, flo
         derived = setting.derived(strategy)
     except CannotRunError:
         return {}
-    batch, facts = setting.job.batch_seqs, strategy_sizes(setting, strategy)
-    counts = np.array(divisors(batch))
+    batch_seqs, facts = setting.job.batch_seqs, strategy_sizes(setting, strategy)
+    microbatch_counts = np.array(divisors(batch_seqs))
     rules = (DEVICES_RULE, *size_rules(derived), SCHEDULE_RULE)
-    is_legal = mask(rules, msgspec.structs.replace(facts, num_microbatches=counts))
-    counts = counts[np.broadcast_to(is_legal, counts.shape)]
-    if not len(counts):
+    is_legal = mask(rules, msgspec.structs.replace(facts, num_microbatches=microbatch_counts))
+    microbatch_counts = microbatch_counts[np.broadcast_to(is_legal, microbatch_counts.shape)]
+    if not len(microbatch_counts):
         return {}
-    parts = memory_parts(derived, setting.sizes(strategy, microbatch_seqs=batch / counts))
-    pipeline = msgspec.structs.replace(setting.pipeline(strategy), microbatches=counts)
-    needed_bytes = np.broadcast_to(total_bytes(parts.items(pipeline, strategy.offload)), counts.shape)
+    memory = memory_parts(derived, setting.sizes(strategy, microbatch_seqs=batch_seqs / microbatch_counts))
+    pipeline = msgspec.structs.replace(setting.pipeline(strategy), microbatches=microbatch_counts)
+    needed_bytes = np.broadcast_to(total_bytes(memory.items(pipeline, strategy.offload)), microbatch_counts.shape)
     has_room = needed_bytes <= setting.memory_room
-    return dict(zip(counts[has_room].tolist(), needed_bytes[has_room].tolist(), strict=True))
+    return dict(zip(microbatch_counts[has_room].tolist(), needed_bytes[has_room].tolist(), strict=True))
 
 
 def require_legal(setting: Setting, strategy: Strategy) -> None:
@@ -205,8 +205,8 @@ def divisors(number: int) -> tuple[int, ...]:
 def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the sizes of one axis, the others 1, that divide each of ``dims`` that it splits; only 1 if it splits
     nothing."""
-    sizes = [dims[dim] for dim, axes in found if axis in axes and dim in dims]
-    return divisors(math.gcd(*sizes)) if sizes else (1,)
+    dim_sizes = [dims[dim] for dim, axes in found if axis in axes and dim in dims]
+    return divisors(math.gcd(*dim_sizes)) if dim_sizes else (1,)
 
 
 # -- the sentences --------------------------------------------------------------------------------------
@@ -215,14 +215,14 @@ def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, in
 def strategy_sizes(setting: Setting, strategy: Strategy) -> StrategySizes:
     """Returns the sizes that the rules check."""
     model, cluster, job = setting.model, setting.cluster, setting.job
-    row_sizes = {"B": job.tokens_per_step, "T": 1, "Q": job.batch_seqs, "O": job.batch_seqs}
-    row_sizes |= cache_sizes(batch_seqs=job.batch_seqs, max_len=setting.max_len, storage=setting.step_storage)
+    size_by_dim = {"B": job.tokens_per_step, "T": 1, "Q": job.batch_seqs, "O": job.batch_seqs}
+    size_by_dim |= cache_sizes(batch_seqs=job.batch_seqs, max_len=setting.max_len, storage=setting.step_storage)
     return StrategySizes(
         model=model.name,
         cluster=cluster.short_name,
         num_chips=cluster.num_chips,
         mesh=strategy.mesh,
-        dims=model.dims | ({"B": job.batch_seqs, "T": job.seq_len} if job.trains else row_sizes),
+        dims=model.dims | ({"B": job.batch_seqs, "T": job.seq_len} if job.trains else size_by_dim),
         num_microbatches=strategy.num_microbatches,
         schedule=strategy.schedule,
         chunks=strategy.chunks,
@@ -231,9 +231,9 @@ def strategy_sizes(setting: Setting, strategy: Strategy) -> StrategySizes:
 
 def _experts_divide(facts: StrategySizes) -> Any:
     """True if ``expert`` divides the experts; a model without experts needs size 1."""
-    size = np.asarray(facts.mesh.get("expert", 1))
-    experts = facts.dims.get("E", 0)
-    return (experts % size == 0) & ((size == 1) | (experts > 0))
+    axis_size = np.asarray(facts.mesh.get("expert", 1))
+    num_experts = facts.dims.get("E", 0)
+    return (num_experts % axis_size == 0) & ((axis_size == 1) | (num_experts > 0))
 
 
 def layer_places(num_layers: int, runs: Number) -> Number:
@@ -248,65 +248,65 @@ def few_idle_places(num_layers: int, runs: Number) -> Any:
 
 def _places_used(facts: StrategySizes, num_layers: int) -> Any:
     """True if every stage has a layer and, with several chunks, few places for layers stay empty."""
-    stages, chunks = np.asarray(facts.stages), np.asarray(facts.chunks)
-    return (stages <= num_layers) & ((chunks == 1) | few_idle_places(num_layers, stages * chunks))
+    num_stages, num_chunks = np.asarray(facts.stages), np.asarray(facts.chunks)
+    return (num_stages <= num_layers) & ((num_chunks == 1) | few_idle_places(num_layers, num_stages * num_chunks))
 
 
-def _choices(values: Sequence[int], wanted: int) -> str:
+def _choices(values: Sequence[int], asked_value: int) -> str:
     """Returns ``{1, 2, 4, 8}``, or the two values of a long list that are nearest on both sides."""
     if len(values) <= MAX_LISTED:
         return "{" + ", ".join(map(str, values)) + "}"
-    below = max((v for v in values if v < wanted), default=values[0])
-    above = min((v for v in values if v > wanted), default=values[-1])
-    return f"{{..., {below}, {above}, ...}}" if below != above else f"{{..., {below}}}"
+    lower_value = max((v for v in values if v < asked_value), default=values[0])
+    upper_value = min((v for v in values if v > asked_value), default=values[-1])
+    return f"{{..., {lower_value}, {upper_value}, ...}}" if lower_value != upper_value else f"{{..., {lower_value}}}"
 
 
 def _split_message(facts: StrategySizes, dim: str, axes: tuple[str, ...], every: Sequence[DimSplit]) -> str:
-    size, num_devices = facts.dims[dim], int(facts.devices(axes))
+    dim_size, num_devices = facts.dims[dim], int(facts.devices(axes))
     split_axes = [axis for axis in axes if facts.mesh[axis] > 1]
-    values = legal_axis_sizes(every, split_axes[0], facts.dims) if len(split_axes) == 1 else divisors(size)
+    allowed_sizes = legal_axis_sizes(every, split_axes[0], facts.dims) if len(split_axes) == 1 else divisors(dim_size)
     return (
-        f"{facts.named(axes)} does not divide {dim}={size} {NOUNS[dim]} of {facts.model}. "
-        f"Use {'*'.join(split_axes)} in {_choices(values, num_devices)}."
+        f"{facts.named(axes)} does not divide {dim}={dim_size} {NOUNS[dim]} of {facts.model}. "
+        f"Use {'*'.join(split_axes)} in {_choices(allowed_sizes, num_devices)}."
     )
 
 
 def _batch_message(facts: StrategySizes, axes: tuple[str, ...]) -> str:
-    size, num_shards = facts.dims["B"], int(facts.devices(axes))
-    if size % num_shards == 0:
-        num_local = size // num_shards
-        share_text = f"the {num_local} of {size} sequences that each of {num_shards} data shards has"
+    num_seqs, num_shards = facts.dims["B"], int(facts.devices(axes))
+    if num_seqs % num_shards == 0:
+        local_seqs = num_seqs // num_shards
+        share_text = f"the {local_seqs} of {num_seqs} sequences that each of {num_shards} data shards has"
         return (
             f"num_microbatches={facts.num_microbatches} does not divide "
-            f"{share_text if num_shards > 1 else f'the batch of {size} sequences'}. "
-            f"Use num_microbatches in {_choices(divisors(num_local), facts.num_microbatches)}."
+            f"{share_text if num_shards > 1 else f'the batch of {num_seqs} sequences'}. "
+            f"Use num_microbatches in {_choices(divisors(local_seqs), facts.num_microbatches)}."
         )
-    nearest_batch = max(1, round(size / num_shards)) * num_shards
+    nearest_batch = max(1, round(num_seqs / num_shards)) * num_shards
     return (
-        f"{facts.named(axes)} does not divide the batch of {size} sequences. "
-        f"Use {'*'.join(axes)} in {_choices(divisors(size), num_shards)}, or a batch of {nearest_batch} sequences."
+        f"{facts.named(axes)} does not divide the batch of {num_seqs} sequences. "
+        f"Use {'*'.join(axes)} in {_choices(divisors(num_seqs), num_shards)}, or a batch of {nearest_batch} sequences."
     )
 
 
 def _devices_message(facts: StrategySizes) -> str:
-    needed = int(product(facts.mesh.values()))
+    devices = int(product(facts.mesh.values()))
     return (
-        f"{facts.mesh_text} needs {needed} device{'s' * (needed > 1)}, but {facts.cluster} has {facts.num_chips}. "
-        f"Make the product of the axes {facts.num_chips}, or name a cluster of {needed}."
+        f"{facts.mesh_text} needs {devices} device{'s' * (devices > 1)}, but {facts.cluster} has {facts.num_chips}. "
+        f"Make the product of the axes {facts.num_chips}, or name a cluster of {devices}."
     )
 
 
 def _stages_message(facts: StrategySizes, num_layers: int) -> str:
-    stages, chunks = int(facts.stages), int(facts.chunks)
-    if stages > num_layers:
-        reason = f"pipeline={stages} is more stages than the {num_layers} layers of {facts.model}."
+    num_stages, chunks = int(facts.stages), int(facts.chunks)
+    if num_stages > num_layers:
+        reason = f"pipeline={num_stages} is more stages than the {num_layers} layers of {facts.model}."
         return f"{reason} Use at most {num_layers}."
     limit = int((1 + MAX_IDLE_SHARE) * num_layers)
-    candidates = (msgspec.structs.replace(facts, chunks=count) for count in range(1, limit // stages + 1))
-    values = [int(sizes.chunks) for sizes in candidates if _places_used(sizes, num_layers)]
-    suffix = ", or fewer stages" if stages > 1 else ""
+    candidates = (msgspec.structs.replace(facts, chunks=num_chunks) for num_chunks in range(1, limit // num_stages + 1))
+    values = [int(candidate.chunks) for candidate in candidates if _places_used(candidate, num_layers)]
+    suffix = ", or fewer stages" if num_stages > 1 else ""
     return (
-        f"pipeline={stages} x chunks={chunks} has {layer_places(num_layers, stages * chunks)} places for the "
+        f"pipeline={num_stages} x chunks={chunks} has {layer_places(num_layers, num_stages * chunks)} places for the "
         f"{num_layers} layers of {facts.model}, more than {limit}. Use chunks in {_choices(values, chunks)}{suffix}."
     )
 
@@ -319,12 +319,12 @@ def _experts_message(facts: StrategySizes, num_experts: int) -> str:
     return f"expert={size} does not divide the {num_experts} experts of {facts.model}. Use expert in {choices_text}."
 
 
-def _memory_message(facts: StrategySizes, memory: dict[str, Number], limit: float) -> str:
-    largest_items = sorted(memory.items(), key=lambda item: -item[1])[:3]
-    items_text = ", ".join(f"{name} {format_bytes(float(size))}" for name, size in largest_items)
+def _memory_message(facts: StrategySizes, bytes_by_item: dict[str, Number], limit_bytes: float) -> str:
+    largest_items = sorted(bytes_by_item.items(), key=lambda item: -item[1])[:3]
+    items_text = ", ".join(f"{name} {format_bytes(float(num_bytes))}" for name, num_bytes in largest_items)
     return (
-        f"{facts.model} on {facts.mesh_text} needs {format_bytes(float(total_bytes(memory)))} per chip "
-        f"(most: {items_text}), but a chip of {facts.cluster} has {format_bytes(limit)}."
+        f"{facts.model} on {facts.mesh_text} needs {format_bytes(float(total_bytes(bytes_by_item)))} per chip "
+        f"(most: {items_text}), but a chip of {facts.cluster} has {format_bytes(limit_bytes)}."
     )
 
 

@@ -39,19 +39,19 @@ def _on_parts(space: Space) -> list[Plan]:
     plans: list[Plan] = []
     num_chips = cluster.num_chips
     for _ in range(MAX_HALVINGS):
-        parts = parts_of(cluster, num_chips // 2) if num_chips % 2 == 0 else ()
-        best = search(space, parts[0], job.batch_seqs, top=1).found if parts else ()
-        if not best:
+        half_clusters = parts_of(cluster, num_chips // 2) if num_chips % 2 == 0 else ()
+        best_plans = search(space, half_clusters[0], job.batch_seqs, top=1).found if half_clusters else ()
+        if not best_plans:
             break
-        plans.append(best[0])
+        plans.append(best_plans[0])
         num_chips //= 2
     return plans
 
 
-def _cheaper(found: Sequence[Plan]) -> tuple[Plan, ...]:
+def _cheaper(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     """Selects plans with fewer chip-seconds, by `LEAST_CHEAPER`, than every faster plan."""
     cheaper: list[Plan] = []
-    for plan in sorted(found, key=lambda plan: plan.predicted.step_s):
+    for plan in sorted(plans, key=lambda plan: plan.predicted.step_s):
         chip_seconds = plan.predicted.step_s * plan.num_chips
         if not cheaper or chip_seconds < (1 - LEAST_CHEAPER) * cheaper[-1].predicted.step_s * cheaper[-1].num_chips:
             cheaper.append(plan)

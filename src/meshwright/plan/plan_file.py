@@ -56,8 +56,8 @@ class PlanFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True, d
     @staticmethod
     def fields_of(setting: Setting) -> dict[str, Any]:
         """Returns the fields that every plan in a setting has."""
-        fields = {name: getattr(setting, name) for name in ("model", "cluster", "assumptions")}
-        return {**fields, "calibration": setting.rates}
+        value_by_name = {name: getattr(setting, name) for name in ("model", "cluster", "assumptions")}
+        return {**value_by_name, "calibration": setting.rates}
 
     def setting_for(self, job: Job) -> Setting:
         """Returns the setting of a job that is priced as the plan is."""
@@ -84,8 +84,8 @@ class Plan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def usd_per_token(self) -> float | None:
         """Dollars that all chips cost for one token; None without a price."""
-        price = self.cluster.chip.price_usd_per_hour
-        return price and price * self.num_chips / 3600 * self.predicted.step_s / self.job.tokens_per_step
+        usd_per_hour = self.cluster.chip.price_usd_per_hour
+        return usd_per_hour and usd_per_hour * self.num_chips / 3600 * self.predicted.step_s / self.job.tokens_per_step
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields of the strategy and of its prediction as plain data, with the keys of `plan --json`."""
@@ -122,15 +122,15 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
-        fields = {name: getattr(self, name) for name in ("num_engines", "batch_seqs", "step_s", "bound_by")}
-        axes = {axis: size for axis, size in self.strategy.mesh.items() if size > 1}
+        value_by_name = {name: getattr(self, name) for name in ("num_engines", "batch_seqs", "step_s", "bound_by")}
+        size_by_axis = {axis: size for axis, size in self.strategy.mesh.items() if size > 1}
         engine = {
             "part": self.part.short_name,
-            "axes": axes,
+            "axes": size_by_axis,
             "layout": layout_of(self.strategy),
             "placement": self.strategy.placement,
         }
-        return {**fields, **engine, "bounds_s": self.bounds_s, "memory": self.memory}
+        return {**value_by_name, **engine, "bounds_s": self.bounds_s, "memory": self.memory}
 
 
 class ServiceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -192,12 +192,12 @@ class ServicePlan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data, with the keys of `service --json`."""
-        figures = msgspec.structs.asdict(self.predicted)
-        itl_s = figures.pop("itl_s")
-        choices = {name: getattr(self, name) for name in ("has_pools", "weights", "cache")}
-        pools = {name: getattr(self, name).to_json() for name in POOLS}
-        steps = {name: getattr(self, name) for name in ("num_drafts", "step_tokens", "chunk_len")}
-        return {**figures, **choices, **pools, **steps, "itl_s": itl_s}
+        figure_by_name = msgspec.structs.asdict(self.predicted)
+        itl_s = figure_by_name.pop("itl_s")
+        choice_by_name = {name: getattr(self, name) for name in ("has_pools", "weights", "cache")}
+        pool_by_name = {name: getattr(self, name).to_json() for name in POOLS}
+        step_values = {name: getattr(self, name) for name in ("num_drafts", "step_tokens", "chunk_len")}
+        return {**figure_by_name, **choice_by_name, **pool_by_name, **step_values, "itl_s": itl_s}
 
     def pool(self, phase: GenerationPhase) -> EnginePool:
         """Returns the engines of a phase."""
@@ -207,11 +207,11 @@ class ServicePlan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Returns a step of one engine: decode with a cache for whole sequences, or for ``num_positions``, prefill of
         the new tokens of prompts."""
         pool, service = self.pool(phase), self.service
-        length, num_known = num_positions or service.max_len, 0
+        seq_len, known_len = num_positions or service.max_len, 0
         if phase == "prefill":
-            length, num_known = service.new_prompt_tokens, service.prompt_len - service.new_prompt_tokens
-        on_part = self.setting.on(pool.part)
-        return phase_setting(on_part, phase, self.stored, length, pool.batch_seqs, known=num_known), pool.strategy
+            seq_len, known_len = service.new_prompt_tokens, service.prompt_len - service.new_prompt_tokens
+        part_setting = self.setting.on(pool.part)
+        return phase_setting(part_setting, phase, self.stored, seq_len, pool.batch_seqs, known=known_len), pool.strategy
 
     def require_legal(self) -> None:
         """Raises CannotRunError for a phase whose sizes do not divide or whose engine has too little memory."""
@@ -301,21 +301,21 @@ def _training_plan(file: TomlFile) -> Plan:
 
 def _move_bound(file: TomlFile) -> None:
     """Sets the strategy's bound on the slots of experts, which older files give as an imbalance."""
-    strategy, assumptions = file.data.get("strategy"), file.data.get("assumptions")
-    imbalance = assumptions.get("imbalance") if isinstance(assumptions, dict) else None
-    if isinstance(strategy, dict) and isinstance(imbalance, int | float) and imbalance > 1:
-        strategy.setdefault("capacity_factor", imbalance)
+    strategy_table, assumption_table = file.data.get("strategy"), file.data.get("assumptions")
+    imbalance = assumption_table.get("imbalance") if isinstance(assumption_table, dict) else None
+    if isinstance(strategy_table, dict) and isinstance(imbalance, int | float) and imbalance > 1:
+        strategy_table.setdefault("capacity_factor", imbalance)
 
 
 def _move_assumptions(file: TomlFile) -> None:
     """Moves assumptions out of the table of the strategy, where older files have them."""
-    strategy = file.data.get("strategy")
-    if "assumptions" in file.data or not isinstance(strategy, dict):
+    strategy_table = file.data.get("strategy")
+    if "assumptions" in file.data or not isinstance(strategy_table, dict):
         return
-    names = [name for name in Assumptions.__struct_fields__ if name in strategy]
-    file.data["assumptions"] = {name: strategy.pop(name) for name in names}
-    lines = {("assumptions", name): file.lines.get(("strategy", name)) for name in names}
-    file.lines.update({key: line for key, line in lines.items() if line is not None})
+    names = [name for name in Assumptions.__struct_fields__ if name in strategy_table]
+    file.data["assumptions"] = {name: strategy_table.pop(name) for name in names}
+    line_by_key = {("assumptions", name): file.lines.get(("strategy", name)) for name in names}
+    file.lines.update({key: line for key, line in line_by_key.items() if line is not None})
 
 
 # -- plans of services ------------------------------------------------------------------------------------
@@ -323,27 +323,27 @@ def _move_assumptions(file: TomlFile) -> None:
 
 def _service_plan(file: TomlFile) -> ServicePlan:
     for name in POOLS:
-        pool, cluster = (file.data.get(key) for key in (name, "cluster"))
-        if isinstance(pool, dict) and isinstance(pool.get("part"), dict) and isinstance(cluster, dict):
-            pool["part"].setdefault("chip", cluster.get("chip"))
+        pool_table, cluster = (file.data.get(key) for key in (name, "cluster"))
+        if isinstance(pool_table, dict) and isinstance(pool_table.get("part"), dict) and isinstance(cluster, dict):
+            pool_table["part"].setdefault("chip", cluster.get("chip"))
     plan = decode_toml(file, ServicePlan)
     with file.at(("weights",)):
         stored_dtypes((plan.weights,), (plan.cache,), chip=plan.cluster.chip)
     for name in POOLS:
         with file.at((name,)):
             _check_pool(name, getattr(plan, name), plan)
-    alike = all(getattr(plan.generate, name) == getattr(plan.prefill, name) for name in ("part", "num_engines"))
-    if not (plan.has_pools or alike):
+    is_alike = all(getattr(plan.generate, name) == getattr(plan.prefill, name) for name in ("part", "num_engines"))
+    if not (plan.has_pools or is_alike):
         message = "without pools the engines that generate prefill. Give both the same part and num_engines."
         raise file.error(("prefill",), message)
     speculation = plan.service.speculation
     if plan.num_drafts not in (speculation.tried if speculation else (0,)):
-        words = "as many as service.speculation allows" if speculation else "0: the service has no speculation"
-        raise file.error(("num_drafts",), f"num_drafts={plan.num_drafts} must be {words}.")
+        allowed_text = "as many as service.speculation allows" if speculation else "0: the service has no speculation"
+        raise file.error(("num_drafts",), f"num_drafts={plan.num_drafts} must be {allowed_text}.")
     pools = (plan.generate, plan.prefill) if plan.has_pools else (plan.generate,)
-    total, size = sum(pool.num_chips for pool in pools), plan.cluster.num_chips
-    if total > size:
-        raise file.error(("generate",), f"the engines have {total:,} chips, but {plan.cluster.short_name} {size:,}.")
+    chips, limit = sum(pool.num_chips for pool in pools), plan.cluster.num_chips
+    if chips > limit:
+        raise file.error(("generate",), f"the engines have {chips:,} chips, but {plan.cluster.short_name} {limit:,}.")
     return plan
 
 

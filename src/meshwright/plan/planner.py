@@ -203,26 +203,26 @@ def imbalance_notes(setting: Setting, *strategies: Strategy, imbalance: float = 
     load = uneven_setting.sizes(strategies[0]).load
     if not notes or setting.assumptions.imbalance >= load:
         return notes
-    seconds = [price_strategy(uneven_setting, strategy).estimate.step_s for strategy in strategies]
-    fastest = min(range(len(seconds)), key=seconds.__getitem__)
-    suffix = f", and number {fastest + 1} be the fastest, {format_seconds(seconds[fastest])}" if fastest else ""
-    return [f"{notes[0]}; with {load:g} times a step would take {format_seconds(seconds[0])}{suffix}"]
+    steps_s = [price_strategy(uneven_setting, strategy).estimate.step_s for strategy in strategies]
+    best_i = min(range(len(steps_s)), key=steps_s.__getitem__)
+    suffix = f", and number {best_i + 1} be the fastest, {format_seconds(steps_s[best_i])}" if best_i else ""
+    return [f"{notes[0]}; with {load:g} times a step would take {format_seconds(steps_s[0])}{suffix}"]
 
 
 def assumption_notes(setting: Setting) -> list[str]:
     """Returns a note of a slice that is not offered, one of assumptions that do not hold for this package, and one of
     the blocks that a mask leaves."""
     assumed_text = ", ".join(f"{name}={value}" for name, value in setting.assumptions.of_other_software.items())
-    words = f"priced as other software would run it, which train and verify refuse: {assumed_text}"
-    return slice_note(setting.cluster) + [words] * bool(assumed_text) + _mask_notes(setting)
+    note_text = f"priced as other software would run it, which train and verify refuse: {assumed_text}"
+    return slice_note(setting.cluster) + [note_text] * bool(assumed_text) + _mask_notes(setting)
 
 
 def _mask_notes(setting: Setting) -> list[str]:
-    if not (text := setting.model.attention_mask):
+    if not (mask := setting.model.attention_mask):
         return []
-    example_fields = mask_named(text).data
+    example_fields = mask_named(mask).data
     suffix = f", of example data for {', '.join(example_fields)}" if example_fields else ""
-    return [f"attention_mask={text}: {block_share(text, None, setting.job.seq_len):.1%} of the blocks exist{suffix}"]
+    return [f"attention_mask={mask}: {block_share(mask, None, setting.job.seq_len):.1%} of the blocks exist{suffix}"]
 
 
 # -- when the chips do not divide the work -------------------------------------------------------------
@@ -230,10 +230,10 @@ def _mask_notes(setting: Setting) -> list[str]:
 
 def _largest_part(space: Space, top: int) -> SearchOutcome:
     """Returns the outcome on the most chips, fewer than all, on which the job runs. Raises CannotRunError for none."""
-    cluster, job, limit = space.setting.cluster, space.setting.job, space.setting.memory_room
+    cluster, job, max_bytes = space.setting.cluster, space.setting.job, space.setting.memory_room
     bytes_of = memory_of_any_mesh(space, job.batch_seqs)
-    chip_counts = [n for n in sorted(bytes_of, reverse=True) if n < cluster.num_chips and bytes_of[n] <= limit]
-    for part in islice((part for count in chip_counts for part in parts_of(cluster, count)[:1]), MAX_PARTS):
+    chip_counts = [n for n in sorted(bytes_of, reverse=True) if n < cluster.num_chips and bytes_of[n] <= max_bytes]
+    for part in islice((part for num_chips in chip_counts for part in parts_of(cluster, num_chips)[:1]), MAX_PARTS):
         outcome = search(space, part, job.batch_seqs, top=top)
         if outcome.found:
             return outcome
@@ -254,24 +254,24 @@ def _without_stages(space: Space, top: int, outcome: SearchOutcome) -> SearchOut
 
 
 def _part_notes(
-    cluster: Cluster, job: Job, outcome: SearchOutcome, whole: Plan | None, near: Plan | None
+    cluster: Cluster, job: Job, outcome: SearchOutcome, whole_plan: Plan | None, near: Plan | None
 ) -> tuple[str, ...]:
     part = outcome.found[0].cluster
     batch_text, chips_text = f"{job.batch_seqs:,} sequences of {job.seq_len:,}", f"all {cluster.num_chips:,} chips of"
-    if whole is None:
+    if whole_plan is None:
         reason = f"{batch_text} cannot be divided over {chips_text} {cluster.short_name} in a way that fits"
     else:
-        step = format_seconds(whole.predicted.step_s)
-        axes = mesh_words(whole.strategy.mesh, " x ")
-        reason = f"{batch_text} fit {chips_text} {cluster.short_name} only in pipeline stages ({axes}, {step})"
+        step_text = format_seconds(whole_plan.predicted.step_s)
+        axes = mesh_words(whole_plan.strategy.mesh, " x ")
+        reason = f"{batch_text} fit {chips_text} {cluster.short_name} only in pipeline stages ({axes}, {step_text})"
     notes = [f"{reason}: planned on {part.short_name}, {part.num_chips:,} chips"]
     if near is not None:
         axes = mesh_words(near.strategy.mesh, " x ")
         tokens = format_count(near.job.batch_seqs * job.seq_len)
-        step = format_seconds(near.predicted.step_s)
+        step_text = format_seconds(near.predicted.step_s)
         notes.append(
             f"all {cluster.num_chips:,} chips run with {near.job.batch_seqs:,} sequences ({tokens} tokens) a step, "
-            f"--batch {near.job.batch_seqs}seq: {axes}, {step}"
+            f"--batch {near.job.batch_seqs}seq: {axes}, {step_text}"
         )
     return tuple(notes)
 
@@ -306,16 +306,16 @@ def broken_rule(space: Space) -> Refusal | None:
     return next((fault for fault in (*of_zero, *legal(space.setting, strategy)) if fault.rule not in open_rules), None)
 
 
-def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
+def _nothing_fits(space: Space, bytes_by_count: Mapping[int, float]) -> str:
     """Says why no strategy runs, and names the fewest chips that would hold one."""
     setting = space.setting
-    cluster, job, limit = setting.cluster, setting.job, setting.memory_room
+    cluster, job, room = setting.cluster, setting.job, setting.memory_room
     job_text = f"{setting.model.name} with {job.batch_seqs} sequences of {job.seq_len}"
     if space.fixed:
         job_text += " and " + " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
-    need_by_count = {count: need for count, need in needs.items() if count <= cluster.num_chips}
-    count = min(need_by_count, key=lambda number: (need_by_count[number], -number))
-    if need_by_count[count] <= limit:
+    need_by_count = {chips: need for chips, need in bytes_by_count.items() if chips <= cluster.num_chips}
+    chips = min(need_by_count, key=lambda n: (need_by_count[n], -n))
+    if need_by_count[chips] <= room:
         value_of_field = {
             "schedule": space.template.schedule if len(space.schedules) == 1 else None,
             "chunks": space.chunks,
@@ -324,7 +324,7 @@ def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
         fields = ", ".join(f"{name}={value}" for name, value in value_of_field.items() if value is not None)
         advice = f"Leave one of {fields} open" if fields else "Name another shape of the cluster"
         return f"no mesh of {job_text} can be laid on {cluster.short_name}{' with ' * bool(fields)}{fields}. {advice}."
-    enough_chips = min((count for count, need in needs.items() if need <= limit), default=None)
+    enough_chips = min((chips for chips, need in bytes_by_count.items() if need <= room), default=None)
     advice = (
         f"At least {enough_chips} chips would hold it."
         if enough_chips is not None
@@ -334,6 +334,6 @@ def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
     remats = {pattern.strategy.remat for pattern in space.patterns}
     remat_text = "any remat policy" if len(remats) > 1 else f"remat={next(iter(remats))}"
     return (
-        f"{job_text} does not fit {cluster.short_name}: the best mesh ({count} chips, {remat_text}) needs "
-        f"{format_bytes(need_by_count[count])} per chip, but a chip has {format_bytes(limit)}{margin_text}. {advice}"
+        f"{job_text} does not fit {cluster.short_name}: the best mesh ({chips} chips, {remat_text}) needs "
+        f"{format_bytes(need_by_count[chips])} per chip, but a chip has {format_bytes(room)}{margin_text}. {advice}"
     )

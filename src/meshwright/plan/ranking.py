@@ -83,8 +83,8 @@ class Best:
         seconds = self.seconds
         if not len(seconds):
             return np.zeros(0, dtype=np.intp)
-        tie_level = np.round(np.log(seconds / seconds.min()) / TIE)
-        keys: tuple[Callable[[Variant], Any], ...] = (
+        tie_levels = np.round(np.log(seconds / seconds.min()) / TIE)
+        tie_keys: tuple[Callable[[Variant], Any], ...] = (
             lambda variant: variant.rows.mesh["context"],
             lambda variant: variant.rows.mesh["data"],
             lambda variant: variant.pattern,
@@ -93,7 +93,7 @@ class Best:
             lambda variant: len(variant.offload),
             lambda variant: variant.rows.mesh["pipeline"],
         )
-        return np.lexsort((seconds, *map(self.column, keys), tie_level))
+        return np.lexsort((seconds, *map(self.column, tie_keys), tie_levels))
 
     def frontier(self) -> list[int]:
         """Returns the indices of the kept candidates that are unbeaten, fastest first."""
@@ -107,10 +107,10 @@ def unbeaten(seconds: np.ndarray, need: np.ndarray) -> list[int]:
     # only a new minimum can be listed: the loop is short
     order = order[np.concatenate([np.ones(len(order[:1]), bool), running_min[1:] < running_min[:-1]])]
     indices, least_bytes = [], np.inf
-    for index, size in zip(order.tolist(), need[order].tolist(), strict=True):
-        if size < least_bytes * (1 - TIE):
+    for index, need_bytes in zip(order.tolist(), need[order].tolist(), strict=True):
+        if need_bytes < least_bytes * (1 - TIE):
             indices.append(index)
-            least_bytes = size
+            least_bytes = need_bytes
     return indices
 
 
@@ -118,8 +118,8 @@ def fastest_and_leanest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
     """Returns the indices of the fastest candidates, and of those unbeaten in seconds and bytes."""
     if len(seconds) <= KEPT_PER_VARIANT:
         return np.arange(len(seconds))
-    fastest = np.argpartition(seconds, KEPT_PER_VARIANT)[:KEPT_PER_VARIANT]
-    return np.union1d(fastest, unbeaten(seconds, need))
+    fastest_indices = np.argpartition(seconds, KEPT_PER_VARIANT)[:KEPT_PER_VARIANT]
+    return np.union1d(fastest_indices, unbeaten(seconds, need))
 
 
 def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:

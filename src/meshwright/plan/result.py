@@ -35,8 +35,8 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def overlap(self) -> PricedOverlap:
         """What overlap hides in the price of the best strategy."""
-        best = self.plans[0]
-        return Breakdown(price_strategy(best.setting, best.strategy)).overlap()
+        best_plan = self.plans[0]
+        return Breakdown(price_strategy(best_plan.setting, best_plan.strategy)).overlap()
 
     def to_json(self) -> dict[str, Any]:
         """Returns one object for `plan --json`."""
@@ -70,7 +70,7 @@ def planned(setting: Setting, batch_seqs: int, strategy: Strategy) -> Plan:
     setting = msgspec.structs.replace(setting, job=msgspec.structs.replace(setting.job, batch_seqs=batch_seqs))
     job, estimate = setting.job, price_strategy(setting, strategy).estimate
     if job.train_tokens is not None:
-        seconds = estimate.step_s * job.train_tokens / job.tokens_per_step
-        run_time = chip_time(seconds, setting.cluster.chip, setting.cluster.num_chips)
+        train_s = estimate.step_s * job.train_tokens / job.tokens_per_step
+        run_time = chip_time(train_s, setting.cluster.chip, setting.cluster.num_chips)
         estimate = msgspec.structs.replace(estimate, train_days=run_time.days, cost_usd=run_time.cost_usd)
     return plan_in(setting, strategy, estimate)

@@ -49,13 +49,13 @@ class RunBudget(ChipTime, frozen=True, kw_only=True):
 
 def chip_time(seconds: float, chip: Chip, num_chips: int) -> ChipTime:
     """Returns the days, chip-hours, money and energy of seconds on equal chips, at the chip's price and power."""
-    price, watts = chip.price_usd_per_hour, chip.power_w
+    usd_per_hour, chip_watts = chip.price_usd_per_hour, chip.power_w
     return ChipTime(
         days=days(seconds),
         chip_hours=seconds / 3600 * num_chips,
-        cost_usd=price and cost_usd(seconds, num_chips=num_chips, price_usd_per_hour=price),
-        power_w=watts and power_w(num_chips, watts),
-        energy_kwh=watts and energy_kwh(seconds, num_chips=num_chips, watts_per_chip=watts),
+        cost_usd=usd_per_hour and cost_usd(seconds, num_chips=num_chips, price_usd_per_hour=usd_per_hour),
+        power_w=chip_watts and power_w(num_chips, chip_watts),
+        energy_kwh=chip_watts and energy_kwh(seconds, num_chips=num_chips, watts_per_chip=chip_watts),
     )
 
 

@@ -107,14 +107,14 @@ def search(
                 best.add(variant)
             is_due = ~is_priced & _near_first(meshes, best)
     indices = diverse(best.order(), best, top)
-    unbeaten = tuple(pricer.planned_at(best, index) for index in best.frontier()) if frontier else ()
+    unbeaten_plans = tuple(pricer.planned_at(best, index) for index in best.frontier()) if frontier else ()
     return SearchOutcome(
         found=tuple(pricer.planned_at(best, index) for index in indices),
         num_meshes=len(meshes),
         num_legal=best.num_legal,
         num_candidates=best.num_ranked,
         least_bytes=best.least_bytes,
-        frontier=unbeaten,
+        frontier=unbeaten_plans,
         fits_without_stages=best.fits_without_stages,
     )
 
@@ -126,26 +126,26 @@ def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> np.ndarray:
     The forms have the first placement, choice of offloading and way to reach keys, every schedule, and a few policies
     of remat, from the fastest to the leanest.
     """
-    mode = space.patterns[0].strategy.context_attention
-    same_mode = tuple(p for p in space.patterns if p.strategy.context_attention == mode)
-    screened = tuple(p for p in same_mode if p.strategy.remat in SCREENED_REMATS)
-    quick_space = msgspec.structs.replace(space, offloads=space.offloads[:1], patterns=screened or same_mode)
-    seconds = np.full(len(meshes), np.inf)
+    attention_mode = space.patterns[0].strategy.context_attention
+    mode_patterns = tuple(p for p in space.patterns if p.strategy.context_attention == attention_mode)
+    quick_patterns = tuple(p for p in mode_patterns if p.strategy.remat in SCREENED_REMATS)
+    quick_space = msgspec.structs.replace(space, offloads=space.offloads[:1], patterns=quick_patterns or mode_patterns)
+    seconds_by_mesh = np.full(len(meshes), np.inf)
     for variant in _Pricer(quick_space, cluster, []).variants(meshes, placements=1, microbatches=SCREENED_MICROBATCHES):
-        np.minimum.at(seconds, variant.rows.number, variant.seconds)
-    is_promising = _promising(seconds, meshes.mesh["pipeline"])
+        np.minimum.at(seconds_by_mesh, variant.rows.number, variant.seconds)
+    is_promising = _promising(seconds_by_mesh, meshes.mesh["pipeline"])
     if not is_promising.any():
         return np.ones(len(meshes), dtype=bool)
-    return is_promising | near(meshes, select(meshes, np.array([np.argmin(seconds)])).mesh)
+    return is_promising | near(meshes, select(meshes, np.array([np.argmin(seconds_by_mesh)])).mesh)
 
 
-def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
+def _promising(seconds: np.ndarray, num_stages: np.ndarray) -> np.ndarray:
     """True for the fastest meshes, and for the fastest of every number of stages."""
-    fastest_first = np.argsort(seconds, kind="stable")
+    fastest_order = np.argsort(seconds, kind="stable")
     is_fastest = np.zeros(len(seconds), dtype=bool)
-    is_fastest[fastest_first[:KEPT_MESHES]] = True
-    for count in np.unique(stages):
-        is_fastest[fastest_first[stages[fastest_first] == count][:KEPT_PER_STAGES]] = True
+    is_fastest[fastest_order[:KEPT_MESHES]] = True
+    for stage_count in np.unique(num_stages):
+        is_fastest[fastest_order[num_stages[fastest_order] == stage_count][:KEPT_PER_STAGES]] = True
     return is_fastest & np.isfinite(seconds)
 
 
@@ -182,72 +182,72 @@ class _Pricer:
         candidates = with_microbatches(self.space, self._laid(meshes, placements), most=microbatches)
         if not len(candidates):
             return
-        derived = (pattern.derived for pattern in self.space.patterns)
-        rates = self.setting.step_rates(self.space.template, self.placements[first_placement:], *derived)
+        derivations = (pattern.derived for pattern in self.space.patterns)
+        rates = self.setting.step_rates(self.space.template, self.placements[first_placement:], *derivations)
         for begin_row in range(0, len(candidates), AT_ONCE):
             rows = select(candidates, slice(begin_row, begin_row + AT_ONCE))
-            step = PricedStep(
+            priced_step = PricedStep(
                 derived=self.space.patterns[0].derived,
                 sizes=candidate_sizes(self.space, rows),
                 rates=select(rates, rows.laid - first_placement),
                 pipeline=candidate_pipeline(self.space, rows),
             )
-            for number, pattern in enumerate(self.space.patterns[begin:], begin):
-                legal_rows = np.flatnonzero(legal_in(self.space, pattern, rows))
-                if len(legal_rows):
-                    priced = msgspec.structs.replace(step, derived=pattern.derived)
-                    yield from self._forms(number, priced, rows, legal_rows)
+            for pattern_index, pattern in enumerate(self.space.patterns[begin:], begin):
+                legal_indices = np.flatnonzero(legal_in(self.space, pattern, rows))
+                if len(legal_indices):
+                    pattern_step = msgspec.structs.replace(priced_step, derived=pattern.derived)
+                    yield from self._forms(pattern_index, pattern_step, rows, legal_indices)
 
-    def _laid(self, meshes: Candidates, most: int | None) -> Candidates:
-        """Repeats every mesh for each of its placements, at most ``most`` of them."""
-        placements_of: dict[tuple[int, ...], range] = {}
-        mesh_numbers, placement_numbers = list[int](), list[int]()
-        for mesh_number, sizes in enumerate(zip(*(column.tolist() for column in meshes.mesh.values()), strict=True)):
-            if sizes not in placements_of:
-                placements = place_axes(self.cluster, dict(zip(MESH_AXES, sizes, strict=True)))[:most]
-                placements_of[sizes] = range(len(self.placements), len(self.placements) + len(placements))
+    def _laid(self, meshes: Candidates, max_placements: int | None) -> Candidates:
+        """Repeats every mesh for each of its placements, at most ``max_placements`` of them."""
+        range_by_sizes: dict[tuple[int, ...], range] = {}
+        mesh_indices, placement_indices = list[int](), list[int]()
+        for mesh_index, sizes in enumerate(zip(*(column.tolist() for column in meshes.mesh.values()), strict=True)):
+            if sizes not in range_by_sizes:
+                placements = place_axes(self.cluster, dict(zip(MESH_AXES, sizes, strict=True)))[:max_placements]
+                range_by_sizes[sizes] = range(len(self.placements), len(self.placements) + len(placements))
                 self.placements.extend(placements)
-            mesh_numbers.extend([mesh_number] * len(placements_of[sizes]))
-            placement_numbers.extend(placements_of[sizes])
-        repeated = select(meshes, np.array(mesh_numbers, dtype=np.intp))
-        return msgspec.structs.replace(repeated, laid=np.array(placement_numbers, dtype=np.intp))
+            mesh_indices.extend([mesh_index] * len(range_by_sizes[sizes]))
+            placement_indices.extend(range_by_sizes[sizes])
+        repeated_meshes = select(meshes, np.array(mesh_indices, dtype=np.intp))
+        return msgspec.structs.replace(repeated_meshes, laid=np.array(placement_indices, dtype=np.intp))
 
-    def _forms(self, number: int, priced: PricedStep, rows: Candidates, legal: np.ndarray) -> Iterator[Variant]:
+    def _forms(self, pattern_index: int, step: PricedStep, rows: Candidates, legal: np.ndarray) -> Iterator[Variant]:
         """Yields the ``legal`` ones among the candidates of a pattern in all schedules and choices of offloading."""
-        space, pattern, legal_rows = self.space, self.space.patterns[number], select(rows, legal)
-        memory_of_legal, pcie_rate = select(priced.memory, legal), priced.rates.pcie_bytes_per_s
-        times: BlockTimes | None = None
+        space, pattern, legal_rows = self.space, self.space.patterns[pattern_index], select(rows, legal)
+        legal_memory, pcie_bytes_per_s = select(step.memory, legal), step.rates.pcie_bytes_per_s
+        legal_times: BlockTimes | None = None
         for schedule in space.schedules:
-            indices, chunks = self._chunks(schedule, legal_rows, pattern)
+            indices, num_chunks = self._chunks(schedule, legal_rows, pattern)
             if not len(indices):
                 continue
-            candidates, memory = select(legal_rows, indices), select(memory_of_legal, indices)
-            pipeline = candidate_pipeline(space, candidates, schedule=schedule, chunks=chunks)
+            candidates, memory = select(legal_rows, indices), select(legal_memory, indices)
+            pipeline = candidate_pipeline(space, candidates, schedule=schedule, chunks=num_chunks)
             for offload in space.offloads:
-                if offload and pcie_rate is None:
+                if offload and pcie_bytes_per_s is None:
                     continue
-                transfers = offloaded(memory, pcie_rate, pipeline, offload)
+                transfers = offloaded(memory, pcie_bytes_per_s, pipeline, offload)
                 needed_bytes = total_bytes(memory.items(pipeline, offload))
-                fitting = np.flatnonzero(needed_bytes <= self.setting.memory_room)
+                fitting_indices = np.flatnonzero(needed_bytes <= self.setting.memory_room)
                 step_s = np.full(len(candidates), np.inf)
                 missed_s = np.inf
-                if len(fitting):
+                if len(fitting_indices):
                     # what never fits is never priced: pricing it would take most of the time of a refusal
-                    times = times or select(priced.times, legal)
-                    block_times = select(times, indices)
+                    legal_times = legal_times or select(step.times, legal)
+                    block_times = select(legal_times, indices)
                     step_s = np.broadcast_to(block_times.step_s(pipeline, transfers).step_s, len(candidates))
-                    if pattern.strategy.remat == USUAL_POLICIES[-1] and len(fitting) < len(candidates):
+                    if pattern.strategy.remat == USUAL_POLICIES[-1] and len(fitting_indices) < len(candidates):
                         rerun_s = (step_s + block_times.pairs_s(pipeline)) / candidates.batch_seqs
                         missed_s = float(np.min(rerun_s[needed_bytes > self.setting.memory_room]))
                 yield Variant(
-                    pattern=number,
+                    pattern=pattern_index,
                     rank=pattern.rank,
                     schedule=schedule,
                     offload=offload,
-                    rows=select(candidates, fitting),
-                    chunks=chunks[fitting],
-                    seconds=step_s[fitting] / candidates.batch_seqs[fitting],
-                    need=np.broadcast_to(needed_bytes, len(candidates))[fitting],
+                    rows=select(candidates, fitting_indices),
+                    chunks=num_chunks[fitting_indices],
+                    seconds=step_s[fitting_indices] / candidates.batch_seqs[fitting_indices],
+                    need=np.broadcast_to(needed_bytes, len(candidates))[fitting_indices],
                     num_legal=len(candidates),
                     least_bytes=float(np.min(needed_bytes)),
                     missed=missed_s,
@@ -259,29 +259,29 @@ class _Pricer:
         On one stage every schedule is the same, so only the first is listed there. Several chunks are tried only if
         they leave few places for layers empty.
         """
-        stages, num_layers = rows.mesh["pipeline"], pattern.derived.num_layers
-        is_first = schedule == self.space.schedules[0]
+        num_stages, num_layers = rows.mesh["pipeline"], pattern.derived.num_layers
+        is_first_schedule = schedule == self.space.schedules[0]
         index_arrays, chunk_arrays = [], []
-        for count in self._chunk_counts(schedule, stages, num_layers):
-            is_fit = schedule_fits(schedule, stages=stages, chunks=count, microbatches=rows.microbatches)
-            is_fit = is_fit & ((stages > 1) | (is_first & (count == 1)))
+        for num_chunks in self._chunk_counts(schedule, num_stages, num_layers):
+            is_fit = schedule_fits(schedule, stages=num_stages, chunks=num_chunks, microbatches=rows.microbatches)
+            is_fit = is_fit & ((num_stages > 1) | (is_first_schedule & (num_chunks == 1)))
             # chunks change only this rule on sizes; `variants` has applied the others
-            is_fit = is_fit & ((count == 1) | few_idle_places(num_layers, stages * count))
+            is_fit = is_fit & ((num_chunks == 1) | few_idle_places(num_layers, num_stages * num_chunks))
             indices = np.flatnonzero(is_fit)
             index_arrays.append(indices)
-            chunk_arrays.append(count[indices])
+            chunk_arrays.append(num_chunks[indices])
         return np.concatenate(index_arrays), np.concatenate(chunk_arrays)
 
-    def _chunk_counts(self, schedule: str, stages: np.ndarray, num_layers: int) -> Iterator[np.ndarray]:
+    def _chunk_counts(self, schedule: str, num_stages: np.ndarray, num_layers: int) -> Iterator[np.ndarray]:
         """Yields arrays of chunks to try, one number per candidate: as given, or for chunks of one layer, two, ..."""
         schedule_definition = definition(schedule)
         if self.space.chunks or not schedule_definition.more_chunks:
-            yield np.full(len(stages), self.space.chunks or schedule_definition.chunks, dtype=np.int64)
+            yield np.full(len(num_stages), self.space.chunks or schedule_definition.chunks, dtype=np.int64)
             return
-        for chunk_layers in CHUNK_LAYERS:
-            count = -(-num_layers // (stages * chunk_layers))
+        for layers_per_chunk in CHUNK_LAYERS:
+            num_chunks = -(-num_layers // (num_stages * layers_per_chunk))
             # 1 where this number of chunks has been tried already
-            yield np.where(-(-num_layers // (stages * count)) == chunk_layers, count, 1)
+            yield np.where(-(-num_layers // (num_stages * num_chunks)) == layers_per_chunk, num_chunks, 1)
 
     def planned_at(self, best: Best, index: int) -> Plan:
         """Returns candidate ``index`` of ``best`` with the prediction of the steps that run, which the steps of all

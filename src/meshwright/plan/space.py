@@ -70,8 +70,8 @@ def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
     """Returns the mesh axes that a search may use on a cluster, including the ``fixed`` ones."""
     if cluster.kind != "host":
         return MESH_AXES
-    names = {*EMULATED_AXES, *fixed}
-    return tuple(axis for axis in MESH_AXES if axis in names)
+    axis_names = {*EMULATED_AXES, *fixed}
+    return tuple(axis for axis in MESH_AXES if axis in axis_names)
 
 
 class Pattern(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,9 +126,9 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the space with patterns of what is rarely best after the others; itself on this machine."""
         if self.setting.cluster.kind == "host":
             return self
-        remats, zeros = self.choices.remats[:2], self.choices.rare_zeros
+        remats, zero_stages = self.choices.remats[:2], self.choices.rare_zeros
         space = self._with(far_heads=True, remats=remats)
-        return space if "assignment" in self.given or not zeros else space._with(zeros=zeros, remats=remats)
+        return space if "assignment" in self.given or not zero_stages else space._with(zeros=zero_stages, remats=remats)
 
     def _with(self, **choices: Any) -> "Space":
         merged = msgspec.structs.replace(self.choices, **choices)
@@ -155,13 +155,13 @@ def open_space(
     setting.require_runnable(msgspec.structs.replace(template, mesh=make_mesh(fixed)))
     choices = EMULATED if setting.cluster.kind == "host" else choices
     remats = (template.remat,) if "remat" in names else choices.remats
-    modes = (template.context_attention,) if "context_attention" in names else choices.context_attention
+    attention_modes = (template.context_attention,) if "context_attention" in names else choices.context_attention
     assignments = [(template.assignment, ())] if "assignment" in names else _assignments(choices)
     patterns = []
-    for (assignment, needs), mode, (rank, remat) in itertools.product(assignments, modes, enumerate(remats)):
+    for (assignment, needs), mode, (rank, remat) in itertools.product(assignments, attention_modes, enumerate(remats)):
         strategy = msgspec.structs.replace(template, assignment=assignment, context_attention=mode, remat=remat)
-        needed = needs if mode == modes[0] else (*needs, ("context",))
-        if any(all(fixed.get(axis) == 1 for axis in axes) for axes in needed):
+        needed_axes = needs if mode == attention_modes[0] else (*needs, ("context",))
+        if any(all(fixed.get(axis) == 1 for axis in axes) for axes in needed_axes):
             continue
         patterns += [
             Pattern(
@@ -170,7 +170,7 @@ def open_space(
                 derived=derived,
                 rules=(*size_rules(derived), *(zero_rules(strategy, given=True) if "assignment" in names else ())),
                 splits=splits(derived),
-                needs=needed,
+                needs=needed_axes,
                 tensor_split=tensor_split,
                 repeats=axes,
             )
@@ -201,32 +201,32 @@ def _forms(
     a device has the whole vocabulary.
     """
     model, cluster, axes = setting.model, setting.cluster, REPEATED_HEADS[repeated_dim(strategy)]
-    num_reached = cluster.domain if cluster.kind == "switched" and not far else cluster.num_chips
+    reached_devices = cluster.domain if cluster.kind == "switched" and not far else cluster.num_chips
     variants: list[tuple[Strategy, tuple[str, ...]]] = [(strategy, ())]
     if all(axis in fixed for axis in axes):
         mesh = strategy.mesh | dict(fixed)
         variants = [(strategy_of_heads(msgspec.structs.replace(strategy, mesh=mesh), model.num_kv_heads), ())]
-    elif model.num_kv_heads < min(model.num_heads, num_reached):
+    elif model.num_kv_heads < min(model.num_heads, reached_devices):
         variants.append((with_repeated_heads(strategy), axes))
-    for variant, repeated in variants:
+    for variant, repeated_axes in variants:
         derived = setting.symbolic(variant)
         if not setting.assumptions.traits.is_compiled or keeps_logits(strategy):
-            yield derived, None, repeated
+            yield derived, None, repeated_axes
             continue
         if fixed.get("tensor") != 1:
-            yield derived, True, repeated
-        if fixed.get("tensor", 1) == 1 and repeated != ("tensor",):
-            yield setting.symbolic(variant, without=("tensor",)), False, repeated
+            yield derived, True, repeated_axes
+        if fixed.get("tensor", 1) == 1 and repeated_axes != ("tensor",):
+            yield setting.symbolic(variant, without=("tensor",)), False, repeated_axes
 
 
 def _assignments(choices: Choices) -> list[tuple[dict[str, Rules], tuple[tuple[str, ...], ...]]]:
     """Returns every assignment with the ``needs`` of its pattern."""
     assignments = []
-    for zero, sequence_parallel in itertools.product(choices.zeros, choices.sequence_parallel):
+    for zero_stage, sequence_parallel in itertools.product(choices.zeros, choices.sequence_parallel):
         needs: tuple[tuple[str, ...], ...] = ()
-        if zero != choices.zeros[0]:
+        if zero_stage != choices.zeros[0]:
             needs += (("fsdp", "expert", "context"),)
         if sequence_parallel != choices.sequence_parallel[0]:
             needs += (("tensor",),)
-        assignments.append((standard_assignment(zero=zero, sequence_parallel=sequence_parallel), needs))
+        assignments.append((standard_assignment(zero=zero_stage, sequence_parallel=sequence_parallel), needs))
     return assignments

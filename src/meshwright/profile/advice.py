@@ -42,9 +42,9 @@ class AdviceCase(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def seqs_per_device(self) -> float:
         """Sequences per device and microbatch."""
-        split = self.strategy.assignment.get("input", {}).get("B", ())
-        devices = product(self.strategy.mesh.get(axis, 1) for axis in split)
-        return self.job.batch_seqs / devices / self.strategy.num_microbatches
+        batch_axes = self.strategy.assignment.get("input", {}).get("B", ())
+        num_devices = product(self.strategy.mesh.get(axis, 1) for axis in batch_axes)
+        return self.job.batch_seqs / num_devices / self.strategy.num_microbatches
 
     def of_class(self, kind: str) -> ClassRow | None:
         return next((row for row in self.comparison.classes if row.kind == kind), None)
@@ -75,51 +75,51 @@ def _line(row: TimeRow, case: AdviceCase) -> str:
 def _collectives(row: TimeRow, case: AdviceCase) -> str:
     strategy = case.strategy
     axes = tuple(axis for axis in strategy.active_axes if axis in row.name.split())
-    sizes = ", ".join(f"{axis}={strategy.mesh[axis]}" for axis in axes)
+    sizes_text = ", ".join(f"{axis}={strategy.mesh[axis]}" for axis in axes)
     op_costs = ((op, case.expected.get(op.step)) for op in case.times.ops if op.kind == "collective")
-    ops = [op for op, step in op_costs if set(step.axes if step else ()) == set(axes)]
-    exposed_s, own_s, waited_s = (sum(getattr(op, name) for op in ops) for name in ("wall_s", "own_s", "waited_s"))
-    facts = f"{format_seconds(exposed_s)} of {format_seconds(own_s)} on a device is not hidden"
+    axis_ops = [op for op, step in op_costs if set(step.axes if step else ()) == set(axes)]
+    exposed_s, own_s, waited_s = (sum(getattr(op, name) for op in axis_ops) for name in ("wall_s", "own_s", "waited_s"))
+    text = f"{format_seconds(exposed_s)} of {format_seconds(own_s)} on a device is not hidden"
     if waited_s:
-        facts += f", {format_seconds(waited_s)} waits for other devices"
+        text += f", {format_seconds(waited_s)} waits for other devices"
     if row.difference_s < 0:
-        return f"{facts}; faster than predicted"
+        return f"{text}; faster than predicted"
     if not exposed_s:
-        return f"{facts}: it costs nothing until the compute that hides it shrinks"
-    changes = [f"more sequences per device (now {case.seqs_per_device:g})"]
-    if sizes:
-        changes.append(f"fewer devices in {sizes}")
+        return f"{text}: it costs nothing until the compute that hides it shrinks"
+    change_texts = [f"more sequences per device (now {case.seqs_per_device:g})"]
+    if sizes_text:
+        change_texts.append(f"fewer devices in {sizes_text}")
     trains = case.job.trains
     if trains and strategy.gradient_sync == "naive":
-        changes.insert(0, "strategy.gradient_sync=overlapped")
-    gathers_s = sum(op.wall_s for op in ops if op.step in case.expected and case.expected[op.step].gathers_weights)
+        change_texts.insert(0, "strategy.gradient_sync=overlapped")
+    gathers_s = sum(op.wall_s for op in axis_ops if op.step in case.expected and case.expected[op.step].gathers_weights)
     if trains and not strategy.prefetch and gathers_s > exposed_s / 2:
-        changes.insert(0, "strategy.prefetch=true (weights are gathered ahead)")
-    return f"{facts}: try {' or '.join(changes)}"
+        change_texts.insert(0, "strategy.prefetch=true (weights are gathered ahead)")
+    return f"{text}: try {' or '.join(change_texts)}"
 
 
 def _products(row: TimeRow, case: AdviceCase) -> str:
-    rate = _rate(row, case)
-    expected_rate = float(case.rates.chip.matmul_flops_per_s)
-    traced = case.of_class(row.name)
+    flops_per_s = _rate(row, case)
+    expected_flops_per_s = float(case.rates.chip.matmul_flops_per_s)
+    class_row = case.of_class(row.name)
     derived_flops = sum(cost.flops for cost in case.expected.values() if class_of_op(cost.step.op) == row.name)
-    if traced and rate >= expected_rate and traced.flops > derived_flops:
-        flops, derived = (format_flops(f, unit="FLOP") for f in (traced.flops, derived_flops))
+    if class_row and flops_per_s >= expected_flops_per_s and class_row.flops > derived_flops:
+        flops, derived = (format_flops(num_flops, unit="FLOP") for num_flops in (class_row.flops, derived_flops))
         return (
             f"the program does {flops} on a device where {derived} were derived, at no less than the rate that was "
             f"expected: {_fewer_flops(case)}"
         )
-    facts = f"products run at {format_flops(rate)} a device, the rates say {format_flops(expected_rate)}"
-    worst = next((row for row in case.comparison.steps if row.kind == "contraction"), None)
-    if worst:
-        facts += f"; the furthest off is {worst.name}"
-    return f"{facts}: {_larger(case)} makes products larger"
+    text = f"products run at {format_flops(flops_per_s)} a device, the rates say {format_flops(expected_flops_per_s)}"
+    worst_row = next((row for row in case.comparison.steps if row.kind == "contraction"), None)
+    if worst_row:
+        text += f"; the furthest off is {worst_row.name}"
+    return f"{text}: {_larger(case)} makes products larger"
 
 
 def _rate(row: TimeRow, case: AdviceCase) -> float:
     """Returns the measured FLOP/s per device of a kind of work."""
-    traced = case.of_class(row.name)
-    return traced.flops / row.measured_s if traced and row.measured_s else 0.0
+    class_row = case.of_class(row.name)
+    return class_row.flops / row.measured_s if class_row and row.measured_s else 0.0
 
 
 def _fewer_flops(case: AdviceCase) -> str:
@@ -141,58 +141,58 @@ def _larger(case: AdviceCase) -> str:
 
 def _attention(row: TimeRow, case: AdviceCase) -> str:
     rate = _rate(row, case)
-    facts = f"attention runs at {format_flops(rate)} a device" if rate else "the program does not say its FLOPs"
+    text = f"attention runs at {format_flops(rate)} a device" if rate else "the program does not say its FLOPs"
     expected_text = format_flops(float(case.rates.chip.attention_flops_per_s))
-    return f"{facts}, the rates say {expected_text}: {_larger(case)} gives it more rows, or measure the rates again"
+    return f"{text}, the rates say {expected_text}: {_larger(case)} gives it more rows, or measure the rates again"
 
 
 def _copies(row: TimeRow, case: AdviceCase) -> str:
-    worst = next((op for op in case.times.ops if op.kind == "copy"), None)
-    if worst is None:
+    worst_op = next((op for op in case.times.ops if op.kind == "copy"), None)
+    if worst_op is None:
         return "no single copy stands out"
-    size_text = format_bytes(worst.hbm_bytes / max(worst.count, 1))
-    times_text = "once" if worst.count == 1 else f"{worst.count:g} times"
-    facts = f"no derived step copies; the longest is {worst.name} ({worst.step}), {size_text} {times_text}"
-    is_kept = worst.step.startswith(OUTSIDE) or "update-slice" in worst.name
+    size_text = format_bytes(worst_op.hbm_bytes / max(worst_op.count, 1))
+    times_text = "once" if worst_op.count == 1 else f"{worst_op.count:g} times"
+    text = f"no derived step copies; the longest is {worst_op.name} ({worst_op.step}), {size_text} {times_text}"
+    is_kept = worst_op.step.startswith(OUTSIDE) or "update-slice" in worst_op.name
     if is_kept and case.job.trains and case.strategy.remat == "none":
-        return f"{facts}: strategy.remat=block keeps, and so copies, fewer results between the passes"
+        return f"{text}: strategy.remat=block keeps, and so copies, fewer results between the passes"
     mesh_text = ", ".join(f"{axis}={case.strategy.mesh[axis]}" for axis in case.strategy.active_axes)
-    if "convert" in worst.name:
-        return f"{facts}: the program converts an array to another dtype there"
+    if "convert" in worst_op.name:
+        return f"{text}: the program converts an array to another dtype there"
     split_text = f", which another split of its dims (now {mesh_text}) may not need" if mesh_text else ""
-    return f"{facts}: the compiler changes a layout there{split_text}"
+    return f"{text}: the compiler changes a layout there{split_text}"
 
 
 def _memory(row: TimeRow, case: AdviceCase) -> str:
-    traced = case.of_class(row.name)
-    moved, measured_s = traced.hbm_bytes if traced else 0.0, row.measured_s or 0.0
+    class_row = case.of_class(row.name)
+    moved, measured_s = class_row.hbm_bytes if class_row else 0.0, row.measured_s or 0.0
     wanted = float(case.rates.chip.hbm_bytes_per_s)
-    rate = moved / measured_s if measured_s else 0.0
-    facts = (
+    measured_rate = moved / measured_s if measured_s else 0.0
+    text = (
         f"moves {format_bytes(moved)} a device where {format_bytes((row.predicted_s or 0.0) * wanted)} take as long as "
-        f"predicted, at {format_bytes(rate)}/s of {format_bytes(wanted)}/s"
+        f"predicted, at {format_bytes(measured_rate)}/s of {format_bytes(wanted)}/s"
     )
-    if rate < wanted / 2:
-        return f"{facts}: its kernels are small or strided; {_larger(case)} makes them larger"
-    longest = next((op for op in case.times.ops if op.kind == row.name), None)
-    longest_text = f"; the longest is {longest.name} ({longest.step})" if longest else ""
+    if measured_rate < wanted / 2:
+        return f"{text}: its kernels are small or strided; {_larger(case)} makes them larger"
+    longest_op = next((op for op in case.times.ops if op.kind == row.name), None)
+    longest_text = f"; the longest is {longest_op.name} ({longest_op.step})" if longest_op else ""
     if case.strategy.state == "fp32" and not case.comparison.shares_cores:
-        return f"{facts}{longest_text}: strategy.state=bf16-adam halves the bytes"
-    return f"{facts}{longest_text}: the compiler passes over arrays more often than derived, where a fusion ends"
+        return f"{text}{longest_text}: strategy.state=bf16-adam halves the bytes"
+    return f"{text}{longest_text}: the compiler passes over arrays more often than derived, where a fusion ends"
 
 
 def _overhead(row: TimeRow, case: AdviceCase) -> str:
     num_ops = sum(op.count for op in case.times.ops)
     per_op_s = (row.measured_s or 0.0) / max(num_ops, 1.0)
-    facts = f"{num_ops:,.0f} instructions a step, and {format_seconds(per_op_s)} without work for each"
-    return f"{facts}: {_larger(case)} makes each do more"
+    text = f"{num_ops:,.0f} instructions a step, and {format_seconds(per_op_s)} without work for each"
+    return f"{text}: {_larger(case)} makes each do more"
 
 
 def _idle(row: TimeRow, case: AdviceCase) -> str:
-    pipeline = case.strategy.mesh.get("pipeline", 1)
-    if pipeline > 1:
+    num_stages = case.strategy.mesh.get("pipeline", 1)
+    if num_stages > 1:
         count = case.strategy.num_microbatches
-        return f"{pipeline} stages with {count} microbatches: try num_microbatches={2 * count} or another schedule"
+        return f"{num_stages} stages with {count} microbatches: try num_microbatches={2 * count} or another schedule"
     idle = {device: part.idle_s for device, part in case.times.devices.items()}
     most, least = max(idle, key=lambda d: idle[d]), min(idle, key=lambda d: idle[d])
     return (

@@ -69,10 +69,10 @@ def class_of_op(op: str) -> OpClass:
     return "optimizer" if op == "optimizer" else step_kinds()[op].group
 
 
-def _only_moves(module: Module, one: Instruction) -> bool:
+def _only_moves(module: Module, instruction: Instruction) -> bool:
     """True if an instruction moves arrays and computes nothing on them."""
-    for inner in module.fused(one):
-        if inner.opcode in _MOVES or (inner is one and inner.opcode == "fusion"):
+    for inner in module.fused(instruction):
+        if inner.opcode in _MOVES or (inner is instruction and inner.opcode == "fusion"):
             continue
         is_scalar = all(shape.num_elements == 1 for shape in inner.shapes)
         if not (is_scalar and inner.opcode in _OFFSETS):

@@ -74,16 +74,16 @@ def compare_times(
 ) -> ProfileComparison:
     """Makes all tables of a profile."""
     shares_cores = trace.platform == "cpu"
-    seconds_of = shared_seconds(trace, program) if shares_cores else {op.name: op.own_s for op in times.ops}
-    expected = predicted.steps
+    seconds_by_op = shared_seconds(trace, program) if shares_cores else {op.name: op.own_s for op in times.ops}
+    cost_by_step = predicted.steps
     by_step, by_part, by_term, predicted_parts, predicted_terms = (defaultdict[str, float](float) for _ in range(5))
-    for op, seconds in seconds_of.items():
+    for op, seconds in seconds_by_op.items():
         fact = program.fact(op)
-        expected_cost = expected.get(fact.step) if fact.kind == "collective" else None
+        expected_cost = cost_by_step.get(fact.step) if fact.kind == "collective" else None
         by_step[fact.step] += seconds
         by_part[fact.part] += seconds
         by_term[term_of(fact.kind, expected_cost.axes if expected_cost else ())] += seconds
-    for cost in expected.values():
+    for cost in cost_by_step.values():
         predicted_parts[part_of_step(cost.step)] += cost.seconds
         predicted_terms[term_of(class_of_op(cost.step.op), cost.axes)] += cost.seconds
     # sends between pipeline stages are in no block, and their permutes carry no derived label
@@ -93,16 +93,16 @@ def compare_times(
     # the time without work: of a mean device, or of the machine if its devices share cores
     rests = [("overhead", "overhead", mean.overhead_s, whole.overhead_s), ("idle", "idle", mean.idle_s, whole.idle_s)]
     if shares_cores:
-        rest_s = max(0.0, mean.total_s - sum(seconds_of.values()))
+        rest_s = max(0.0, mean.total_s - sum(seconds_by_op.values()))
         rests = [(NOTHING, "overhead", rest_s, whole.overhead_s + whole.idle_s)]
     rows += [TimeRow(name=name, kind=kind, predicted_s=p, measured_s=m) for name, kind, m, p in rests]
-    steps = {name: cost.seconds for name, cost in expected.items()}
-    kinds = {name: class_of_op(cost.step.op) for name, cost in expected.items()}
+    seconds_by_step = {name: cost.seconds for name, cost in cost_by_step.items()}
+    kind_by_step = {name: class_of_op(cost.step.op) for name, cost in cost_by_step.items()}
     return ProfileComparison(
         predicted=whole,
         parts=tuple(_rows(predicted_parts, by_part, lambda name: "part")),
         terms=tuple(_worst(rows)),
-        steps=tuple(_rows(steps, by_step, lambda name: kinds.get(name, "not derived"))),
+        steps=tuple(_rows(seconds_by_step, by_step, lambda name: kind_by_step.get(name, "not derived"))),
         classes=_classes(times),
         float32=_float32(times, program),
         shares_cores=shares_cores,
@@ -128,25 +128,25 @@ def _worst(rows: list[TimeRow]) -> list[TimeRow]:
 
 def _classes(times: StepTimes) -> tuple[ClassRow, ...]:
     """Sums instructions by kind of work, most wall time first."""
-    rows = []
+    class_rows = []
     for kind in CLASSES:
         ops = [op for op in times.ops if op.kind == kind]
         if ops:
-            names = ("own_s", "wall_s", "flops", "hbm_bytes")
-            rows.append(ClassRow(kind=kind, **{name: sum(getattr(op, name) for op in ops) for name in names}))
-    return tuple(sorted(rows, key=lambda row: -row.wall_s))
+            fields = ("own_s", "wall_s", "flops", "hbm_bytes")
+            class_rows.append(ClassRow(kind=kind, **{name: sum(getattr(op, name) for op in ops) for name in fields}))
+    return tuple(sorted(class_rows, key=lambda row: -row.wall_s))
 
 
 def _float32(times: StepTimes, program: TracedProgram) -> tuple[ProductRow, ...]:
     """Returns the products of float32 operands, longest first. Products in one fusion each have all of its seconds."""
-    rows = []
+    product_rows = []
     for op in times.ops:
         for product in program.products.get(op.name, ()):
             operands = (program.instructions.get(name) for name in product.operands[:2])
             shapes = [operand.shapes[0] if operand and operand.shapes else None for operand in operands]
             if not shapes or any(shape is None or shape.dtype != "f32" for shape in shapes):
                 continue
-            rows.append(
+            product_rows.append(
                 ProductRow(
                     name=op.name,
                     step=op.step,
@@ -157,4 +157,4 @@ def _float32(times: StepTimes, program: TracedProgram) -> tuple[ProductRow, ...]
                     seconds=op.own_s,
                 )
             )
-    return tuple(sorted(rows, key=lambda row: -row.seconds))
+    return tuple(sorted(product_rows, key=lambda row: -row.seconds))

@@ -87,10 +87,10 @@ class DeviceTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 def newest_trace(folder: Path) -> Path:
     """Returns the newest trace under a folder."""
-    traces = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
-    if not traces:
+    trace_paths = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    if not trace_paths:
         raise InputError(f"{folder} holds no trace (*{SUFFIX}). Give a folder that jax.profiler.trace wrote.")
-    return traces[-1]
+    return trace_paths[-1]
 
 
 def load_trace(path: Path, program: TracedProgram) -> DeviceTrace:
@@ -112,18 +112,18 @@ def load_trace(path: Path, program: TracedProgram) -> DeviceTrace:
 def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) -> DeviceTrace:
     """Reads the events of a program from the planes of a trace. Raises InputError if there are none."""
     devices = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
-    hosts = [plane for plane in planes if plane.name.startswith("/host:CPU")]
+    host_planes = [plane for plane in planes if plane.name.startswith("/host:CPU")]
     host = _Host(program)
-    host.read(hosts, ops=not devices)
+    host.read(host_planes, ops=not devices)
     platform: TracePlatform = "cpu"
-    events, unnamed = host.events, 0.0
+    events, unnamed_s = host.events, 0.0
     if devices:
         platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
         all_events = [
             e for m, plane in devices for e in _device_events(plane, int(m[2]), m[1] == "GPU", program, host.foreign)
         ]
         events = [event for event in all_events if event.op]
-        unnamed = sum(event.seconds for event in all_events if not event.op)
+        unnamed_s = sum(event.seconds for event in all_events if not event.op)
     if not events:
         raise InputError(
             f"{source} has no event of the program {program.module.name!r}. Give the text of the program that was "
@@ -141,7 +141,7 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
         events=tuple(sorted(events, key=lambda event: (event.device, event.start_s, -event.end_s))),
         windows=windows,
         by_thread=host.by_thread,
-        unnamed_s=unnamed,
+        unnamed_s=unnamed_s,
         found_steps=found_by,
     )
 
@@ -154,13 +154,13 @@ def _device_events(plane: Any, device: int, gpu: bool, program: TracedProgram, f
         lines = [line for line in lines if line.name.startswith("Stream")] or lines
     for line in lines:
         for event in line.events:
-            stats = dict(event.stats)
-            hlo_op = str(stats.get("hlo_op", ""))
-            if hlo_op and stats.get("hlo_module") == program.module.name and hlo_op not in program.instructions:
+            stat_by_name = dict(event.stats)
+            hlo_op = str(stat_by_name.get("hlo_op", ""))
+            if hlo_op and stat_by_name.get("hlo_module") == program.module.name and hlo_op not in program.instructions:
                 foreign.add(hlo_op)
-            name, start = event.name.split(" = ")[0].strip().lstrip("%"), event.start_ns * _NS
-            names = (op for op in (hlo_op, name, program.by_kernel.get(name, "")) if op in program.instructions)
-            yield OpEvent(next(names, ""), device, line.name, start, start + event.duration_ns * _NS)
+            name, start_s = event.name.split(" = ")[0].strip().lstrip("%"), event.start_ns * _NS
+            op_names = (op for op in (hlo_op, name, program.by_kernel.get(name, "")) if op in program.instructions)
+            yield OpEvent(next(op_names, ""), device, line.name, start_s, start_s + event.duration_ns * _NS)
 
 
 class _Host:
@@ -177,12 +177,12 @@ class _Host:
 
     def read(self, planes: Iterable[Any], *, ops: bool) -> None:
         """Reads every line of the planes; instructions only if ``ops``."""
-        for number, line in enumerate(line for plane in planes for line in plane.lines):
+        for line_index, line in enumerate(line for plane in planes for line in plane.lines):
             events: list[tuple[OpEvent, bool]] = []
             waits: list[Window] = []
             for event in line.events:
-                name, start = event.name, event.start_ns * _NS
-                window = Window(start, start + event.duration_ns * _NS)
+                name, start_s = event.name, event.start_ns * _NS
+                window = Window(start_s, start_s + event.duration_ns * _NS)
                 if name == STEP:
                     self.steps.append(window)
                 elif name == STEP_END:
@@ -190,26 +190,26 @@ class _Host:
                 elif name.startswith(_WAITS):
                     waits.append(window)
                 elif ops:
-                    self._add(event, window, f"{line.name.split('/')[0]} {number}", number, events)
+                    self._add(event, window, f"{line.name.split('/')[0]} {line_index}", line_index, events)
             self.events += _with_waits(events, waits)
 
-    def _add(self, event: Any, window: Window, lane: str, number: int, found: list[tuple[OpEvent, bool]]) -> None:
+    def _add(self, event: Any, window: Window, lane: str, line_index: int, events: list[tuple[OpEvent, bool]]) -> None:
         """Adds the event of an instruction, unless it is from another program or the program lacks it."""
-        stats = dict(event.stats)
+        stat_by_name = dict(event.stats)
         module = self.program.module.name
-        if "hlo_op" not in stats or stats.get("hlo_module", module) != module:
+        if "hlo_op" not in stat_by_name or stat_by_name.get("hlo_module", module) != module:
             return
         if event.name not in self.program.instructions:
             self.foreign.add(event.name)
             return
-        device, run = (
-            value if isinstance(value := stats.get(name), int) else None for name in ("device_ordinal", "run_id")
+        device, run_id = (
+            value if isinstance(value := stat_by_name.get(name), int) else None for name in ("device_ordinal", "run_id")
         )
         self.by_thread |= device is None
-        op_event = OpEvent(event.name, number if device is None else device, lane, *window)
-        found.append((op_event, is_collective(self.program.instructions[event.name])))
-        if run is not None:
-            run_span = self.runs.setdefault(run, [op_event.start_s, op_event.end_s])
+        op_event = OpEvent(event.name, line_index if device is None else device, lane, *window)
+        events.append((op_event, is_collective(self.program.instructions[event.name])))
+        if run_id is not None:
+            run_span = self.runs.setdefault(run_id, [op_event.start_s, op_event.end_s])
             run_span[:] = [min(run_span[0], op_event.start_s), max(run_span[1], op_event.end_s)]
 
     def windows(
@@ -218,21 +218,21 @@ class _Host:
         """Returns the steps, and how they were found."""
         if self.steps:
             return tuple(sorted(self.steps)), "annotations"
-        mark_ends = sorted(self.marks)
-        if len(mark_ends) > 1:
-            return tuple(Window(a, b) for a, b in pairwise(mark_ends)), "marks"
+        mark_ends_s = sorted(self.marks)
+        if len(mark_ends_s) > 1:
+            return tuple(Window(start_s, end_s) for start_s, end_s in pairwise(mark_ends_s)), "marks"
         if self.runs:
             return tuple(sorted(Window(*ends) for ends in self.runs.values())), "runs"
         return (Window(min(e.start_s for e in events), max(e.end_s for e in events)),), "none"
 
 
-def _with_waits(found: Sequence[tuple[OpEvent, bool]], waits: Sequence[Window]) -> list[OpEvent]:
+def _with_waits(flagged_events: Sequence[tuple[OpEvent, bool]], waits: Sequence[Window]) -> list[OpEvent]:
     """Returns the events, with each collective's waits on the same thread."""
     waits = sorted(waits)
-    starts, result = [wait.start_s for wait in waits], []
-    for event, collective in found:
-        first = last = bisect_left(starts, event.start_s)
-        while collective and last < len(waits) and waits[last].end_s <= event.end_s + _NS:
-            last += 1
-        result.append(event._replace(waits=tuple(waits[first:last])))
-    return result
+    starts_s, waited_events = [wait.start_s for wait in waits], []
+    for event, can_wait in flagged_events:
+        first_index = end_index = bisect_left(starts_s, event.start_s)
+        while can_wait and end_index < len(waits) and waits[end_index].end_s <= event.end_s + _NS:
+            end_index += 1
+        waited_events.append(event._replace(waits=tuple(waits[first_index:end_index])))
+    return waited_events

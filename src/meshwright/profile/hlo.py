@@ -96,11 +96,11 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         """Matrix products by the instruction that executes them, itself or fused."""
         workers = [instruction for instruction in self.module if instruction.opcode not in CONTAINERS]
         fused_names = {name for caller in workers for _, name in caller.called}
-        by_name = {i.name: self._products(i) for i in workers if i.computation not in fused_names}
-        return {name: products for name, products in by_name.items() if products}
+        products_by_name = {i.name: self._products(i) for i in workers if i.computation not in fused_names}
+        return {name: products for name, products in products_by_name.items() if products}
 
-    def _products(self, one: Instruction) -> tuple[Instruction, ...]:
-        return tuple(inner for inner in self.module.fused(one) if is_product(inner))
+    def _products(self, instruction: Instruction) -> tuple[Instruction, ...]:
+        return tuple(inner for inner in self.module.fused(instruction) if is_product(inner))
 
     def flops(self, name: str) -> float:
         """Returns the FLOPs of the products in one execution of an instruction; elementwise work counts as 0."""
@@ -115,15 +115,15 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         if op.opcode in _FREE:
             return 0.0
         written_bytes = result_bytes(op)
-        read = [result_bytes(self.instructions[operand]) for operand in op.operands if operand in self.instructions]
-        kinds = {inner.opcode for inner in self.module.fused(op)}
-        if "dynamic-update-slice" in kinds:
+        in_bytes = [result_bytes(self.instructions[operand]) for operand in op.operands if operand in self.instructions]
+        opcodes = {inner.opcode for inner in self.module.fused(op)}
+        if "dynamic-update-slice" in opcodes:
             # the largest operand is the array that is updated in place
-            rest_bytes = sum(read) - max(read, default=0.0)
-            return min(written_bytes + sum(read), 2 * rest_bytes) if rest_bytes else written_bytes
-        if kinds & {"dynamic-slice", "gather", "slice"}:
-            read = [min(b, written_bytes) for b in read]
-        return written_bytes + sum(read)
+            rest_bytes = sum(in_bytes) - max(in_bytes, default=0.0)
+            return min(written_bytes + sum(in_bytes), 2 * rest_bytes) if rest_bytes else written_bytes
+        if opcodes & {"dynamic-slice", "gather", "slice"}:
+            in_bytes = [min(num_bytes, written_bytes) for num_bytes in in_bytes]
+        return written_bytes + sum(in_bytes)
 
     def label(self, name: str) -> StepLabel | None:
         """Returns the derived step of an instruction; for an unlabelled fusion, the most common one inside; or None."""

@@ -128,13 +128,13 @@ def resident_bytes() -> int | None:
 
 def state_owners(shapes: object, shardings: object, kind: OwnerKind) -> list[Owner]:
     """Returns each array of a tree of shapes, with the bytes of its shard on one device."""
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    path_leaves = jax.tree_util.tree_leaves_with_path(shapes)
     leaf_shardings = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
     owners = []
-    for (path, leaf), sharding in zip(leaves, leaf_shardings, strict=True):
-        size = math.prod((leaf.dtype.itemsize, *sharding.shard_shape(leaf.shape)))
+    for (path, leaf), sharding in zip(path_leaves, leaf_shardings, strict=True):
+        shard_bytes = math.prod((leaf.dtype.itemsize, *sharding.shard_shape(leaf.shape)))
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        owners.append(Owner(name=name, kind=kind, num_bytes=float(size)))
+        owners.append(Owner(name=name, kind=kind, num_bytes=float(shard_bytes)))
     return owners
 
 
@@ -144,57 +144,57 @@ def temporary_owners(program: TracedProgram) -> tuple[list[Owner], float]:
     An array is live from the instruction that makes it to the last that reads it or an alias of it. A loop adds its
     body's peak. Parameters are the state and do not count.
     """
-    live = _peak(program, program.module.entry, {})
-    sums: dict[str, float] = defaultdict(float)
-    for name, size in live.items():
+    bytes_by_name = _peak(program, program.module.entry, {})
+    bytes_by_label: dict[str, float] = defaultdict(float)
+    for name, num_bytes in bytes_by_name.items():
         # arrays without a label are mostly carried by the loop over layers
         shapes, label = program.instructions[name].shapes, program.label(name)
-        sums[str(label) if label else f"{name} {shapes[0]}" if shapes else name] += size
-    owners = [Owner(name=name, kind="temporary", num_bytes=size) for name, size in sums.items()]
-    return sorted(owners, key=lambda owner: -owner.num_bytes), sum(live.values())
+        bytes_by_label[str(label) if label else f"{name} {shapes[0]}" if shapes else name] += num_bytes
+    owners = [Owner(name=name, kind="temporary", num_bytes=num_bytes) for name, num_bytes in bytes_by_label.items()]
+    return sorted(owners, key=lambda owner: -owner.num_bytes), sum(bytes_by_name.values())
 
 
-def _peak(program: TracedProgram, computation: str, known: dict[str, dict[str, float]]) -> dict[str, float]:
+def _peak(program: TracedProgram, computation: str, known_peaks: dict[str, dict[str, float]]) -> dict[str, float]:
     """Returns the live results at a computation's peak, in the compiler's schedule: instruction -> bytes.
 
-    ``known`` gets those of the computations inside, each found once.
+    ``known_peaks`` gets those of the computations inside, each found once.
     """
-    if computation in known:
-        return known[computation]
+    if computation in known_peaks:
+        return known_peaks[computation]
     body = program.module.computations[computation].instructions
-    roots = _roots(program.module, body)
-    last_use: dict[str, int] = {}
-    for number, instruction in enumerate(body):
-        end = len(body) if instruction.is_root else number
+    roots_by_name = _roots(program.module, body)
+    last_use_index: dict[str, int] = {}
+    for index, instruction in enumerate(body):
+        end_index = len(body) if instruction.is_root else index
         for name in (*instruction.operands, instruction.name):
-            for root in roots.get(name, ()):
-                last_use[root] = max(last_use.get(root, 0), end)
-    live: dict[str, float] = {}
-    peak_live: dict[str, float] = {}
-    for number, instruction in enumerate(body):
-        if roots[instruction.name] == {instruction.name}:
-            live[instruction.name] = result_bytes(instruction)
+            for root in roots_by_name.get(name, ()):
+                last_use_index[root] = max(last_use_index.get(root, 0), end_index)
+    live_bytes: dict[str, float] = {}
+    peak_bytes: dict[str, float] = {}
+    for index, instruction in enumerate(body):
+        if roots_by_name[instruction.name] == {instruction.name}:
+            live_bytes[instruction.name] = result_bytes(instruction)
         called_names = [name for _, name in instruction.called if name in program.module.computations]
-        peaks = (_peak(program, name, known) for name in called_names) if instruction.opcode in CONTAINERS else ()
-        inner_live = max(peaks, key=lambda peak: sum(peak.values()), default={})
-        if sum(live.values()) + sum(inner_live.values()) > sum(peak_live.values()):
-            peak_live = {**live, **inner_live}
-        for name in [name for name in live if last_use[name] <= number]:
-            del live[name]
-    known[computation] = peak_live
-    return peak_live
+        peaks = (_peak(program, name, known_peaks) for name in called_names) if instruction.opcode in CONTAINERS else ()
+        inner_bytes = max(peaks, key=lambda peak: sum(peak.values()), default={})
+        if sum(live_bytes.values()) + sum(inner_bytes.values()) > sum(peak_bytes.values()):
+            peak_bytes = {**live_bytes, **inner_bytes}
+        for name in [name for name in live_bytes if last_use_index[name] <= index]:
+            del live_bytes[name]
+    known_peaks[computation] = peak_bytes
+    return peak_bytes
 
 
 def _roots(module: Module, body: Sequence[Instruction]) -> dict[str, set[str]]:
     """Maps each instruction to those whose arrays its result aliases; to none for parameters and constants."""
-    roots: dict[str, set[str]] = {}
+    roots_of: dict[str, set[str]] = {}
     for instruction in body:
         # an update of a slice, and a fusion that ends in one, overwrites an operand
         inners = (i for i in module.inside(instruction) if i.is_root) if instruction.opcode == "fusion" else ()
         if instruction.opcode in ("parameter", "constant"):
-            roots[instruction.name] = set()
+            roots_of[instruction.name] = set()
         elif instruction.opcode in _ALIASES or any(i.opcode == "dynamic-update-slice" for i in (instruction, *inners)):
-            roots[instruction.name] = set().union(*(roots.get(name, set()) for name in instruction.operands))
+            roots_of[instruction.name] = set().union(*(roots_of.get(name, set()) for name in instruction.operands))
         else:
-            roots[instruction.name] = {instruction.name}
-    return roots
+            roots_of[instruction.name] = {instruction.name}
+    return roots_of

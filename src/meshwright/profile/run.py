@@ -95,7 +95,7 @@ class TracedSteps:
     def close(self) -> None:
         """Stops tracing and sampling, and keeps what was traced."""
         if self._trace:
-            wall_s, busy_s, own_s = (now - began for now, began in zip(_clocks(), self._began, strict=True))
+            wall_s, busy_s, own_s = (now_s - began_s for now_s, began_s in zip(_clocks(), self._began, strict=True))
             self.cores, self.host_s = busy_s / wall_s, own_s / max(len(self.profiled_s), 1)
             self._trace.close()
             self._trace = None
@@ -109,10 +109,10 @@ class TracedSteps:
 
     def recorded(self, subject: Subject, compiled: jax.stages.Compiled) -> Recording:
         """Writes the program's text beside the trace, and returns the recording with the owners of the peak memory."""
-        text, hlo, sampler = compiled.as_text() or "", self.folder / HLO_FILE, self.sampler
-        hlo.write_text(text, encoding="utf-8")
-        temporary, live_bytes = temporary_owners(parse_program(text))
-        owners = sorted([*subject.owners(), *temporary], key=lambda owner: -owner.num_bytes)
+        program_text, hlo_path, sampler = compiled.as_text() or "", self.folder / HLO_FILE, self.sampler
+        hlo_path.write_text(program_text, encoding="utf-8")
+        temporaries, live_bytes = temporary_owners(parse_program(program_text))
+        owners = sorted([*subject.owners(), *temporaries], key=lambda owner: -owner.num_bytes)
         analysis = compiled.memory_analysis()
         memory = MemoryProfile(
             counted=sampler.counted,
@@ -125,7 +125,7 @@ class TracedSteps:
         )
         return Recording(
             trace=newest_trace(self.folder),
-            hlo=hlo,
+            hlo=hlo_path,
             step_s=tuple(self.warm_s[len(self.warm_s) // 2 :]) if self.warmup > 1 else (),
             profiled_s=tuple(self.profiled_s),
             memory=memory,
@@ -139,18 +139,18 @@ def record_steps(subject: Subject, *, folder: Path, steps: int, warmup: int) -> 
     if jax.default_backend() == "cpu":
         keep_freed_memory()
     folder.mkdir(parents=True, exist_ok=True)
-    with TracedSteps(folder, steps=steps, warmup=warmup) as run:
+    with TracedSteps(folder, steps=steps, warmup=warmup) as traced_steps:
         subject.begin(0)
-        run.sampler.mark("compile")
+        traced_steps.sampler.mark("compile")
         compiled = subject.compile()
-        run.sampler.mark("step 1")
-        for number in range(warmup + steps):
-            with jax.profiler.TraceAnnotation(STEP, step=number):
-                start = time.perf_counter()
+        traced_steps.sampler.mark("step 1")
+        for step_index in range(warmup + steps):
+            with jax.profiler.TraceAnnotation(STEP, step=step_index):
+                start_s = time.perf_counter()
                 subject.advance(compiled)
-                step_s = time.perf_counter() - start
-            run.step_done(step_s)
-    return run.recorded(subject, compiled)
+                step_s = time.perf_counter() - start_s
+            traced_steps.step_done(step_s)
+    return traced_steps.recorded(subject, compiled)
 
 
 def _clocks() -> tuple[float, float, float]:
@@ -165,6 +165,6 @@ def traced(folder: Path) -> AbstractContextManager[None]:
     return jax.profiler.trace(folder, profiler_options=options)
 
 
-def _mark_end(number: int) -> None:
-    with jax.profiler.TraceAnnotation(STEP_END, step=number):
+def _mark_end(step_index: int) -> None:
+    with jax.profiler.TraceAnnotation(STEP_END, step=step_index):
         pass

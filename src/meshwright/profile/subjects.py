@@ -16,11 +16,11 @@ from meshwright.spec.job import Job
 def random_rows(step: TrainStep, job: Job, *, seed: int) -> dict[str, np.ndarray]:
     """Returns a batch of random tokens, each the label of the one before; an encoder gets random tokens too."""
     vocab_size, encoder = step.model.vocab_size, step.model.encoder
-    rows = _random_tokens(vocab_size, (job.batch_seqs, job.seq_len + 1), seed)
-    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    token_rows = _random_tokens(vocab_size, (job.batch_seqs, job.seq_len + 1), seed)
+    array_by_name = {"tokens": token_rows[:, :-1], "labels": token_rows[:, 1:]}
     if encoder:
-        batch["encoder_tokens"] = _random_tokens(vocab_size, (job.batch_seqs, encoder.length), seed + 1)
-    return batch
+        array_by_name["encoder_tokens"] = _random_tokens(vocab_size, (job.batch_seqs, encoder.length), seed + 1)
+    return array_by_name
 
 
 def _random_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -67,21 +67,21 @@ class Prefill:
         self._given: tuple[Any, ...] = ()
 
     def begin(self, seed: int) -> None:
-        step, (seqs, length) = self.step, (self.job.batch_seqs, self.job.seq_len)
-        rows, per_seq, page_len = np.arange(seqs * length), step.cache_sizes["Bp"], step.storage.page_len
-        owner, positions, sizes = rows // length, rows % length, np.full(seqs, length)
-        pages = np.arange(seqs * per_seq).reshape(seqs, per_seq)
+        step, (num_seqs, seq_len) = self.step, (self.job.batch_seqs, self.job.seq_len)
+        rows, pages_per_seq, page_len = np.arange(num_seqs * seq_len), step.cache_sizes["Bp"], step.storage.page_len
+        row_seqs, positions, sizes = rows // seq_len, rows % seq_len, np.full(num_seqs, seq_len)
+        pages = np.arange(num_seqs * pages_per_seq).reshape(num_seqs, pages_per_seq)
         tokens = _random_tokens(step.model.vocab_size, (len(rows),), seed)
-        slots = slots_of(positions, pages, owner, page_len)
-        starts = np.arange(seqs) * length
-        packed = PackedRows(tokens, 0 * rows - 1, positions, slots, starts, sizes, sizes, pages, starts + length - 1)
+        slots = slots_of(positions, pages, row_seqs, page_len)
+        starts = np.arange(num_seqs) * seq_len
+        packed = PackedRows(tokens, 0 * rows - 1, positions, slots, starts, sizes, sizes, pages, starts + seq_len - 1)
         if step.has_windows:
-            num_window_pages = step.storage.window_pages // seqs
-            table = np.arange(seqs)[:, None] * num_window_pages + np.arange(per_seq)[None] % num_window_pages
-            packed = packed._replace(window_pages=table, window_slots=slots_of(positions, table, owner, page_len))
-        latest = np.zeros(step.max_seqs, np.int32)
+            num_window_pages = step.storage.window_pages // num_seqs
+            table = np.arange(num_seqs)[:, None] * num_window_pages + np.arange(pages_per_seq)[None] % num_window_pages
+            packed = packed._replace(window_pages=table, window_slots=slots_of(positions, table, row_seqs, page_len))
+        latest_tokens = np.zeros(step.max_seqs, np.int32)
         params = step.place(init_params(step.model, seed))
-        self._given = params, step.init_cache(), latest, step.flat(packed)
+        self._given = params, step.init_cache(), latest_tokens, step.flat(packed)
         jax.block_until_ready(self._given)
 
     def compile(self) -> jax.stages.Compiled:

@@ -92,7 +92,7 @@ def analyse(
     """
     program = load_program(hlo)
     events = load_trace(trace, program)
-    job, rates, num_chips = plan.job, plan.calibration, plan.cluster.num_chips
+    job, calibration, num_chips = plan.job, plan.calibration, plan.cluster.num_chips
     strategy = job_strategy(job, plan.strategy)
     priced = price_strategy(msgspec.structs.replace(plan.setting, storage=storage), strategy)
     if recording is None:
@@ -100,15 +100,15 @@ def analyse(
     chip = priced.rates.chip
     program = msgspec.structs.replace(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
     times = measure_times(events, program)
-    predicted = Breakdown(priced)
-    comparison = compare_times(events, program, times, predicted)
+    breakdown = Breakdown(priced)
+    comparison = compare_times(events, program, times, breakdown)
     profiled_s = times.mean.total_s
     step_s = statistics.median(recording.step_s) if recording and recording.step_s else profiled_s
     estimate = priced.estimate
-    flops = sum(row.flops for row in comparison.classes)
+    program_flops = sum(row.flops for row in comparison.classes)
     derived_flops = float(estimate.flops) / num_chips
-    shares = estimate.measured(step_s)
-    mfu = shares["mfu_causal"] or shares["mfu"]
+    measured_shares = estimate.measured(step_s)
+    mfu = measured_shares["mfu_causal"] or measured_shares["mfu"]
     warnings = tuple(_warnings(profiled_s, step_s, events, recording, mfu))
     case = AdviceCase(
         comparison=comparison,
@@ -116,8 +116,8 @@ def analyse(
         job=job,
         strategy=strategy,
         rates=priced.rates,
-        expected=predicted.steps,
-        calibration=rates,
+        expected=breakdown.steps,
+        calibration=calibration,
     )
     return Profile(
         plan=plan,
@@ -128,24 +128,24 @@ def analyse(
         profiled_s=profiled_s,
         host_s=recording.host_s if recording else None,
         predicted_step_s=float(estimate.step_s),
-        **shares,
+        **measured_shares,
         predicted_mfu=float(estimate.mfu),
         predicted_hfu=float(estimate.hfu),
-        flops=flops,
+        flops=program_flops,
         predicted_flops=derived_flops,
         times=times,
         comparison=comparison,
         advice=advise(case),
         memory=recording.memory if recording else _temporaries(program),
-        predicted_memory={name: float(b) for name, b in estimate.memory.items() if b},
-        notes=(*_notes(events, times, flops / derived_flops, num_devices=num_chips), *warnings),
+        predicted_memory={name: float(num_bytes) for name, num_bytes in estimate.memory.items() if num_bytes},
+        notes=(*_notes(events, times, program_flops / derived_flops, num_devices=num_chips), *warnings),
         warnings=warnings,
     )
 
 
 def _temporaries(program: TracedProgram) -> MemoryProfile:
-    owners, live = temporary_owners(program)
-    return MemoryProfile(counted="device", owners=tuple(owners[:MAX_OWNERS]), live_bytes=live)
+    owners, live_bytes = temporary_owners(program)
+    return MemoryProfile(counted="device", owners=tuple(owners[:MAX_OWNERS]), live_bytes=live_bytes)
 
 
 def _require_same(hlo: Path, program: TracedProgram, priced: PricedStrategy, num_chips: int) -> None:
@@ -176,11 +176,11 @@ def _warnings(
             f"The steps under the profiler took {profiled_s / step_s:.1f} times as long as those before them, and so "
             "do their parts: the profiler or other work slowed them down."
         )
-    cores = os.cpu_count() or 1
+    num_cores = os.cpu_count() or 1
     if trace.platform == "cpu" and recording is not None and recording.cores is not None:
-        is_quiet = recording.cores >= ENOUGH_CORES * cores
+        is_quiet = recording.cores >= ENOUGH_CORES * num_cores
         ending = "." if is_quiet else ": other programs ran, or threads waited; compare seconds on a quiet machine."
-        yield f"The process kept {recording.cores:.1f} of {cores} cores busy in these steps{ending}"
+        yield f"The process kept {recording.cores:.1f} of {num_cores} cores busy in these steps{ending}"
 
 
 def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devices: int) -> Iterator[str]:
@@ -198,17 +198,17 @@ def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devic
         yield f"The trace has {len(times.devices)} of {counted(num_devices, 'device')}: those of one process."
     if trace.by_thread:
         yield "The events name no device: each thread of the host counts as one."
-    words_of = {
+    text_by_source = {
         "marks": "A step is the time between the ends of two steps, which includes the host's work between them.",
         "runs": "The trace has no marks of steps: a step is one run of the program, from its first to its last event.",
         "none": "The trace has no marks of steps: all of it counts as one.",
     }
-    if trace.found_steps in words_of:
-        yield words_of[trace.found_steps]
-    named = sum(event.seconds for event in trace.events)
-    if trace.unnamed_s > 0.01 * named:
+    if trace.found_steps in text_by_source:
+        yield text_by_source[trace.found_steps]
+    ops_s = sum(event.seconds for event in trace.events)
+    if trace.unnamed_s > 0.01 * ops_s:
         yield (
-            f"{trace.unnamed_s / (trace.unnamed_s + named):.0%} of the seconds on the devices are of kernels that name "
+            f"{trace.unnamed_s / (trace.unnamed_s + ops_s):.0%} of the seconds on the devices are of kernels that name "
             "no instruction; they look idle here. CUDA graphs do that: XLA_FLAGS=--xla_gpu_enable_command_buffer= "
             "turns them off."
         )

@@ -72,22 +72,22 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 def segments(spans: Iterable[tuple[float, float, What]], window: Window) -> Iterator[tuple[Window, list[What]]]:
     """Splits a window at every start and end of a span; yields each segment in order with the spans that cover it."""
     edges: list[tuple[float, bool, int]] = []
-    names: list[What] = []
-    for start, end, name in spans:
-        start, end = max(start, window.start_s), min(end, window.end_s)
-        if end > start:
-            edges += [(start, True, len(names)), (end, False, len(names))]
-            names.append(name)
-    active: dict[int, What] = {}
+    span_names: list[What] = []
+    for start_s, end_s, name in spans:
+        start_s, end_s = max(start_s, window.start_s), min(end_s, window.end_s)
+        if end_s > start_s:
+            edges += [(start_s, True, len(span_names)), (end_s, False, len(span_names))]
+            span_names.append(name)
+    active_names: dict[int, What] = {}
     begin_s = window.start_s
-    for time_s, is_start, number in sorted(edges):
+    for time_s, is_start, span_index in sorted(edges):
         if time_s > begin_s:
-            yield Window(begin_s, time_s), list(active.values())
+            yield Window(begin_s, time_s), list(active_names.values())
             begin_s = time_s
         if is_start:
-            active[number] = names[number]
+            active_names[span_index] = span_names[span_index]
         else:
-            del active[number]
+            del active_names[span_index]
     if window.end_s > begin_s:
         yield Window(begin_s, window.end_s), []
 
@@ -111,23 +111,23 @@ class _Sums:
                 self.count[event.op] += 1
                 self.own_s[event.op] += event.seconds
                 self.waited_s[event.op] += event.waited_s
-        seconds_of, gaps = dict.fromkeys(_ORDER, 0.0), list[Window]()
+        seconds_by_bound, gaps = dict.fromkeys(_ORDER, 0.0), list[Window]()
         spans: list[tuple[float, float, str]] = [(event.start_s, event.end_s, event.op) for event in events_inside]
-        for piece, covered in segments([*spans, *((*flight, "") for flight in flights)], window):
-            ops = [op for op in covered if op]
+        for segment, covering_ops in segments([*spans, *((*flight, "") for flight in flights)], window):
+            ops = [op for op in covering_ops if op]
             bound = min((self.program.fact(op).bound for op in ops), key=_ORDER.index, default=None)
-            if len(ops) < len(covered):
-                self.communication_s += piece.seconds
-                self.hidden_s += piece.seconds if bound in ("compute", "memory") else 0.0
+            if len(ops) < len(covering_ops):
+                self.communication_s += segment.seconds
+                self.hidden_s += segment.seconds if bound in ("compute", "memory") else 0.0
             if bound is not None:
-                seconds_of[bound] += piece.seconds
+                seconds_by_bound[bound] += segment.seconds
                 sharing_ops = [op for op in ops if self.program.fact(op).bound == bound]
                 for op in sharing_ops:
-                    self.wall_s[op] += piece.seconds / len(sharing_ops)
-            elif gaps and gaps[-1].end_s == piece.start_s:
-                gaps[-1] = Window(gaps[-1].start_s, piece.end_s)
+                    self.wall_s[op] += segment.seconds / len(sharing_ops)
+            elif gaps and gaps[-1].end_s == segment.start_s:
+                gaps[-1] = Window(gaps[-1].start_s, segment.end_s)
             else:
-                gaps.append(piece)
+                gaps.append(segment)
         overhead_s = idle_s = 0.0
         for gap in gaps:
             is_at_end = gap.start_s == window.start_s or gap.end_s == window.end_s
@@ -137,53 +137,53 @@ class _Sums:
             else:
                 idle_s += gap.seconds
         return Partition(
-            compute_s=seconds_of["compute"],
-            memory_s=seconds_of["memory"],
-            exposed_s=seconds_of["communication"],
+            compute_s=seconds_by_bound["compute"],
+            memory_s=seconds_by_bound["memory"],
+            exposed_s=seconds_by_bound["communication"],
             overhead_s=overhead_s,
             idle_s=idle_s,
         )
 
     def ops(self, shares: int) -> tuple[OpTime, ...]:
         """Returns the mean times of every instruction, most wall time first."""
-        rows = []
+        op_times = []
         for op in self.wall_s.keys() | self.own_s.keys():
-            fact, count = self.program.fact(op), self.count[op] / shares
-            row = OpTime(
+            op_fact, mean_count = self.program.fact(op), self.count[op] / shares
+            op_time = OpTime(
                 name=op,
-                kind=fact.kind,
-                step=fact.step,
-                count=count,
+                kind=op_fact.kind,
+                step=op_fact.step,
+                count=mean_count,
                 own_s=self.own_s[op] / shares,
                 wall_s=self.wall_s[op] / shares,
                 waited_s=self.waited_s[op] / shares,
-                flops=fact.flops * count,
-                hbm_bytes=fact.hbm_bytes * count,
+                flops=op_fact.flops * mean_count,
+                hbm_bytes=op_fact.hbm_bytes * mean_count,
             )
-            rows.append(row)
-        return tuple(sorted(rows, key=lambda op: (-op.wall_s, op.name)))
+            op_times.append(op_time)
+        return tuple(sorted(op_times, key=lambda op: (-op.wall_s, op.name)))
 
 
 def measure_times(trace: DeviceTrace, program: TracedProgram) -> StepTimes:
     """Returns the times of a trace, as means over its steps and devices."""
-    sums, partitions = _Sums(program), {}
+    sums, partition_by_device = _Sums(program), {}
     for device in trace.devices:
         events = [event for event in trace.events if event.device == device and program.is_work(event.op)]
         flights = in_flight(events, program, trace.platform)
-        partitions[device] = _mean([sums.step(window, events, flights) for window in trace.windows])
+        partition_by_device[device] = _mean([sums.step(window, events, flights) for window in trace.windows])
     num_windows = len(trace.windows) * len(trace.devices)
     return StepTimes(
-        mean=_mean(list(partitions.values())),
-        devices=partitions,
+        mean=_mean(list(partition_by_device.values())),
+        devices=partition_by_device,
         ops=sums.ops(num_windows),
         communication_s=sums.communication_s / num_windows,
         hidden_s=sums.hidden_s / num_windows,
     )
 
 
-def _mean(found: Sequence[Partition]) -> Partition:
+def _mean(partitions: Sequence[Partition]) -> Partition:
     names = Partition.__struct_fields__
-    return Partition(**{n: sum(getattr(p, n) for p in found) / max(len(found), 1) for n in names})
+    return Partition(**{field: sum(getattr(p, field) for p in partitions) / max(len(partitions), 1) for field in names})
 
 
 def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: TracePlatform) -> list[Interval]:
@@ -196,13 +196,13 @@ def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: Trace
     if platform != "tpu":
         return [(event.start_s, event.end_s) for event in sent_events]
     instructions = program.instructions
-    start_s_of: dict[str, float] = {}
+    start_by_op: dict[str, float] = {}
     spans = []
     for event in sorted(sent_events, key=lambda event: event.start_s):
         instruction = instructions[event.op]
         if instruction.opcode.endswith("-start"):
-            start_s_of[event.op] = event.start_s
-        start_s = next((start_s_of.pop(name) for name in instruction.operands if name in start_s_of), event.start_s)
+            start_by_op[event.op] = event.start_s
+        start_s = next((start_by_op.pop(name) for name in instruction.operands if name in start_by_op), event.start_s)
         spans.append((start_s, event.end_s))
     return spans
 
@@ -219,21 +219,21 @@ def shared_seconds(trace: DeviceTrace, program: TracedProgram) -> dict[str, floa
     the instructions that work on any device. Waiting in a collective is not work; instants without work count for no
     instruction.
     """
-    seconds_of: dict[str, float] = defaultdict(float)
+    seconds_by_op: dict[str, float] = defaultdict(float)
     spans = [(*span, event.op) for event in trace.events if program.is_work(event.op) for span in working(event)]
     for window in trace.windows:
-        for piece, ops in segments(spans, window):
+        for segment, ops in segments(spans, window):
             for op in ops:
-                seconds_of[op] += piece.seconds / len(ops)
-    return {op: seconds / len(trace.windows) for op, seconds in seconds_of.items()}
+                seconds_by_op[op] += segment.seconds / len(ops)
+    return {op: seconds / len(trace.windows) for op, seconds in seconds_by_op.items()}
 
 
 def working(event: OpEvent) -> Iterator[tuple[float, float]]:
     """Yields the spans in which an event does not wait."""
     begin_s = event.start_s
-    for start, end in event.waits:
-        if start > begin_s:
-            yield begin_s, start
-        begin_s = max(begin_s, end)
+    for start_s, end_s in event.waits:
+        if start_s > begin_s:
+            yield begin_s, start_s
+        begin_s = max(begin_s, end_s)
     if event.end_s > begin_s:
         yield begin_s, event.end_s

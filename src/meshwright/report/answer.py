@@ -68,12 +68,12 @@ class Table(msgspec.Struct, frozen=True):
         rows = [[_field(record, path) for path, *_ in read_by_head.values()] for record in records]
         paths = [path if isinstance(path, str) else "" for path, *_ in read_by_head.values()]
         last_names = [path.rpartition(".")[2] if "/" not in path else path.replace("/", ".") for path in paths]
-        names = [end if last_names.count(end) == 1 else path for end, path in zip(last_names, paths, strict=True)]
-        heads = [
+        field_names = [end if last_names.count(end) == 1 else path for end, path in zip(last_names, paths, strict=True)]
+        headings = [
             Heading(head, show or shown_by_name(path.partition("/")[0]), "".join(json_name) or name)
-            for (head, (_, show, *json_name)), path, name in zip(read_by_head.items(), paths, names, strict=True)
+            for (head, (_, show, *json_name)), path, name in zip(read_by_head.items(), paths, field_names, strict=True)
         ]
-        return Table(heads, rows, title)
+        return Table(headings, rows, title)
 
     @staticmethod
     def as_is(records: "Table | Iterable[Any]") -> "Table":
@@ -84,8 +84,8 @@ class Table(msgspec.Struct, frozen=True):
         if isinstance(records, Table):
             return records
         rows = [dict(_cells(record)) for record in records]
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        return Table(names, [[row.get(name) for name in names] for row in rows])
+        field_names = list(dict.fromkeys(name for row in rows for name in row))
+        return Table(field_names, [[row.get(name) for name in field_names] for row in rows])
 
     @staticmethod
     def compared(rows: Iterable[tuple[str, float | None, float | None, Show]]) -> "Table":
@@ -117,16 +117,16 @@ def utilisation_rows(predicted: Any, measured: Any) -> list[tuple[str, float | N
     fields = {"MFU": "mfu", "MFU without masked scores": "mfu_causal", "HFU": "hfu"}
     if unmasked(predicted) is None and unmasked(measured) is None:
         del fields["MFU without masked scores"]
-    return [(name, getattr(predicted, of), getattr(measured, of), "{:.1%}".format) for name, of in fields.items()]
+    return [(name, getattr(predicted, attr), getattr(measured, attr), "{:.1%}".format) for name, attr in fields.items()]
 
 
-def _cells(record: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+def _cells(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (name, value) of the fields of a record and of records inside it."""
     for name, value in (record if isinstance(record, Mapping) else asdict(record)).items():
         if isinstance(value, Mapping | msgspec.Struct):
-            yield from _cells(value, f"{before}{name}.")
+            yield from _cells(value, f"{prefix}{name}.")
         elif not isinstance(value, list | tuple) or not any(isinstance(item, _INSIDE) for item in value):
-            yield f"{before}{name}", value.tolist() if hasattr(value, "tolist") else value
+            yield f"{prefix}{name}", value.tolist() if hasattr(value, "tolist") else value
 
 
 _INSIDE = (Mapping, list, tuple, msgspec.Struct)
@@ -138,10 +138,10 @@ def _shown(cell: Any, column: Heading) -> Any:
     return cell if cell is None or column.show is None else column.show(cell)
 
 
-def _field(record: Any, what: str | Show) -> Any:
-    if not isinstance(what, str):
-        return what(record)
-    path, _, key = what.partition("/")
+def _field(record: Any, path_or_read: str | Show) -> Any:
+    if not isinstance(path_or_read, str):
+        return path_or_read(record)
+    path, _, key = path_or_read.partition("/")
     for name in path.split("."):
         record = None if record is None else record[name] if isinstance(record, dict) else getattr(record, name)
     return record.get(key) if key and record is not None else record
@@ -281,15 +281,15 @@ def as_csv(found: Table) -> str:
 def as_markdown(found: Table) -> str:
     """Returns a table of GitHub-flavoured Markdown as a person reads it; columns of numbers are right-aligned."""
     row_texts = [[cell_text(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in found.shown()]
-    names = [head.title for head in found.heads]
-    indices = range(len(names))
-    is_numeric = [all(isinstance(row[i], int | float | Quantity | None) for row in found.rows) for i in indices]
-    widths = [max(3, len(name), *(len(row[i]) for row in row_texts)) for i, name in enumerate(names)]
-    rules = [f" {'-' * (w - 1)}: " if right else f" {'-' * w} " for w, right in zip(widths, is_numeric, strict=True)]
+    titles = [head.title for head in found.heads]
+    indices = range(len(titles))
+    are_numeric = [all(isinstance(row[i], int | float | Quantity | None) for row in found.rows) for i in indices]
+    widths = [max(3, len(name), *(len(row[i]) for row in row_texts)) for i, name in enumerate(titles)]
+    rules = [f" {'-' * (w - 1)}: " if right else f" {'-' * w} " for w, right in zip(widths, are_numeric, strict=True)]
     lines = [
-        " | ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, is_numeric, strict=True))
-        for row in (names, *row_texts)
+        " | ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, are_numeric, strict=True))
+        for row in (titles, *row_texts)
     ]
-    body = [f"| {line} |" for line in lines]
+    body_lines = [f"| {line} |" for line in lines]
     heading = f"{found.title}\n\n" if found.title else ""
-    return heading + "\n".join([body[0], f"|{'|'.join(rules)}|", *body[1:]]) + "\n"
+    return heading + "\n".join([body_lines[0], f"|{'|'.join(rules)}|", *body_lines[1:]]) + "\n"

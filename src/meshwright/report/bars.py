@@ -44,38 +44,38 @@ def breakdown_figure(
 
 def _stacked(
     bars: Bars,
-    what: str,
+    axis_title: str,
     unit: Literal["s", "B"],
     limit: float | None = None,
 ) -> Layer:
     """Draws bars of labelled parts with their totals at the ends; one that would cross the limit is right of it."""
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
-    longest = max([*totals.values(), limit or 0.0])
-    scale, unit_name = si_scale(longest, unit)
+    max_amount = max([*totals.values(), limit or 0.0])
+    scale, unit_name = si_scale(max_amount, unit)
     to_text = format_seconds if unit == "s" else format_bytes
     # Parts that are zero in every bar would only extend the legend.
     shown_parts = dict.fromkeys(part for parts in bars.values() for part, amount in parts.items() if amount > 0)
-    colors = palette_of(shown_parts)
-    px = WIDTH_PX * scale / longest if longest else 0.0
+    color_by_part = palette_of(shown_parts)
+    px = WIDTH_PX * scale / max_amount if max_amount else 0.0
     rows = [
-        span(end - amount / scale, end, to_text(amount), colors[part], px, bar=bar, part=part)
+        span(end - amount / scale, end, to_text(amount), color_by_part[part], px, bar=bar, part=part)
         for bar, parts in bars.items()
         for (part, amount), end in zip(parts.items(), accumulate(v / scale for v in parts.values()), strict=True)
         if amount > 0
     ]
     y = alt.Y("bar:N", sort=list(bars), title=None, axis=alt.Axis(ticks=False))
-    domain = alt.Scale(domain=[0, longest / scale or 1], nice=False)
-    x = alt.X("start:Q", title=f"{what} ({unit_name})", scale=domain, axis=alt.Axis(tickCount=7))
-    color = color_by("part", colors, orient="bottom", columns=4)
+    x_scale = alt.Scale(domain=[0, max_amount / scale or 1], nice=False)
+    x = alt.X("start:Q", title=f"{axis_title} ({unit_name})", scale=x_scale, axis=alt.Axis(tickCount=7))
+    color = color_by("part", color_by_part, orient="bottom", columns=4)
     sum_rows = [{"bar": bar, "end": total / scale, "text": to_text(total)} for bar, total in totals.items()]
     if limit is not None:
         crossed = [total <= limit < total + (text_px(to_text(total), 13) + 8) / px * scale for total in totals.values()]
         sum_rows = [row | {"end": limit / scale} if over else row for row, over in zip(sum_rows, crossed, strict=True)]
     layers = []
     if limit is not None:  # below the bars, so that it crosses no text in them
-        end = [{"limit": limit / scale, "text": f"limit {to_text(limit)}"}]
-        rule = plot(end).mark_rule(strokeDash=DASHES, strokeWidth=1.5, color=INK)
-        layers += [rule.encode(x="limit:Q"), labels(end, "limit:Q", alt.YValue(-8), align="center", fill=INK)]
+        limit_rows = [{"limit": limit / scale, "text": f"limit {to_text(limit)}"}]
+        rule = plot(limit_rows).mark_rule(strokeDash=DASHES, strokeWidth=1.5, color=INK)
+        layers += [rule.encode(x="limit:Q"), labels(limit_rows, "limit:Q", alt.YValue(-8), align="center", fill=INK)]
     layers.append(spans(rows, y=y, x=x, color=color, band=0.68))
     layers.append(labels(sum_rows, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"))
     return alt.layer(*layers).properties(width=WIDTH_PX, height=BAR_PX * len(bars))

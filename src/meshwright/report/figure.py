@@ -113,13 +113,13 @@ def si_scale(largest: float, unit: str) -> tuple[float, str]:
     An axis has one unit, so its largest value decides. Zero, non-finite values and parts of a byte or of a
     dollar keep the bare unit.
     """
-    prefixes = {-3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
+    prefix_by_power = {-3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
     if not math.isfinite(largest) or largest <= 0:
         return 1.0, unit
     power = max(-3, min(6, math.floor(math.log10(largest) / 3 + 1e-9)))
     if unit in ("B", "$"):
         power = max(power, 0)
-    return 1000.0**power, prefixes[power] + unit
+    return 1000.0**power, prefix_by_power[power] + unit
 
 
 def save(figure: Figure, path: str | Path) -> Path:
@@ -131,9 +131,9 @@ def save(figure: Figure, path: str | Path) -> Path:
     suffix = path.suffix.lower()
     if suffix not in PICTURES:
         raise InputError(f"cannot write a picture as {path.name!r}. Use a name that ends in .png, .svg or .json.")
-    spec = figure.to_dict(validate=False)
+    vega_spec = figure.to_dict(validate=False)
     if suffix == ".json":
-        content = (json.dumps(spec, indent=2, allow_nan=False) + "\n").encode()
+        content = (json.dumps(vega_spec, indent=2, allow_nan=False) + "\n").encode()
     else:
         # Imported late: it is 50 MB of shared library.
         import vl_convert
@@ -141,8 +141,8 @@ def save(figure: Figure, path: str | Path) -> Path:
         # No base URL is allowed: a picture never waits for the network.
         options = {"vl_version": alt.SCHEMA_VERSION[1:].rpartition(".")[0], "allowed_base_urls": []}
         if suffix == ".svg":
-            content = vl_convert.vegalite_to_svg(spec, **options).encode()
+            content = vl_convert.vegalite_to_svg(vega_spec, **options).encode()
         else:
-            content = vl_convert.vegalite_to_png(spec, scale=PNG_SCALE, **options)
+            content = vl_convert.vegalite_to_png(vega_spec, scale=PNG_SCALE, **options)
     write_whole(path, lambda part: part.write_bytes(content))
     return path

@@ -81,9 +81,9 @@ def first_free(places: Sequence[Area], taken: list[Area], frame: Frame) -> Area:
     """Returns the first box inside the picture that touches none of those taken, else the one that touches fewest, and
     adds it to those taken."""
     boxes_inside = [box for box in places if frame.holds(box)] or places
-    freest = min(boxes_inside, key=lambda box: sum(box.touches(area) for area in taken))
-    taken.append(freest)
-    return freest
+    freest_box = min(boxes_inside, key=lambda box: sum(box.touches(area) for area in taken))
+    taken.append(freest_box)
+    return freest_box
 
 
 def point_labels(rows: Iterable[Datum], frame: Frame, taken: list[Area], *, font: int = FONT, **style: Any) -> Layer:
@@ -92,7 +92,7 @@ def point_labels(rows: Iterable[Datum], frame: Frame, taken: list[Area], *, font
 
     A row with ``along``, the points of a curve, has its text beside any of them, the last that has room.
     """
-    texts = []
+    text_rows = []
     for row in sorted(rows, key=lambda row: frame.pixel(row["x"], row["y"])):
         dots = [frame.pixel(*point) for point in row.get("along", [(row["x"], row["y"])])][::-1]
         # far from its point a text may also begin beside what is upright, such as a reference line
@@ -103,11 +103,11 @@ def point_labels(rows: Iterable[Datum], frame: Frame, taken: list[Area], *, font
         line_end = {"near_x_px": min(max(x, box.x - box.across), box.x + box.across), "near_y_px": box.y}
         is_far = math.hypot(line_end["near_x_px"] - x, max(0.0, abs(box.y - y) - box.down)) > 2 * GAP_PX
         pixel_fields = {"x_px": box.x, "y_px": box.y, "dot_x_px": x, "dot_y_px": y, "far": is_far}
-        texts.append({name: value for name, value in row.items() if name != "along"} | pixel_fields | line_end)
-    rules = plot(row for row in texts if row["far"]).mark_rule(color=MUTED, strokeWidth=1)
+        text_rows.append({name: value for name, value in row.items() if name != "along"} | pixel_fields | line_end)
+    rule_marks = plot(row for row in text_rows if row["far"]).mark_rule(color=MUTED, strokeWidth=1)
     return alt.layer(
-        rules.encode(**_pixels("dot_x_px", "dot_y_px"), x2="near_x_px", y2="near_y_px"),
-        labels(texts, **_pixels("x_px", "y_px"), baseline="middle", fontSize=font, **style),
+        rule_marks.encode(**_pixels("dot_x_px", "dot_y_px"), x2="near_x_px", y2="near_y_px"),
+        labels(text_rows, **_pixels("x_px", "y_px"), baseline="middle", fontSize=font, **style),
     )
 
 
@@ -123,30 +123,30 @@ def _around(dot: tuple[float, float], text: str, font: int, beside: Sequence[flo
     positions = [(x + GAP_PX, y), (x - GAP_PX - width, y)]
     for ring in range(rings):
         distance = GAP_PX + ring * 2 * half_height
-        starts = [x + 0.6 * GAP_PX, x - 0.6 * GAP_PX - width]
-        starts += [*(x - width * share for share in SHIFTS), *beside] if ring else []
-        positions += [(start, y + side * distance) for start in starts for side in (-1, 1)]
+        starts_x = [x + 0.6 * GAP_PX, x - 0.6 * GAP_PX - width]
+        starts_x += [*(x - width * share for share in SHIFTS), *beside] if ring else []
+        positions += [(start, y + side * distance) for start in starts_x for side in (-1, 1)]
     return [Area(x_left + width / 2, y_middle, width / 2, half_height) for x_left, y_middle in positions]
 
 
 def reference(line: ReferenceLine, frame: Frame, taken: list[Area], *, font: int = 11) -> Layer:
     """Draws a reference line from edge to edge, with its text along it where it overlaps nothing that is taken, as near
     to the line's start or end (``line.at``) as there is room."""
-    flat = line.axis == "y"
+    is_flat = line.axis == "y"
     (width, height), half = frame.size, LINE * font / 2
-    x, y = frame.pixel(frame.x[0] if flat else line.value, line.value if flat else frame.y[0])
+    x, y = frame.pixel(frame.x[0] if is_flat else line.value, line.value if is_flat else frame.y[0])
     long = text_px(line.text, font) / 2
-    free_px = max(0.0, (width if flat else height) - 2 * long - 12)
+    free_px = max(0.0, (width if is_flat else height) - 2 * long - 12)
     steps = [6 + long + free_px * n / 20 for n in range(21)]
-    steps = steps if (line.at == "start") == flat else steps[::-1]
+    steps = steps if (line.at == "start") == is_flat else steps[::-1]
     sides = (1 + half, -1 - half)
-    areas = [
-        Area(px, y - side, long, half) if flat else Area(x + side, px, half, long) for side in sides for px in steps
+    places = [
+        Area(px, y - side, long, half) if is_flat else Area(x + side, px, half, long) for side in sides for px in steps
     ]
-    box = first_free(areas, taken, frame)
-    taken.append(Area(width / 2, y, width / 2, 1) if flat else Area(x, height / 2, 1, height / 2))
+    box = first_free(places, taken, frame)
+    taken.append(Area(width / 2, y, width / 2, 1) if is_flat else Area(x, height / 2, 1, height / 2))
     rows = [{"text": line.text, "x_px": box.x, "y_px": box.y}]
-    channel = {"y": alt.YDatum(line.value)} if flat else {"x": alt.XDatum(line.value)}
+    channel = {"y": alt.YDatum(line.value)} if is_flat else {"x": alt.XDatum(line.value)}
     rule = plot(rows).mark_rule(strokeDash=DASHES, color=MUTED).encode(**channel)
-    style = {"baseline": "middle", "fontSize": font, "fill": line.color, "angle": 0 if flat else 270}
+    style = {"baseline": "middle", "fontSize": font, "fill": line.color, "angle": 0 if is_flat else 270}
     return alt.layer(rule, labels(rows, **_pixels("x_px", "y_px"), **style))

@@ -80,12 +80,12 @@ def ink_on(color: str) -> str:
 
 def lines(curves: Mapping[str, Points], x: Encoding, y: Encoding, color: Encoding, **style: Any) -> list[Layer]:
     """Draws a layer per curve; its rows have the fields ``x``, ``y`` and ``name``. Non-finite values leave a gap."""
-    mark = {"strokeWidth": 2, "invalid": "break-paths-show-domains", **style}
+    mark_style = {"strokeWidth": 2, "invalid": "break-paths-show-domains", **style}
     layers = []
     for name, points in curves.items():
         # JSON has no NaN; null breaks the line.
         rows = [{"name": name, "x": a, "y": b if math.isfinite(b) else None} for a, b in points]
-        layers.append(plot(rows).mark_line(**mark).encode(x=x, y=y, color=color))
+        layers.append(plot(rows).mark_line(**mark_style).encode(x=x, y=y, color=color))
     return layers
 
 
@@ -105,12 +105,12 @@ def log_axis(channel: Any, field: str, domain: Sequence[float], title: str | Non
 
 def log_ticks(low: float, high: float) -> list[float]:
     """Returns the powers of ten between two numbers; over few decades also some of their multiples."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     # One or two labels do not show that the scale is logarithmic.
-    steps: tuple[float, ...] = (1,) if len(decades) > 4 else (1, 2, 5) if high >= 20 * low else (1, 2, 3, 4, 5, 7)
+    multiples: tuple[float, ...] = (1,) if len(powers) > 4 else (1, 2, 5) if high >= 20 * low else (1, 2, 3, 4, 5, 7)
     if high < 3 * low:
-        steps = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)
-    ticks = [float(f"{step * 10.0**power:.3g}") for power in decades for step in steps]
+        multiples = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)
+    ticks = [float(f"{step * 10.0**power:.3g}") for power in powers for step in multiples]
     return [tick for tick in ticks if low <= tick <= high]
 
 
@@ -126,9 +126,9 @@ def span(start: float, end: float, text: str, color: str, px: float, *, font: in
 
 def spans(rows: Sequence[Datum], *, y: Any, x: Any, color: Any, band: float, edge: float = 1, font: int = 11) -> Layer:
     """Draws boxes from ``start`` to ``end`` with texts in the middle; ``band`` is their share of a row's height."""
-    labelled = plot(row for row in rows if row["text"])
+    labelled_plot = plot(row for row in rows if row["text"])
     boxes = plot(rows).mark_bar(height=alt.RelativeBandSize(band=band), stroke="white", strokeWidth=edge)
-    texts = labelled.mark_text(fontSize=font, baseline="middle")
+    texts = labelled_plot.mark_text(fontSize=font, baseline="middle")
     return alt.layer(
         boxes.encode(y=y, x=x, x2="end", color=color),
         texts.encode(y=y, x="middle:Q", text="text:N", color=alt.Color("ink:N", scale=None)),

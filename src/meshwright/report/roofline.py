@@ -36,18 +36,18 @@ def roofline_figure(
     check_positive([("peak_flops_per_s", peak_flops_per_s), *link_bytes_per_s.items()])
     check_positive((f"{point.label}: intensity", point.intensity) for point in points)
     check_positive((f"{point.label}: rate", point.flops_per_s) for point in points)
-    critical_by_link = {name: peak_flops_per_s / rate for name, rate in link_bytes_per_s.items()}
+    critical_by_link = {name: peak_flops_per_s / bytes_per_s for name, bytes_per_s in link_bytes_per_s.items()}
     frame = _frame(peak_flops_per_s, link_bytes_per_s, critical_by_link, points)
     x = log_axis(alt.X, "x", frame.x, "arithmetic intensity (FLOPs per byte)")
     y = log_axis(alt.Y, "y", frame.y, "rate (FLOP/s)")
-    roofs: dict[str, Points] = {}
-    for name, rate in link_bytes_per_s.items():
+    points_by_roof: dict[str, Points] = {}
+    for name, bytes_per_s in link_bytes_per_s.items():
         # Starting at the bottom keeps slow links inside the picture.
-        start_x = max(frame.x[0], frame.y[0] / rate)
+        start_x = max(frame.x[0], frame.y[0] / bytes_per_s)
         flat_points = [(critical_by_link[name], peak_flops_per_s), (frame.x[1], peak_flops_per_s)]
-        roofs[f"{name}  {format_bytes(rate)}/s"] = [(start_x, start_x * rate), *flat_points]
-    color = stroke_colors(roofs, title="links", orient="right", symbolStrokeWidth=3)
-    areas = [box for line in roofs.values() for box in frame.curve(line)]
+        points_by_roof[f"{name}  {format_bytes(bytes_per_s)}/s"] = [(start_x, start_x * bytes_per_s), *flat_points]
+    color = stroke_colors(points_by_roof, title="links", orient="right", symbolStrokeWidth=3)
+    areas = [box for roof_points in points_by_roof.values() for box in frame.curve(roof_points)]
     areas += frame.dots([(point.intensity, point.flops_per_s) for point in points])
     # the texts of critical intensities are along their lines, that of the peak is over the flat part
     references = [
@@ -55,11 +55,11 @@ def roofline_figure(
         for name, value in critical_by_link.items()
     ]
     references.append(ReferenceLine(axis="y", value=peak_flops_per_s, text=f"peak {format_flops(peak_flops_per_s)}"))
-    reference_layers = [reference(text, frame, areas) for text in references]
+    reference_layers = [reference(reference_line, frame, areas) for reference_line in references]
     rows = [{"text": point.label, "x": point.intensity, "y": point.flops_per_s} for point in points]
     point_layer = point_labels(rows, frame, areas)
     layers = [
-        *lines(roofs, x, y, color, strokeWidth=2.5),
+        *lines(points_by_roof, x, y, color, strokeWidth=2.5),
         *reference_layers,
         point_layer,
         plot(rows).mark_circle(size=90, color=PALETTE[5], opacity=1).encode(x=x, y=y),
@@ -69,13 +69,13 @@ def roofline_figure(
 
 
 def _frame(
-    peak: float, links: Mapping[str, float], critical: Mapping[str, float], points: Sequence[RooflinePoint]
+    peak: float, rate_by_link: Mapping[str, float], critical: Mapping[str, float], points: Sequence[RooflinePoint]
 ) -> Frame:
     intensities = [*critical.values(), *(point.intensity for point in points)] or [1.0]
     min_x, max_x = min(intensities) / 8, max(intensities) * 8
     point_rates = [point.flops_per_s for point in points]
     # A slow link would otherwise extend the axis far below every point.
-    lowest_slope = max(min([min_x * rate for rate in links.values()] or [peak]), peak / 1e5)
+    lowest_slope = max(min([min_x * rate for rate in rate_by_link.values()] or [peak]), peak / 1e5)
     return Frame(
         x=(min_x, max_x),
         y=(min([lowest_slope, peak / 100, *(rate / 3 for rate in point_rates)]), max([peak, *point_rates]) * 3),

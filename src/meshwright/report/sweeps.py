@@ -57,18 +57,18 @@ def scaling_figure(
     def of(name: str) -> list[float]:
         return [point[name] for point in points]
 
-    tokens_per_s = {"best plan": of("tokens_per_s")}
+    rate_curves = {"best plan": of("tokens_per_s")}
     if _by_chips(points, over):
-        tokens_per_s[PERFECT] = [first_point["tokens_per_s"] * chips / first_point["num_chips"] for chips in xs]
+        rate_curves[PERFECT] = [first_point["tokens_per_s"] * chips / first_point["num_chips"] for chips in xs]
     share_curves = {"MFU": of("mfu"), "exposed communication": of("exposed_share")}
     if max(of("bubble_share")) > MIN_SHARE:
         share_curves["bubble"] = of("bubble_share")
-    memory = {"best plan": of("hbm_bytes_per_chip")} | ({LIMIT: [limit_bytes] * len(points)} if limit_bytes else {})
+    hbm_curves = {"best plan": of("hbm_bytes_per_chip")} | ({LIMIT: [limit_bytes] * len(points)} if limit_bytes else {})
     panels = [
-        _panel(xs, x, tokens_per_s, "tokens per second ({})"),
+        _panel(xs, x, rate_curves, "tokens per second ({})"),
         _panel(xs, x, {"time per step": of("step_s")}, "time per step ({})", "s"),
         _panel(xs, x, share_curves, "share", "%"),
-        _panel(xs, x, memory, "memory of a chip ({})", "B"),
+        _panel(xs, x, hbm_curves, "memory of a chip ({})", "B"),
     ]
     return _panels_figure(panels, title, subtitle)
 
@@ -86,8 +86,8 @@ def service_figure(points: Sequence[Mapping[str, Any]], *, over: str, title: str
         _panel(xs, x, of(TTFT="ttft_s"), "time to the first token ({})", "s"),
     ]
     if all(point["usd_per_m_output"] for point in points):
-        dollars = of(input="usd_per_m_input", output="usd_per_m_output")
-        panels.append(_panel(xs, x, dollars, "per million tokens ({})", "$"))
+        dollar_curves = of(input="usd_per_m_input", output="usd_per_m_output")
+        panels.append(_panel(xs, x, dollar_curves, "per million tokens ({})", "$"))
     return _panels_figure(panels, title, subtitle)
 
 
@@ -106,22 +106,22 @@ def _over(points: Sequence[Mapping[str, Any]], over: str) -> tuple[list[float], 
     if not points:
         raise InputError("there is no point to draw: nothing in the sweep runs. Sweep other values.")
     if _by_chips(points, over):
-        chips = [float(point["num_chips"]) for point in points]
-        return chips, chips_axis(chips)
+        chip_counts = [float(point["num_chips"]) for point in points]
+        return chip_counts, chips_axis(chip_counts)
     # a name at each of 0, 1, 2 and so on, slanted if the names are long
     point_names = [point["values"][over] for point in points]
-    angle = -35 if max(map(len, point_names)) * len(point_names) > MOST_LETTERS else 0
-    axis = alt.Axis(labelExpr=f"{json.dumps(point_names)}[datum.value]", labelAngle=angle)
+    label_angle = -35 if max(map(len, point_names)) * len(point_names) > MOST_LETTERS else 0
+    axis = alt.Axis(labelExpr=f"{json.dumps(point_names)}[datum.value]", labelAngle=label_angle)
     return list(map(float, range(len(points)))), alt.X("x:O", title="cluster" if over == "on" else over, axis=axis)
 
 
 def _panel(
-    xs: Sequence[float], x: Encoding, series: Mapping[str, Sequence[float]], y_title: str, unit: str = ""
+    xs: Sequence[float], x: Encoding, values_by_name: Mapping[str, Sequence[float]], y_title: str, unit: str = ""
 ) -> Layer:
     """Draws a line with dots per series; rates and times may have a logarithmic axis; references are dashed lines."""
-    scale, unit_name = (1.0, "") if unit == "%" else si_scale(max(map(max, series.values())), unit)
+    scale, unit_name = (1.0, "") if unit == "%" else si_scale(max(map(max, values_by_name.values())), unit)
     curves: dict[str, Points] = {
-        name: list(zip(xs, (value / scale for value in values), strict=True)) for name, values in series.items()
+        name: list(zip(xs, (value / scale for value in values), strict=True)) for name, values in values_by_name.items()
     }
     ys, title = [y for points in curves.values() for _, y in points], y_title.format(unit_name).removesuffix(" ()")
     if unit in ("", "s", "$") and max(ys) > LEAST_RANGE * min(ys):
@@ -130,12 +130,12 @@ def _panel(
         y = alt.Y("y:Q", title=title, scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format=".0%", tickCount=5))
     else:
         y = alt.Y("y:Q", title=title, axis=alt.Axis(tickCount=5))
-    references = [name for name in (PERFECT, LIMIT) if name in series]
-    colors = palette_of(series) | dict.fromkeys(references, MUTED)
-    curve_colors = color_by("name", colors, orient="top", symbolType="stroke", columns=3)
+    guide_names = [name for name in (PERFECT, LIMIT) if name in values_by_name]
+    color_by_name = palette_of(values_by_name) | dict.fromkeys(guide_names, MUTED)
+    curve_colors = color_by("name", color_by_name, orient="top", symbolType="stroke", columns=3)
     color = curve_colors if len(curves) > 1 else alt.ColorValue(PALETTE[0])
     # References are below the lines.
-    layers = lines({name: curves.pop(name) for name in references}, x, y, color, strokeDash=DASHES, strokeWidth=1.5)
+    layers = lines({name: curves.pop(name) for name in guide_names}, x, y, color, strokeDash=DASHES, strokeWidth=1.5)
     layers += lines(curves, x, y, color, point={"size": 40})
     return alt.layer(*layers).properties(width=PANEL_PX[0], height=PANEL_PX[1])
 
@@ -152,14 +152,14 @@ def bandwidth_figure(
     chips: Sequence[int], rates: Mapping[str, Sequence[float]], *, title: str, subtitle: str = ""
 ) -> Figure:
     """Draws bytes per second over chips, a line per collective; collectives with equal rates share a line."""
-    name_of: dict[tuple[float, ...], str] = {}
+    by_rates: dict[tuple[float, ...], str] = {}
     for name, values in rates.items():
         # Rates are equal if three digits are: the picture shows no more.
-        key = tuple(float(f"{rate:.3g}") for rate in values)
-        name_of[key] = f"{name_of[key]}, {name}" if key in name_of else name
-    if not any(name_of):
+        rates_key = tuple(float(f"{rate:.3g}") for rate in values)
+        by_rates[rates_key] = f"{by_rates[rates_key]}, {name}" if rates_key in by_rates else name
+    if not any(by_rates):
         raise InputError("there is no point to draw. Give clusters of several chips.")
-    chart = _panel(chips, chips_axis(chips), {name: values for values, name in name_of.items()}, "{}/s and chip", "B")
+    chart = _panel(chips, chips_axis(chips), {name: values for values, name in by_rates.items()}, "{}/s and chip", "B")
     return themed(chart, title, subtitle, width=2 * PANEL_PX[0], height=300)
 
 
@@ -183,9 +183,9 @@ def curves_figure(
     xs = [x for points in curves.values() for x, _ in points]
     ys = [y for points in curves.values() for _, y in points]
     ys += [line.value for line in references if line.axis == "y"]
-    low, high = min(xs), max(xs)
+    min_x, max_x = min(xs), max(xs)
     ticks = {"values": sorted({*x_ticks}), "labelExpr": WHOLE_NUMBERS, "labelOverlap": True, "labelFlush": False}
-    x_span, y_span = (low, high) if low < high else (low / 2, high * 2), (min(ys) / 1.5, max(ys) * 1.5)
+    x_span, y_span = (min_x, max_x) if min_x < max_x else (min_x / 2, max_x * 2), (min(ys) / 1.5, max(ys) * 1.5)
     x, y = log_axis(alt.X, "x", x_span, x_title, **(ticks if x_ticks else {})), log_axis(alt.Y, "y", y_span, y_title)
     color = stroke_colors(curves, orient="right", symbolStrokeWidth=3)
     frame = Frame(x=x_span, y=y_span, size=CURVES_PX)
@@ -212,14 +212,14 @@ class HeatCell(msgspec.Struct, frozen=True):
     fits: bool = True
 
 
-def _filled(cell: HeatCell, value: float, most: float, scale: float) -> Facts:
+def _filled(cell: HeatCell, value: float, max_value: float, scale: float) -> Facts:
     headline, *lines_below = cell.lines
     return {
         "row": cell.row,
         "column": cell.column,
         "headline": headline,
         "text": "\n".join(lines_below),
-        "ink": "white" if value > DARK_FROM * most else INK,
+        "ink": "white" if value > DARK_FROM * max_value else INK,
         "value": value / scale,
         "edge": "" if cell.fits else TOO_LARGE,
     }
@@ -241,7 +241,7 @@ def heatmap_figure(
     """
     if not cells:
         raise InputError("there is no cell to draw. Give at least one.")
-    rows, columns = list(dict.fromkeys(c.row for c in cells)), list(dict.fromkeys(c.column for c in cells))
+    row_names, column_names = list(dict.fromkeys(c.row for c in cells)), list(dict.fromkeys(c.column for c in cells))
     max_value = max((cell.value for cell in cells if cell.value is not None), default=1.0)
     scale, unit_name = (1.0, "") if unit in ("%", None) else si_scale(max_value, unit)
     num_lines = max(len(cell.lines) for cell in cells) - 1
@@ -250,16 +250,16 @@ def heatmap_figure(
         {"row": cell.row, "column": cell.column, "text": "\n".join(cell.lines)} for cell in cells if cell.value is None
     ]
     style = {"ticks": False, "domain": False}
-    position = {
-        "x": alt.X("column:N", sort=columns, title=axes[1], axis=alt.Axis(orient="bottom", labelAngle=0, **style)),
-        "y": alt.Y("row:N", sort=rows, title=axes[0], axis=alt.Axis(labelLimit=200, **style)),
+    encodings = {
+        "x": alt.X("column:N", sort=column_names, title=axes[1], axis=alt.Axis(orient="bottom", labelAngle=0, **style)),
+        "y": alt.Y("row:N", sort=row_names, title=axes[0], axis=alt.Axis(labelLimit=200, **style)),
     }
-    colors = alt.Scale(domain=[0, max_value / scale], range=SCHEME, interpolate="lab")
+    color_scale = alt.Scale(domain=[0, max_value / scale], range=SCHEME, interpolate="lab")
     legend = alt.Legend(format=".0%" if unit == "%" else ",.3~f", orient="right", gradientLength=160, tickCount=4)
     color = alt.Color(
-        "value:Q", title=value_title + (f" ({unit_name})" if unit_name else ""), scale=colors, legend=legend
+        "value:Q", title=value_title + (f" ({unit_name})" if unit_name else ""), scale=color_scale, legend=legend
     )
-    empty_marks, cell_marks = (plot(cell_rows).encode(**position) for cell_rows in (empty_cells, filled_cells))
+    empty_marks, cell_marks = (plot(cell_rows).encode(**encodings) for cell_rows in (empty_cells, filled_cells))
     box_style = {"stroke": "white", "strokeWidth": 2}
     small_style = {"fontSize": 10, "lineBreak": "\n", "lineHeight": LINE_PX}
     ink_color = alt.Color("ink:N", scale=None)
@@ -267,7 +267,7 @@ def heatmap_figure(
     large_cells = [row for row in filled_cells if row["edge"]]
     legend = alt.Legend(title=None, orient="bottom", symbolType="square", symbolFillColor="white", symbolStrokeWidth=3)
     edge = alt.Stroke("edge:N", scale=alt.Scale(domain=[TOO_LARGE], range=[PALETTE[5]]), legend=legend)
-    edges = plot(large_cells).mark_rect(filled=False, strokeWidth=3, strokeDash=DASHES).encode(**position, stroke=edge)
+    edges = plot(large_cells).mark_rect(filled=False, strokeWidth=3, strokeDash=DASHES).encode(**encodings, stroke=edge)
     chart = alt.layer(
         empty_marks.mark_rect(color=EMPTY, **box_style),
         empty_marks.mark_text(baseline="middle", fill=MUTED, **small_style).encode(text="text:N"),
@@ -280,4 +280,4 @@ def heatmap_figure(
     )
     height = max(CELL_PX[1], 34 + LINE_PX * num_lines)
     chart = chart.resolve_scale(color="independent")
-    return themed(chart, title, subtitle, width=CELL_PX[0] * len(columns), height=height * len(rows))
+    return themed(chart, title, subtitle, width=CELL_PX[0] * len(column_names), height=height * len(row_names))

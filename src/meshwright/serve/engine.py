@@ -75,13 +75,13 @@ class Engine(TokenEngine):
         if len(adapters) != storage.adapters:
             raise InputError(f"the step has {storage.adapters} adapters, and {len(adapters)} names are given.")
         self._shapes = StepShapes(step, limits)
-        self._adapters = {"": -1} | {name: number for number, name in enumerate(adapters)}
+        self._adapters = {"": -1} | {name: adapter_index for adapter_index, name in enumerate(adapters)}
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
         self.check = RequestBounds(self.vocab_size, self.max_len, adapters).check
         self.packed, self._params, self._cache = step, params, step.init_cache()
         self._host_pages = HostPages(self._cache, step.programs) if host_cache_bytes else None
-        num_on_host = int(host_cache_bytes // self._host_pages.page_bytes) if self._host_pages else 0
-        if self._host_pages and not (num_on_host and limits.prefix_cache):
+        num_host_pages = int(host_cache_bytes // self._host_pages.page_bytes) if self._host_pages else 0
+        if self._host_pages and not (num_host_pages and limits.prefix_cache):
             raise InputError(
                 f"host_cache_bytes={host_cache_bytes:,.0f} is for pages of shared prompts, "
                 f"{self._host_pages.page_bytes:,} bytes each. Give room for one at least, and keep the prefix cache on."
@@ -89,7 +89,7 @@ class Engine(TokenEngine):
         num_owners = step.num_owners
         windows = step.model.sliding_window or 0, storage.window_pages
         self._owners = [
-            SequenceOwner(limits, i, num_owners, num_on_host=num_on_host, windows=windows) for i in range(num_owners)
+            SequenceOwner(limits, i, num_owners, num_on_host=num_host_pages, windows=windows) for i in range(num_owners)
         ]
         self._drawer = TokenDrawer(step.max_seqs, self.vocab_size, step.logits_sharding, step.programs)
         self._masks, self._live = TokenMasks(self.vocab_size), dict[int, Live]()
@@ -106,27 +106,27 @@ class Engine(TokenEngine):
     def submit(self, request: TokenRequest) -> int:
         """Queues a request and returns its number. Raises InputError if it could never run."""
         self.check(request)
-        number, prompt_len = self._number, len(request.prompt)
+        request_number, prompt_len = self._number, len(request.prompt)
         shares_pages = self.limits.prefix_cache and not request.echo  # echo needs the logits of the whole prompt
         scheduled_request = GenerationRequest(
-            number=number,
+            number=request_number,
             prompt=prompt_len,
             output=max(request.max_tokens, 1),  # with echo it may be 0; the token that is drawn is dropped
-            prefix=number if shares_pages else None,
+            prefix=request_number if shares_pages else None,
             prefix_len=prompt_len if shares_pages else 0,
         )
-        adapter_number = self._adapters[request.adapter]
+        adapter_id = self._adapters[request.adapter]
         owner = (
-            min(self._owners, key=lambda owner: owner.order(request.prompt, adapter_number))
+            min(self._owners, key=lambda owner: owner.order(request.prompt, adapter_id))
             if self._owners[1:]
             else self._owners[0]
         )
-        active = owner.scheduler.submit(scheduled_request)
-        live = self._live[number] = Live(number, request, owner, active, adapter_number)
+        active_request = owner.scheduler.submit(scheduled_request)
+        seq = self._live[request_number] = Live(request_number, request, owner, active_request, adapter_id)
         if shares_pages:
-            live.share_pages()
+            seq.share_pages()
         self._number += 1
-        return number
+        return request_number
 
     def cancel(self, number: int) -> None:
         """Ends a request at once: its slot and pages are free, and no output follows. Does nothing after its end."""
@@ -143,19 +143,19 @@ class Engine(TokenEngine):
         if self.limits.num_drafts:
             self._read()  # where the rows of a step begin depends on which drafts were right
             self._close_ended()
-        planned = [owner.scheduler.plan() for owner in self._owners]
-        for active in (active for step in planned for active in step.preempted):
+        planned_steps = [owner.scheduler.plan() for owner in self._owners]
+        for active_request in (active_request for step in planned_steps for active_request in step.preempted):
             self._counts.preemptions += 1
-            live = self._live[active.request.number]
-            live.vacate()
-            if active.request.prefix is not None:  # what it has written so far is known when it comes back
-                live.share_pages()
-                active.request = replace(active.request, prefix_len=len(live.tokens))
+            seq = self._live[active_request.request.number]
+            seq.vacate()
+            if active_request.request.prefix is not None:  # what it has written so far is known when it comes back
+                seq.share_pages()
+                active_request.request = replace(active_request.request, prefix_len=len(seq.tokens))
         if self._host_pages:  # before the step that writes over the pages that go
-            leaving, coming = zip(*(owner.pages.moves() for owner in self._owners), strict=True)
-            self._cache = self._host_pages.move(self._cache, *(dict(ChainMap(*moves)) for moves in (leaving, coming)))
+            evictions, restores = zip(*(owner.pages.moves() for owner in self._owners), strict=True)
+            self._cache = self._host_pages.move(self._cache, *(dict(ChainMap(*maps)) for maps in (evictions, restores)))
         # not `_dispatched` yet: grammars, and requests that come back, read that one in `_dispatch`
-        self._following = self._dispatch(planned) if any(step.repeats for step in planned) else None
+        self._following = self._dispatch(planned_steps) if any(step.repeats for step in planned_steps) else None
 
     def read(self) -> list[TokenOutput]:
         """Returns what the step before the dispatched one made."""
@@ -167,8 +167,8 @@ class Engine(TokenEngine):
 
     def order(self, request: TokenRequest) -> tuple[bool, int, int]:
         """Returns what is least of the engine that a request should have, see `SequenceOwner.order`."""
-        adapter = self._adapters.get(request.adapter, -1)  # a group asks this before `submit` refuses an unknown one
-        return min(owner.order(request.prompt, adapter) for owner in self._owners)
+        adapter_id = self._adapters.get(request.adapter, -1)  # a group asks this before `submit` refuses an unknown one
+        return min(owner.order(request.prompt, adapter_id) for owner in self._owners)
 
     @property
     def has_work(self) -> bool:
@@ -194,12 +194,12 @@ class Engine(TokenEngine):
 
     def snapshot(self) -> CacheSnapshot:
         """Returns whose each page of the cache is, for `report.machine.cache_pages`."""
-        running = [live for live in self._live.values() if live.pages]
+        running_seqs = [seq for seq in self._live.values() if seq.pages]
         return CacheSnapshot(
             num_pages=self.limits.num_pages,
             page_len=self.limits.page_len,
-            requests={live.number: tuple(live.pages) for live in running},
-            lengths={live.number: live.computed for live in running},
+            requests={seq.number: tuple(seq.pages) for seq in running_seqs},
+            lengths={seq.number: seq.computed for seq in running_seqs},
             tree=tree_pages(*(owner.pages for owner in self._owners)),
         )
 
@@ -224,8 +224,8 @@ class Engine(TokenEngine):
         if self.packed.batch_invariant:
             self._shapes.set_decode_sizes(sizes_up_to(ALIKE_ROWS, least=2, halves_from=8))
         if first_only:  # what is in files is read when a step needs it, or later
-            program_names = {shape: self.packed.program_name(shape) for shape in self.shapes()}
-            self._shapes.ready |= {shape for shape, name in program_names.items() if self.packed.programs.has([name])}
+            name_by_shape = {shape: self.packed.program_name(shape) for shape in self.shapes()}
+            self._shapes.ready |= {shape for shape, name in name_by_shape.items() if self.packed.programs.has([name])}
         # for some requests alone idle rows cost less than compiling more shapes
         shapes = self._shapes.first(requests) if first_only or requests else self.shapes()
         shapes = [shape for shape in shapes if not first_only or shape not in self._shapes.ready]
@@ -247,13 +247,13 @@ class Engine(TokenEngine):
 
     def _keep_alike(self) -> None:
         """Keeps the numbers of rows by which a first request has the bits that it has in a step of `ALIKE_ROWS`."""
-        prompt, by_size = (self.vocab_size - 1, 0)[: self.max_len - 1], dict[int, list[TokenOutput]]()
+        prompt, outs_by_rows = (self.vocab_size - 1, 0)[: self.max_len - 1], dict[int, list[TokenOutput]]()
         request = TokenRequest(prompt=prompt, max_tokens=1, echo=True, logprobs=MOST_LOGPROBS)
-        for size in [shape.rows for shape in self._shapes.decode]:
-            self._shapes.set_decode_sizes([size])
+        for num_rows in [shape.rows for shape in self._shapes.decode]:
+            self._shapes.set_decode_sizes([num_rows])
             (outputs,) = self.run([request])
-            by_size[size] = [replace(output, number=0, admitted_s=0) for output in outputs]
-        self._shapes.set_decode_sizes([size for size, outputs in by_size.items() if outputs == by_size[ALIKE_ROWS]])
+            outs_by_rows[num_rows] = [replace(output, number=0, admitted_s=0) for output in outputs]
+        self._shapes.set_decode_sizes([n for n, outs in outs_by_rows.items() if outs == outs_by_rows[ALIKE_ROWS]])
         self._number, self._counts = 0, EngineState()
         self.times.sums.clear()
 
@@ -264,87 +264,87 @@ class Engine(TokenEngine):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def _dispatch(self, planned: Sequence[EngineStep]) -> _Dispatched | None:
-        start_s, drafted = self.times.now(), self._counts.drafted
-        for active in (active for step in planned for active in step.admitted):
-            self._admit(active, start_s)
+    def _dispatch(self, steps: Sequence[EngineStep]) -> _Dispatched | None:
+        start_s, num_drafted = self.times.now(), self._counts.drafted
+        for active_req in (active_req for step in steps for active_req in step.admitted):
+            self._admit(active_req, start_s)
         # under "static" requests that have ended keep their slots
-        planned_lives = [[self._live.get(active.request.number) for active in step.decode] for step in planned]
-        decoding_lives = [[live for live in lives if live is not None and not live.is_done] for lives in planned_lives]
-        self._draft([live for lives in decoding_lives for live in lives])
-        parts = list[list[RowsOf]]()
-        for lives, step in zip(decoding_lives, planned, strict=True):
-            parts.append([(live, live.computed, live.computed + 1 + len(live.drafts), live.drafts) for live in lives])
-            for active, num_tokens in step.prefill:
-                live = self._live[active.request.number]
-                parts[-1].append((live, live.computed, live.computed + num_tokens, []))
-        if not any(parts):
-            self._commit(planned)
+        planned_seqs = [[self._live.get(active_req.request.number) for active_req in step.decode] for step in steps]
+        decoding_seqs = [[seq for seq in seqs if seq is not None and not seq.is_done] for seqs in planned_seqs]
+        self._draft([seq for seqs in decoding_seqs for seq in seqs])
+        own_parts = list[list[RowsOf]]()
+        for seqs, step in zip(decoding_seqs, steps, strict=True):
+            own_parts.append([(seq, seq.computed, seq.computed + 1 + len(seq.drafts), seq.drafts) for seq in seqs])
+            for active_req, num_tokens in step.prefill:
+                seq = self._live[active_req.request.number]
+                own_parts[-1].append((seq, seq.computed, seq.computed + num_tokens, []))
+        if not any(own_parts):
+            self._commit(steps)
             return None
-        num_decoding = sum(map(len, decoding_lives))
-        own_rows = [rows_of(self.packed, self._tables, owned) for owned in parts]
+        num_seqs = sum(map(len, decoding_seqs))
+        own_rows = [rows_of(self.packed, self._tables, parts) for parts in own_parts]
         max_rows, max_outputs = max(len(rows.whose) for rows in own_rows), max(len(rows.outputs) for rows in own_rows)
-        num_owners, is_decode_only = len(own_rows), num_decoding == sum(map(len, parts))
+        num_owners, is_decode_only = len(own_rows), num_seqs == sum(map(len, own_parts))
         # owners have equal shares of the rows of a shape
         shape = self._shapes.fitting(num_owners * max_rows, num_owners * max_outputs, alone=is_decode_only)
-        rows, expected = joined_rows(own_rows, shape)
-        decoded, num_outputs = num_decoding + self._counts.drafted - drafted, sum(row is not None for row in expected)
-        held = held_step(planned, start_s, decoded=decoded, rows=len(rows.tokens), outputs=num_outputs)
+        rows, outputs = joined_rows(own_rows, shape)
+        decode_rows, num_drawn = num_seqs + self._counts.drafted - num_drafted, sum(out is not None for out in outputs)
+        step_record = held_step(steps, start_s, decoded=decode_rows, rows=len(rows.tokens), outputs=num_drawn)
         # `latest` has the tokens of the step before, which the host has not seen yet
         logits, self._cache = self.packed.step(self._params, self._cache, self._drawer.latest, rows, shape.longest)
-        if any(step.prefill for step in planned):
+        if any(step.prefill for step in steps):
             # steps that only decode are caught up in `propose`
-            self._drafter.follow(rows, shape.longest, {live.slot: end for owned in parts for live, _, end, _ in owned})
+            self._drafter.follow(rows, shape.longest, {seq.slot: end for own in own_parts for seq, _, end, _ in own})
         masks = None
-        if any(row and row.live.answer for row in expected):
+        if any(output and output.live.answer for output in outputs):
             self._read()  # after the step is dispatched: masks are made while it runs
-            masks = self._masks.of(len(rows.last), masked_rows(expected))
+            masks = self._masks.of(len(rows.last), masked_rows(outputs))
         is_adjusted = masks is not None or any(
-            adjusts(row.live.request) or row.live.request.logprobs is not None for row in expected if row
+            adjusts(output.live.request) or output.live.request.logprobs is not None for output in outputs if output
         )
-        output_rows = [output.row if output else self._idle_row for output in expected]
+        output_rows = [output.row if output else self._idle_row for output in outputs]
         drawn_rows = self._drawer.draw(logits, output_rows, adjusted=is_adjusted, allowed=masks)
         self._counts.steps += 1
-        for active in self._commit(planned):
-            if ending := self._live.get(active.request.number):
-                ending.is_done = True  # its tokens are counted already, though not read
-                ending.vacate()
-        return _Dispatched(expected, drawn_rows, held)
+        for active_req in self._commit(steps):
+            if ending_seq := self._live.get(active_req.request.number):
+                ending_seq.is_done = True  # its tokens are counted already, though not read
+                ending_seq.vacate()
+        return _Dispatched(outputs, drawn_rows, step_record)
 
-    def _admit(self, active: ActiveRequest, now_s: float) -> None:
+    def _admit(self, active_request: ActiveRequest, now_s: float) -> None:
         """Gives a request a slot, and the pages that the tree has of its prompt."""
-        live = self._live[active.request.number]
-        if live.admitted_s and (live.request.echo or live.produced > len(live.output)):
+        seq = self._live[active_request.request.number]
+        if seq.admitted_s and (seq.request.echo or seq.produced > len(seq.output)):
             self._read()  # what was drawn before a preemption is prefilled again
-        live.prompt_logprobs = []
+        seq.prompt_logprobs = []
         # the time of the first admission counts, not that after a preemption
-        live.slot, live.admitted_s = live.owner.free_slots.pop(), live.admitted_s or now_s
-        live.computed = active.cached
-        live.begin(self._tables)
-        if active.request.prefix is not None and not live.produced:  # who comes back would find its own pages
-            live.num_hit = active.cached
-            self._counts.prefix_queries += len(live.request.prompt)
-            self._counts.prefix_hits += active.cached
-        self._drawer.enter(live.slot, live.request, live.output)
-        if not adjusts(live.request):
-            self._drafter.enter(live.slot, live.request, live.output)
+        seq.slot, seq.admitted_s = seq.owner.free_slots.pop(), seq.admitted_s or now_s
+        seq.computed = active_request.cached
+        seq.begin(self._tables)
+        if active_request.request.prefix is not None and not seq.produced:  # who comes back would find its own pages
+            seq.num_hit = active_request.cached
+            self._counts.prefix_queries += len(seq.request.prompt)
+            self._counts.prefix_hits += active_request.cached
+        self._drawer.enter(seq.slot, seq.request, seq.output)
+        if not adjusts(seq.request):
+            self._drafter.enter(seq.slot, seq.request, seq.output)
 
-    def _commit(self, planned: Sequence[EngineStep]) -> list[ActiveRequest]:
+    def _commit(self, steps: Sequence[EngineStep]) -> list[ActiveRequest]:
         """Counts a step of each owner, and returns the requests that have all their tokens."""
-        commits = [owner.scheduler.commit(step) for owner, step in zip(self._owners, planned, strict=True)]
-        return [active for _, ended in commits for active in ended]
+        commits = [owner.scheduler.commit(step) for owner, step in zip(self._owners, steps, strict=True)]
+        return [active_request for _, ended_requests in commits for active_request in ended_requests]
 
-    def _draft(self, decoding: Sequence[Live]) -> None:
+    def _draft(self, decoding_seqs: Sequence[Live]) -> None:
         """Gives requests that decode the drafts of the next step, with their pages."""
         draftings = list[Drafting]()
-        for live in decoding:
-            live.drafts = []
+        for seq in decoding_seqs:
+            seq.drafts = []
             # one token comes without a draft
-            limit = min(self.limits.num_drafts, live.request.max_tokens - live.produced - 1)
-            if limit > 0 and not adjusts(live.request):  # adjusted logits depend on the drafts before
+            max_drafts = min(self.limits.num_drafts, seq.request.max_tokens - seq.produced - 1)
+            if max_drafts > 0 and not adjusts(seq.request):  # adjusted logits depend on the drafts before
                 # before `propose`: a draft model writes to the same pages
-                live.take_pages(self._tables, live.computed + 1 + limit, self.limits.page_len)
-                draftings.append(Drafting(live.number, live.slot, live.tokens, live.produced, limit))
+                seq.take_pages(self._tables, seq.computed + 1 + max_drafts, self.limits.page_len)
+                draftings.append(Drafting(seq.number, seq.slot, seq.tokens, seq.produced, max_drafts))
         if draftings:
             for drafting, drafts in zip(draftings, self._drafter.propose(draftings, self._tables.pages), strict=True):
                 self._live[drafting.number].drafts = drafts
@@ -354,31 +354,31 @@ class Engine(TokenEngine):
         """Reads what the last step has drawn, if that has not been done; requests that it ends are closed later."""
         if self._dispatched is None:
             return
-        (expected, drawn, held), self._dispatched = self._dispatched, None
-        drawn = drawn.on_host()
-        self.times.read(held)
-        step_outputs = read_outputs(expected, drawn)
+        (expected_outputs, drawn_rows, step_record), self._dispatched = self._dispatched, None
+        drawn_rows = drawn_rows.on_host()
+        self.times.read(step_record)
+        step_outputs = read_outputs(expected_outputs, drawn_rows)
         self._outputs += step_outputs.outputs
         self._ended += step_outputs.ended  # closed later: `Scheduler.stop` is for between two steps
-        for number, num_accepted in step_outputs.accepted.items():
+        for request_number, num_accepted in step_outputs.accepted.items():
             self._counts.accepted += num_accepted
-            live = self._live[number]
-            if not live.is_closed:
-                live.produced += num_accepted
-                live.computed += num_accepted
-                live.owner.scheduler.accept(live.active, num_accepted)
+            seq = self._live[request_number]
+            if not seq.is_closed:
+                seq.produced += num_accepted
+                seq.computed += num_accepted
+                seq.owner.scheduler.accept(seq.active, num_accepted)
 
     def _close_ended(self) -> None:
-        for live in self._ended:
-            self._close(live)
+        for seq in self._ended:
+            self._close(seq)
         self._ended.clear()
 
-    def _close(self, live: Live) -> None:
+    def _close(self, seq: Live) -> None:
         """Forgets a request, and takes it from the scheduler if that still has it."""
-        live.is_closed = True
-        del self._live[live.number]
-        if not live.is_done:
-            live.owner.scheduler.stop(live.active)
-            live.vacate()
-        live.owner.pages.leave(live.number)  # after `vacate`, which puts full pages into the tree
-        self._drafter.leave(live.number)
+        seq.is_closed = True
+        del self._live[seq.number]
+        if not seq.is_done:
+            seq.owner.scheduler.stop(seq.active)
+            seq.vacate()
+        seq.owner.pages.leave(seq.number)  # after `vacate`, which puts full pages into the tree
+        self._drafter.leave(seq.number)

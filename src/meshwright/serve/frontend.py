@@ -74,8 +74,8 @@ class Feed:
                 return []
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        arrived, self._arrived = self._arrived[:MOST_TAKEN], self._arrived[MOST_TAKEN:]
-        return arrived
+        arrivals, self._arrived = self._arrived[:MOST_TAKEN], self._arrived[MOST_TAKEN:]
+        return arrivals
 
     def cancel(self, place: int) -> None:
         """Ends one request; no output of it follows. Nothing happens if it has ended."""
@@ -83,7 +83,7 @@ class Feed:
             self._ended(place)
             # by place, as the engine may not have numbered the request yet
             self._frontend.command(partial(self._frontend.cancel_in_engine, self, place))
-            self._arrived = [arrived for arrived in self._arrived if arrived[0] != place]
+            self._arrived = [arrival for arrival in self._arrived if arrival[0] != place]
 
     def fail(self, error: Exception) -> None:
         """Cancels everything; whoever waits gets the error."""
@@ -166,9 +166,9 @@ class Frontend:
         """
         if not self.available:
             raise UnavailableError(self.failure or "the server is stopping. Ask another one.")
-        excess = self.in_system + len(requests) - self.max_queued
-        if excess > 0:
-            wait_s = min(max(1, math.ceil(excess * self._end_gap_s)), LONGEST_RETRY_S)
+        num_excess = self.in_system + len(requests) - self.max_queued
+        if num_excess > 0:
+            wait_s = min(max(1, math.ceil(num_excess * self._end_gap_s)), LONGEST_RETRY_S)
             raise BusyError(
                 f"{self.in_system:,} of at most {self.max_queued:,} requests are in the system, and {len(requests):,} "
                 f"more do not fit. Try again in {wait_s} s.",
@@ -224,15 +224,15 @@ class Frontend:
         self._commands.put(function)
 
     def cancel_in_engine(self, feed: Feed, place: int) -> None:
-        number = feed.numbers.get(place)
-        if number is not None and self._places.pop(number, None) is not None:
-            self.engine.cancel(number)
+        request_number = feed.numbers.get(place)
+        if request_number is not None and self._places.pop(request_number, None) is not None:
+            self.engine.cancel(request_number)
 
     def _submit(self, feed: Feed) -> None:
         for place, request in enumerate(feed.requests):
-            number = self.engine.submit(request)
-            feed.numbers[place] = number
-            self._places[number] = (feed, place)
+            request_number = self.engine.submit(request)
+            feed.numbers[place] = request_number
+            self._places[request_number] = (feed, place)
 
     def _end(self) -> None:
         self._stop = True
@@ -262,9 +262,9 @@ class Frontend:
     def _placed(self, outputs: list[TokenOutput]) -> list[tuple[Feed, int, TokenOutput]]:
         placed_outputs = []
         for output in outputs:
-            place = self._places.get(output.number) if output.finish is None else self._places.pop(output.number, None)
-            if place is not None:
-                placed_outputs.append((place[0], place[1], output))
+            entry = self._places.get(output.number) if output.finish is None else self._places.pop(output.number, None)
+            if entry is not None:
+                placed_outputs.append((entry[0], entry[1], output))
         return placed_outputs
 
     def _post(self, function: Callable[[], None]) -> None:
@@ -277,9 +277,9 @@ class Frontend:
 
     # -- called in the event loop by the engine's thread --------------------------------------------------------
 
-    def _deliver(self, placed: list[tuple[Feed, int, TokenOutput]], time_s: float, state: EngineState) -> None:
+    def _deliver(self, placed_outputs: list[tuple[Feed, int, TokenOutput]], time_s: float, state: EngineState) -> None:
         self.state = state
-        for feed, place, output in placed:
+        for feed, place, output in placed_outputs:
             feed.add(place, output, time_s)
 
     def _fail(self, why: str) -> None:

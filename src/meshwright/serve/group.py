@@ -28,22 +28,22 @@ class EngineGroup(TokenEngine):
 
     def submit(self, request: TokenRequest) -> int:
         """Queues a request at an engine and returns its number. Raises InputError if it could never run."""
-        place = min(range(len(self.engines)), key=lambda place: self.engines[place].order(request))
-        return self.engines[place].submit(request) * len(self.engines) + place
+        engine_index = min(range(len(self.engines)), key=lambda engine_index: self.engines[engine_index].order(request))
+        return self.engines[engine_index].submit(request) * len(self.engines) + engine_index
 
     def cancel(self, number: int) -> None:
         """Ends a request at once, see `Engine.cancel`."""
-        own_number, place = divmod(number, len(self.engines))
-        self.engines[place].cancel(own_number)
+        own_request_number, engine_index = divmod(number, len(self.engines))
+        self.engines[engine_index].cancel(own_request_number)
 
     def step(self) -> list[TokenOutput]:
         """Dispatches a step of every engine with work, and returns what the steps before these made."""
-        busy_engines = [(place, engine) for place, engine in enumerate(self.engines) if engine.has_work]
+        busy_engines = [(engine_index, engine) for engine_index, engine in enumerate(self.engines) if engine.has_work]
         for _, engine in busy_engines:
             engine.dispatch()  # all devices have work before the tokens of any are waited for
         return [
-            msgspec.structs.replace(output, number=output.number * len(self.engines) + place)
-            for place, engine in busy_engines
+            msgspec.structs.replace(output, number=output.number * len(self.engines) + engine_index)
+            for engine_index, engine in busy_engines
             for output in engine.read()
         ]
 
@@ -68,9 +68,9 @@ class EngineGroup(TokenEngine):
     ) -> None:
         """Compiles every shape of every engine, see `Engine.warm_up`."""
         longest_requests = sorted(requests, key=lambda r: -len(r.prompt))[: -(-len(requests) // len(self.engines))]
-        for place, engine in enumerate(self.engines):
+        for engine_index, engine in enumerate(self.engines):
 
-            def tell(done: int, all: int, before: int = place) -> None:
+            def tell(done: int, all: int, before: int = engine_index) -> None:
                 on_shape(before * all + done, len(self.engines) * all)
 
             engine.warm_up(tell, longest_requests, first_only=first_only)

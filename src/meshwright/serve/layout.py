@@ -43,7 +43,7 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
 
     Raises InputError for a plan of another model, CannotRunError for more devices than there are.
     """
-    state = "fp32" if source.dtype == "fp32" else "bf16-adam"
+    state_name = "fp32" if source.dtype == "fp32" else "bf16-adam"
     if options.plan is not None:
         layout = _of_plan(source.model, options, len(devices))
     elif options.mesh is None and len(devices) > 1 and (planned_layout := _planned(source.model, options, devices)):
@@ -53,7 +53,7 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
         # weights are gathered where fsdp splits them alone
         rules = LAYOUTS["gathered" if mesh["fsdp"] > 1 else "prompts"]
         layout = EngineLayout(Strategy(mesh={**mesh, "data": 1}, assignment=rules), mesh["data"], options)
-    strategy = msgspec.structs.replace(layout.strategy, state=state, precision="")
+    strategy = msgspec.structs.replace(layout.strategy, state=state_name, precision="")
     needed = strategy.num_chips * layout.num_engines
     if needed > len(devices):
         raise CannotRunError(
@@ -73,14 +73,14 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
 def with_usual(options: EngineOptions, platform: str, dtype: str, strategy: Strategy) -> EngineOptions:
     """Returns options with what suits a platform, weights and a strategy in place of 0 and "", and as many requests
     more as the places that have sequences of their own share evenly."""
-    owners = sequence_shards(strategy)
-    on_cpu, checks = platform == "cpu", 1 + options.drafts
-    most, rows = (ALIKE_ROWS // checks, ALIKE_ROWS) if options.batch_invariant else (32, 256) if on_cpu else (256, 2048)
-    max_requests = -(-(options.max_requests or most) // owners) * owners
+    num_owners = sequence_shards(strategy)
+    is_cpu, checks = platform == "cpu", 1 + options.drafts
+    seqs, rows = (ALIKE_ROWS // checks, ALIKE_ROWS) if options.batch_invariant else (32, 256) if is_cpu else (256, 2048)
+    max_requests = -(-(options.max_requests or seqs) // num_owners) * num_owners
     return msgspec.structs.replace(
         options,
         max_requests=max_requests,
-        token_budget=options.token_budget or max(rows * owners, max_requests * checks),
+        token_budget=options.token_budget or max(rows * num_owners, max_requests * checks),
         # where devices split the slots of a page, each has as many as its platform reads at once
         page_len=options.page_len or PAGE_LENS.get(platform, 16) * sequence_shards(strategy, "S"),
         cache_dtype=options.cache_dtype or dtype,
@@ -89,8 +89,8 @@ def with_usual(options: EngineOptions, platform: str, dtype: str, strategy: Stra
 
 def usual_mesh(model: Model, num_devices: int) -> dict[str, int]:
     """Returns the mesh for devices that no plan is for: tensor as far as it divides heads and widths, else data."""
-    tensor = math.gcd(num_devices, *(model.dims[dim] for dim in ("N", "K", "F", "Fe", "Fs") if dim in model.dims))
-    return {"data": num_devices // tensor, "tensor": tensor}
+    tensor_size = math.gcd(num_devices, *(model.dims[dim] for dim in ("N", "K", "F", "Fe", "Fs") if dim in model.dims))
+    return {"data": num_devices // tensor_size, "tensor": tensor_size}
 
 
 USUAL_PROMPT, USUAL_OUTPUT = 1024, 256
@@ -111,7 +111,7 @@ def _planned(model: Model, options: EngineOptions, devices: Sequence[Device]) ->
     stored_dtypes = StoredDtypes(options.weights or "bf16", "int8" if options.cache_dtype == "int8" else "bf16")
     with suppress(InputError, CannotRunError):
         chip = chip_of_kind(devices[0].device_kind)
-        axis_sizes = [len(set(places)) for places in zip(*(device.coords for device in in_order(devices)), strict=True)]
+        axis_sizes = [len(set(coords)) for coords in zip(*(device.coords for device in in_order(devices)), strict=True)]
         shape = tuple(size for size in axis_sizes if size > 1) if chip.topology == "torus" else (len(devices), 1)
         result = plan_service(service_setting(model, make_cluster(chip, shape)), service, stored=[stored_dtypes])
         pool = next((plan.generate for plan in result.plans if not plan.has_pools), None)
@@ -125,10 +125,10 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLa
 
     assert options.plan is not None
     plan = load_plan(options.plan, ServicePlan)
-    for name, planned in plan.model.dims.items():
-        if planned != (size := model.dims.get(name)):
+    for dim, plan_size in plan.model.dims.items():
+        if plan_size != (size := model.dims.get(dim)):
             raise InputError(
-                f"{options.plan} is for {plan.model.name}, whose {name} is {planned}; that of {model.name} is {size}. "
+                f"{options.plan} is for {plan.model.name}, whose {dim} is {plan_size}; that of {model.name} is {size}. "
                 f"Plan for this model, or give its folder."
             )
     pool, storage = plan.generate, plan.stored.storage

@@ -70,25 +70,25 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
     """Opens a folder or a GGUF file, and beside it folders of adapters. Raises InputError for a missing or unreadable
     file, CannotRunError for a damaged one."""
     folder = as_folder(folder.expanduser())
-    base = base_folder(folder) if is_adapter(folder) else folder
-    if not (base / CONFIG).is_file():
+    base_path = base_folder(folder) if is_adapter(folder) else folder
+    if not (base_path / CONFIG).is_file():
         raise InputError(
-            f"{base} has no {CONFIG}. Give the folder of a finished run, of a model with {CONFIG} and its "
+            f"{base_path} has no {CONFIG}. Give the folder of a finished run, of a model with {CONFIG} and its "
             f"safetensors files, or the output of convert for a run that is not finished."
         )
-    require_intact(base, [CONFIG, *(str(file.relative_to(base)) for file in files_beside(base))])
-    model = model_from_config(base / CONFIG, folder.resolve().name)
+    require_intact(base_path, [CONFIG, *(str(file.relative_to(base_path)) for file in files_beside(base_path))])
+    model = model_from_config(base_path / CONFIG, folder.resolve().name)
     if is_adapter(folder):
         require_intact(folder, [ADAPTER_CONFIG, *(str(file.relative_to(folder)) for file in files_beside(folder))])
         model = adapted_model(model, folder)
     if adapters:
         model = model_with_adapters(model, list(adapters.values()))
-    tokenizer_file = next((path for path in (folder / TOKENIZER, base / TOKENIZER) if path.is_file()), None)
+    tokenizer_file = next((path for path in (folder / TOKENIZER, base_path / TOKENIZER) if path.is_file()), None)
     tokenizer = read_tokenizer(tokenizer_file) if tokenizer_file else None
-    with open_files(base) as tensors:
-        weights = folder_weights(model, base, tensors)
+    with open_files(base_path) as tensors:
+        weights = folder_weights(model, base_path, tensors)
     model = replace(model, stored=weights.stored)
-    end_token_ids = end_tokens(folder if (folder / GENERATION).is_file() else base, tokenizer)
+    end_token_ids = end_tokens(folder if (folder / GENERATION).is_file() else base_path, tokenizer)
     return ModelFolder(folder, model, Text(tokenizer), frozenset(end_token_ids), weights.dtype, adapters, weights.notes)
 
 
@@ -120,8 +120,8 @@ class TextStream:
         shown_text = self.text.decode(self.tokens[self.start : self.shown])
         if text == shown_text and not last:
             self.tokens.pop()  # a special token, of which the text has nothing
-        num_held = len(self.tokens) - self.shown
-        if len(text) <= len(shown_text) or (text.endswith("\ufffd") and num_held <= MOST_HELD and not last):
+        num_held_tokens = len(self.tokens) - self.shown
+        if len(text) <= len(shown_text) or (text.endswith("\ufffd") and num_held_tokens <= MOST_HELD and not last):
             return ""
         self.start, self.shown = self.shown, len(self.tokens)  # so that a token costs as much late in a text as early
         return text[len(shown_text) :]

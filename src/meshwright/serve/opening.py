@@ -78,51 +78,51 @@ def open_engine(
     devices = jax.devices()[: options.num_devices or None]
     layout = engine_layout(source, options, devices)
     options, strategy = layout.options, layout.strategy
-    draft = None if options.draft in ("", NGRAM) else _draft_model(Path(options.draft), source.model)
+    draft_source = None if options.draft in ("", NGRAM) else _draft_model(Path(options.draft), source.model)
     source = source.served(options.weights, devices[0].platform)
-    draft = draft and draft.served(options.weights, devices[0].platform)
+    draft_source = draft_source and draft_source.served(options.weights, devices[0].platform)
     storage = _storage(source, options, sequence_shards(strategy))
-    pages = _pages(source.model, draft, layout, storage)
+    found_pages = _pages(source.model, draft_source, layout, storage)
     limits = SchedulerLimits(
         policy=options.policy,
         max_requests=options.max_requests,
         token_budget=options.token_budget,
         page_len=options.page_len,
-        num_pages=pages.num_pages,
+        num_pages=found_pages.num_pages,
         prefix_cache=options.prefix_cache,
         num_drafts=options.drafts,
     )
     step = PackedStep(
         source.model,
         strategy,
-        max_len=pages.max_len,
+        max_len=found_pages.max_len,
         max_seqs=options.max_requests,
-        storage=replace(storage, num_pages=pages.num_pages),
+        storage=replace(storage, num_pages=found_pages.num_pages),
         batch_invariant=options.batch_invariant,
     )
-    steps, num_chips = [step], strategy.num_chips
+    packed_steps, num_chips = [step], strategy.num_chips
     if layout.num_engines > 1:
         ordered_devices = in_order(devices) or devices
         device_shares = (ordered_devices[i * num_chips : (i + 1) * num_chips] for i in range(layout.num_engines))
-        steps = [step.on(device_mesh(strategy.mesh, share)) for share in device_shares]
-    engines = [_engine(source, draft, layout, step, limits) for step in steps]
+        packed_steps = [step.on(device_mesh(strategy.mesh, share)) for share in device_shares]
+    engines = [_engine(source, draft_source, layout, step, limits) for step in packed_steps]
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
     # a batch-invariant engine runs requests while it warms up
-    first_only = in_background and not requests and not options.batch_invariant
-    engine.warm_up(on_shape or (lambda num_done, num_shapes: None), requests, first_only=first_only)
-    if first_only:  # a script that ends waits for one program at most, the command line for none
+    is_first_only = in_background and not requests and not options.batch_invariant
+    engine.warm_up(on_shape or (lambda num_done, num_shapes: None), requests, first_only=is_first_only)
+    if is_first_only:  # a script that ends waits for one program at most, the command line for none
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
-    return OpenedEngine(source, engine, _lines(source, layout, storage, pages, engines[0].weight_bytes))
+    return OpenedEngine(source, engine, _lines(source, layout, storage, found_pages, engines[0].weight_bytes))
 
 
-def _options_for(requests: Sequence[TokenRequest], options: EngineOptions, most: int) -> EngineOptions:
+def _options_for(requests: Sequence[TokenRequest], options: EngineOptions, max_positions: int) -> EngineOptions:
     """Returns options with room for all requests and some more, so that others like these have the same programs."""
     num_slots = 1 << (len(requests) - 1).bit_length() if len(requests) <= MOST_EXACTLY else 0
     needed_len = max(len(request.prompt) + request.max_tokens for request in requests)
     rounded_len = -(-needed_len // LEN_STEP) * LEN_STEP
     if needed_len <= LEN_STEP:
         rounded_len = max(1 << (needed_len - 1).bit_length(), LEAST_LEN)
-    max_len = max(needed_len, min(rounded_len, most))
+    max_len = max(needed_len, min(rounded_len, max_positions))
     return replace(options, max_requests=options.max_requests or num_slots, max_len=options.max_len or max_len)
 
 
@@ -134,17 +134,17 @@ def _storage(source: ModelFolder, options: EngineOptions, num_owners: int) -> St
         page_len=options.page_len,
         adapters=len(source.adapters),
     )
-    window = source.model.sliding_window
+    window_len = source.model.sliding_window
     # pages of windows do not go to the host, and are counted for steps within the token budget
-    if not window or options.host_cache_bytes or options.policy != "chunked":
+    if not window_len or options.host_cache_bytes or options.policy != "chunked":
         return storage
-    pages_each = -(-(options.max_len or source.model.max_positions) // options.page_len)
+    pages_per_seq = -(-(options.max_len or source.model.max_positions) // options.page_len)
     num_seqs, num_rows = options.max_requests // num_owners, options.token_budget // num_owners
-    num_pages = pages_of_windows(window, options.page_len, num_seqs=num_seqs, num_rows=num_rows)
+    num_pages = pages_of_windows(window_len, options.page_len, num_seqs=num_seqs, num_rows=num_rows)
     # others that prompts of further requests may begin behind
     num_pages += num_pages // 2 if options.prefix_cache else 0
     # windows as long as requests would save nothing
-    return replace(storage, window_pages=num_pages * num_owners if num_pages < num_seqs * pages_each else 0)
+    return replace(storage, window_pages=num_pages * num_owners if num_pages < num_seqs * pages_per_seq else 0)
 
 
 def _engine(
@@ -154,17 +154,17 @@ def _engine(
     options, params = layout.options, _loaded(source, step)
     drafter = NgramDrafter(options.num_drafts) if options.draft == NGRAM else Drafter()
     if draft:
-        single = Strategy(mesh=make_mesh({}), state=layout.strategy.state)
+        strategy = Strategy(mesh=make_mesh({}), state=layout.strategy.state)
         storage = replace(step.storage, adapters=0, window_pages=0)
-        draft_step = PackedStep(draft.model, single, max_len=step.max_len, max_seqs=step.max_seqs, storage=storage)
-        draft_step = draft_step.on(device_mesh(single.mesh, list(step.mesh.devices.flat[:1])))
+        draft_step = PackedStep(draft.model, strategy, max_len=step.max_len, max_seqs=step.max_seqs, storage=storage)
+        draft_step = draft_step.on(device_mesh(strategy.mesh, list(step.mesh.devices.flat[:1])))
         drafter = ModelDrafter(draft_step, _loaded(draft, draft_step), options.num_drafts)
-    adapters, host_bytes = tuple(source.adapters), options.host_cache_bytes / layout.num_engines
-    return Engine(step, params, limits, drafter=drafter, adapters=adapters, host_cache_bytes=host_bytes)
+    adapter_names, host_bytes = tuple(source.adapters), options.host_cache_bytes / layout.num_engines
+    return Engine(step, params, limits, drafter=drafter, adapters=adapter_names, host_cache_bytes=host_bytes)
 
 
 def _lines(
-    source: ModelFolder, layout: EngineLayout, storage: Storage, found: "_FoundPages", weight_bytes: int
+    source: ModelFolder, layout: EngineLayout, storage: Storage, pages: "_FoundPages", weight_bytes: int
 ) -> tuple[str, ...]:
     """Returns what an engine says of itself."""
     options, model, weight_words = layout.options, source.model, without_mtp_words(source.model)
@@ -175,11 +175,11 @@ def _lines(
         weight_words += f", a scale for each {min(group_sizes)} to {max(group_sizes)} inputs"
     return (
         f"{model.name}: {layout.words}, {format_bytes(weight_bytes)} of weights on each device{weight_words}",
-        f"cache: {counted(found.num_pages, 'page')} of {storage.page_len:,} positions, {format_bytes(found.bytes)} of "
-        f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
+        f"cache: {counted(pages.num_pages, 'page')} of {storage.page_len:,} positions, {format_bytes(pages.bytes)} of "
+        f"{storage.cache_dtype} keys and values on each device, limited by {pages.limited_by}"
         + (f"; {storage.window_pages:,} pages for windows" if storage.window_pages else "")
         + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
-        f"up to {counted(options.max_requests, 'request')} at once of {found.max_len:,} positions at most; "
+        f"up to {counted(options.max_requests, 'request')} at once of {pages.max_len:,} positions at most; "
         f"{options.token_budget} rows a step" + " of each engine" * (layout.num_engines > 1),
         *source.notes,
         *([f"{counted(options.num_drafts, 'draft')} a step and request, by {options.draft}"] if options.draft else []),
@@ -212,11 +212,11 @@ def _loaded(source: ModelFolder, step: PackedStep) -> Params:
     """Returns the weights of a folder on the devices of its step, whose programs are kept in files."""
     step.keep_programs(cache_folder() / "programs")
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
-    adapters = list(source.adapters.values())
-    return step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype, adapters))
+    adapter_folders = list(source.adapters.values())
+    return step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype, adapter_folders))
 
 
-def _while_running(done: int, all: int) -> None:
+def _while_running(num_done: int, num_shapes: int) -> None:
     if not main_thread().is_alive():
         sys.exit()  # this thread alone, for which the process waits
 
@@ -244,37 +244,37 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
             f"max_len={options.max_len:,}, but {model.name} has {model.max_positions:,} positions. Give at most that."
         )
     max_len, page_len = options.max_len or model.max_positions, storage.page_len
-    one_page, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
-    page_table = partial(cache_table, batch_seqs=options.max_requests, max_len=page_len)
-    table = page_table(model, storage=one_page, strategy=strategy)
-    declared = derive_generation(model, strategy, one_page).declared
-    shards = product(strategy.mesh[axis] for axis in declared[table[0].name].axes_of("Pg"))
+    one_page_storage, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
+    make_table = partial(cache_table, batch_seqs=options.max_requests, max_len=page_len)
+    rows = make_table(model, storage=one_page_storage, strategy=strategy)
+    array_of = derive_generation(model, strategy, one_page_storage).declared
+    shards = product(strategy.mesh[axis] for axis in array_of[rows[0].name].axes_of("Pg"))
     # bytes of a page on each of the devices over which pages are spread: a device has one of so many; and of all rings
-    held_rows = [(row, row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread)) for row in table]
+    sized_rows = [(row, row.num_bytes / product(strategy.mesh[a] for a in array_of[row.name].spread)) for row in rows]
     if draft:  # on one of the devices, with all its pages
-        held_rows += [
+        sized_rows += [
             (row, row.num_bytes)
-            for row in page_table(draft.model, storage=replace(one_page, adapters=0, window_pages=0))
+            for row in make_table(draft.model, storage=replace(one_page_storage, adapters=0, window_pages=0))
         ]
-    page_bytes = sum(size for row, size in held_rows if "Pg" in row.dims)
-    window_bytes = sum(size for row, size in held_rows if "Pw" in row.dims)
+    page_bytes = sum(num_bytes for row, num_bytes in sized_rows if "Pg" in row.dims)
+    window_bytes = sum(num_bytes for row, num_bytes in sized_rows if "Pw" in row.dims)
     space, limited_by = (options.cache_bytes, "cache_bytes")
     if not options.cache_bytes:
-        space, limited_by = _free_bytes(model, layout, declared, storage)
+        space, limited_by = _free_bytes(model, layout, array_of, storage)
     if draft and not options.cache_bytes:
         space -= weight_bytes(draft.model, storage.weights, int(STATE_BYTES[layout.strategy.state]["weights"]))
     space -= window_bytes
     needed = -(-(max_len + options.drafts) // page_len)
     wanted_pages = -(-options.max_requests * needed // shards) * shards
-    capacity = int(space // page_bytes) // shards * shards if page_bytes else wanted_pages * (space >= 0)
-    room = capacity // shards  # pages that one request may have
-    if options.max_requests > max(capacity, 256):
+    page_cap = int(space // page_bytes) // shards * shards if page_bytes else wanted_pages * (space >= 0)
+    room = page_cap // shards  # pages that one request may have
+    if options.max_requests > max(page_cap, 256):
         raise InputError(
-            f"max_requests={options.max_requests:,}, and each needs one of {capacity:,} pages at least. Give a smaller "
+            f"max_requests={options.max_requests:,}, and each needs one of {page_cap:,} pages at least. Give a smaller "
             f"max_requests, or more cache_bytes."
         )
     requests_text = counted(options.max_requests, "request")
-    if wanted_pages <= capacity:
+    if wanted_pages <= page_cap:
         taken_bytes = wanted_pages * page_bytes + window_bytes
         return _FoundPages(wanted_pages, max_len, taken_bytes, f"{requests_text} of {max_len:,} positions")
     if room < 1 or (options.max_len and room < needed):
@@ -284,12 +284,12 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
             f"{format_bytes(space)} ({limited_by}) hold {counted(room, 'page')} of {page_len:,} positions; one request "
             f"of {max_len:,} positions needs {needed:,}, {format_bytes(needed * shards * page_bytes)}. Give {remedy}."
         )
-    taken_bytes = capacity * page_bytes + window_bytes
-    return _FoundPages(capacity, min(max_len, room * page_len - options.drafts), taken_bytes, limited_by)
+    taken_bytes = page_cap * page_bytes + window_bytes
+    return _FoundPages(page_cap, min(max_len, room * page_len - options.drafts), taken_bytes, limited_by)
 
 
 def _free_bytes(
-    model: Model, layout: EngineLayout, declared: Mapping[str, ShardedArray], storage: Storage
+    model: Model, layout: EngineLayout, array_of: Mapping[str, ShardedArray], storage: Storage
 ) -> tuple[float, str]:
     """Returns the bytes of a device that pages may have, and their name."""
     device, mesh = jax.devices()[0], layout.strategy.mesh
@@ -298,13 +298,13 @@ def _free_bytes(
         # emulated devices share the machine's memory
         return free_bytes / 2 / (layout.strategy.num_chips * layout.num_engines), "half of the free memory"
     stats = device.memory_stats() or {}
-    sizes, num_bytes = held_dims(model.dims, mesh), int(STATE_BYTES[layout.strategy.state]["weights"])
-    quantised = quantised_weights(model, storage.weights)
+    sizes, item_bytes = held_dims(model.dims, mesh), int(STATE_BYTES[layout.strategy.state]["weights"])
+    quantised_by_name = quantised_weights(model, storage.weights)
     held_bytes = 0.0
     for name, (weight, repeat) in weight_variables(model).items():
-        dtype_by_name = {array.name: array.dtype for array in quantised.get(name, ())} or {name: weight.dtype}
+        dtype_by_name = {array.name: array.dtype for array in quantised_by_name.get(name, ())} or {name: weight.dtype}
         for part, dtype in dtype_by_name.items():
-            if part in declared:
-                held_bytes += repeat * local_elements(declared[part], sizes, mesh) * DTYPE_BYTES.get(dtype, num_bytes)
+            if part in array_of:
+                held_bytes += repeat * local_elements(array_of[part], sizes, mesh) * DTYPE_BYTES.get(dtype, item_bytes)
     # the weights are loaded later, so they are counted
     return max(0.0, 0.9 * stats.get("bytes_limit", 0) - held_bytes), "90% of the device's memory without the weights"

@@ -45,8 +45,8 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        zero = "max_len", "max_requests", "token_budget", "cache_bytes", "host_cache_bytes", "page_len", "num_devices"
-        check_figures(self, type(self).__name__, may_be_zero=(*zero, "max_tokens"))
+        fields = "max_len", "max_requests", "token_budget", "cache_bytes", "host_cache_bytes", "page_len", "num_devices"
+        check_figures(self, type(self).__name__, may_be_zero=(*fields, "max_tokens"))
         # refuses dtypes that are planned and not executed
         _ = Storage(cache_dtype=self.cache_dtype or "bf16", weights=self.weights).executed  # type: ignore[arg-type]
 

@@ -61,13 +61,13 @@ class RequestBounds(NamedTuple):
         if request.adapter and request.adapter not in self.adapters:
             hint = nearest(request.adapter, list(self.adapters)) if self.adapters else " Give --adapters NAME=FOLDER."
             raise InputError(f"this engine has no adapter {request.adapter!r}.{hint}")
-        prompt, vocab = len(request.prompt), self.vocab_size
+        num_in, vocab = len(request.prompt), self.vocab_size
         if wrong_tokens := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < vocab]:
             raise InputError(f"the prompt has token {wrong_tokens[0]}, outside of V={vocab}. Give 0 to {vocab - 1}.")
-        if prompt + request.max_tokens > self.max_len:
+        if num_in + request.max_tokens > self.max_len:
             raise InputError(
-                f"a prompt of {counted(prompt, 'token')} and {request.max_tokens:,} more need "
-                f"{prompt + request.max_tokens:,} positions; this engine has {self.max_len:,}. Shorten the prompt, ask "
+                f"a prompt of {counted(num_in, 'token')} and {request.max_tokens:,} more need "
+                f"{num_in + request.max_tokens:,} positions; this engine has {self.max_len:,}. Shorten the prompt, ask "
                 f"for fewer tokens, or give a larger max_len if the model has more positions."
             )
         for token in (*request.stop_tokens, *(token for token, _ in request.sampling.logit_bias)):
@@ -142,21 +142,21 @@ class TokenEngine(Protocol):
     ) -> Iterator[list[tuple[int, TokenOutput]]]:
         """Runs requests to their ends, at most so many at once in the engine, and yields the outputs of each step, each
         with the index of its request."""
-        waiting, index_of = iter(enumerate(requests)), dict[int, int]()
+        waiting_requests, index_by_number = iter(enumerate(requests)), dict[int, int]()
         while True:
-            for index, request in islice(waiting, None if most is None else most - len(index_of)):
-                index_of[self.submit(request)] = index
+            for index, request in islice(waiting_requests, None if most is None else most - len(index_by_number)):
+                index_by_number[self.submit(request)] = index
             if not self.has_work:
                 return
             outputs = self.step()
-            yield [(index_of[output.number], output) for output in outputs]
-            for number in [output.number for output in outputs if output.finish is not None]:
-                del index_of[number]
+            yield [(index_by_number[output.number], output) for output in outputs]
+            for request_number in [output.number for output in outputs if output.finish is not None]:
+                del index_by_number[request_number]
 
     def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
         """Runs requests to their ends and returns the outputs of each."""
-        outputs_of = [list[TokenOutput]() for _ in requests]
+        outputs_by_request = [list[TokenOutput]() for _ in requests]
         for outputs in self.steps(requests):
             for index, output in outputs:
-                outputs_of[index].append(output)
-        return outputs_of
+                outputs_by_request[index].append(output)
+        return outputs_by_request

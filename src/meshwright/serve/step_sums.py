@@ -35,11 +35,11 @@ HeldStep = tuple[StepKey, float, tuple[float, ...]]
 def held_step(planned: Sequence[EngineStep], start_s: float, *, decoded: int, rows: int, outputs: int) -> HeldStep:
     """Returns what owners of sequences have planned as a step, with the rows that decode, those of its compiled shape,
     and those with logits."""
-    prefilled, cached = sum([step.prefill_tokens for step in planned]), sum([step.cached_tokens for step in planned])
-    pairs = sum([step.prefill_tokens * (step.prefill_past + 1) for step in planned])
-    positions = cached + decoded + sum([active.cached + num for step in planned for active, num in step.prefill])
-    held_counts = decoded, cached, prefilled, pairs, positions, outputs
-    return ("mixed" if prefilled else "decode", rows), start_s, held_counts
+    num_new, num_cached = sum([step.prefill_tokens for step in planned]), sum([step.cached_tokens for step in planned])
+    num_pairs = sum([step.prefill_tokens * (step.prefill_past + 1) for step in planned])
+    positions = num_cached + decoded + sum([request.cached + num for step in planned for request, num in step.prefill])
+    held_counts = decoded, num_cached, num_new, num_pairs, positions, outputs
+    return ("mixed" if num_new else "decode", rows), start_s, held_counts
 
 
 class SummedSteps:
@@ -52,8 +52,8 @@ class SummedSteps:
 
     def read(self, step: HeldStep) -> None:
         """Notes the end of a step, which began when it was dispatched or, if that was later, as the last one ended."""
-        (key, start_s, held), end_s = step, self.now()
+        (key, start_s, held_counts), end_s = step, self.now()
         taken_s, self._last_s = end_s - max(start_s, self._last_s), end_s
-        new_sums = 1, taken_s, *held
+        new_sums = 1, taken_s, *held_counts
         sums_before = self.sums.get(key)
         self.sums[key] = StepSums._make(map(add, sums_before, new_sums) if sums_before else new_sums)

@@ -36,12 +36,12 @@ class StopScan:
     def _advance(self, character: str) -> str:
         """Returns the longest string that the character completes, else ""."""
         longest_match = ""
-        for number, (string, fallbacks) in enumerate(zip(self._strings, self._fallbacks, strict=True)):
-            num_matched = self._matched[number]
+        for string_index, (string, fallbacks) in enumerate(zip(self._strings, self._fallbacks, strict=True)):
+            num_matched = self._matched[string_index]
             while num_matched and string[num_matched] != character:
                 num_matched = fallbacks[num_matched - 1]
             num_matched += string[num_matched] == character
-            self._matched[number] = num_matched
+            self._matched[string_index] = num_matched
             if num_matched == len(string):
                 longest_match = max(longest_match, string, key=len)
         return longest_match
@@ -49,10 +49,10 @@ class StopScan:
 
 def _fallbacks(string: Sequence[str]) -> list[int]:
     """Returns for each prefix the length of its longest proper prefix that is also its suffix (Knuth-Morris-Pratt)."""
-    lengths = [0]
+    prefix_lens = [0]
     for end in range(1, len(string)):
-        length = lengths[-1]
-        while length and string[end] != string[length]:
-            length = lengths[length - 1]
-        lengths.append(length + (string[end] == string[length]))
-    return lengths
+        prefix_len = prefix_lens[-1]
+        while prefix_len and string[end] != string[prefix_len]:
+            prefix_len = prefix_lens[prefix_len - 1]
+        prefix_lens.append(prefix_len + (string[end] == string[prefix_len]))
+    return prefix_lens

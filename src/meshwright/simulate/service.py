@@ -74,8 +74,8 @@ class PricedClock(Clock):
         derived = setting.derived(strategy)
         rates = setting.step_rates(strategy, strategy_placements(setting.cluster, strategy)[:1], derived)
         sizes = setting.step_sizes(strategy, *sequences)
-        step = PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=setting.pipeline(strategy))
-        return step.seconds.step_s
+        priced_step = PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=setting.pipeline(strategy))
+        return priced_step.seconds.step_s
 
 
 def service_traffic(
@@ -100,8 +100,8 @@ def service_traffic(
         parse_lengths(f"{mean}" if text is None else text) for text, mean in zip(lengths, mean_lens, strict=True)
     )
     if at_once:
-        count, generator = round(min(max(requests_per_s * duration_s, 1), MOST_REQUESTS)), np.random.default_rng(seed)
-        return traffic_of(np.zeros(count), prompt_sampler(generator, count), output_sampler(generator, count))
+        n, generator = round(min(max(requests_per_s * duration_s, 1), MOST_REQUESTS)), np.random.default_rng(seed)
+        return traffic_of(np.zeros(n), prompt_sampler(generator, n), output_sampler(generator, n))
     return poisson(requests_per_s, duration_s=duration_s, seed=seed, prompt=prompt_sampler, output=output_sampler)
 
 
@@ -134,12 +134,12 @@ def simulate_service(
     if plan.has_pools and policy != "chunked":
         raise InputError(f"engines of pools do one phase each, so the policy {policy!r} is not for them.")
 
-    replicas = partial(_replicas, result, plan, traffic, policy)
+    pool_of = partial(_replicas, result, plan, traffic, policy)
     if not plan.has_pools:
-        return simulate(traffic, replicas(plan.generate), concurrency=concurrency, spans=spans)
-    per_token_s = plan.predicted.transfer_s / service.prompt_len
-    pools = replicas(plan.prefill, decodes=False), replicas(plan.generate)
-    return simulate(traffic, *pools, transfer_s=lambda n: n * per_token_s, concurrency=concurrency, spans=spans)
+        return simulate(traffic, pool_of(plan.generate), concurrency=concurrency, spans=spans)
+    token_transfer_s = plan.predicted.transfer_s / service.prompt_len
+    pools = pool_of(plan.prefill, decodes=False), pool_of(plan.generate)
+    return simulate(traffic, *pools, transfer_s=lambda n: n * token_transfer_s, concurrency=concurrency, spans=spans)
 
 
 def _replicas(
@@ -156,14 +156,14 @@ def _replicas(
     service = result.service
     max_seqs, pages_per_request = max(pool.batch_seqs, plan.generate.batch_seqs), -(-service.max_len // PAGE_LEN)
     prompt_tokens = pool.batch_seqs * service.prompt_len * (not decodes)
-    shards = sequence_shards(pool.strategy)
+    num_shards = sequence_shards(pool.strategy)
     # devices with sequences of their own prefill whole prompts, each its own
-    most_tokens = shards * (TOKEN_BUDGET if shards == 1 else max(TOKEN_BUDGET, service.prompt_len))
-    budget = plan.chunk_len + max_seqs if plan.chunk_len else max(most_tokens, prompt_tokens, max_seqs + 1)
+    max_tokens = num_shards * (TOKEN_BUDGET if num_shards == 1 else max(TOKEN_BUDGET, service.prompt_len))
+    token_budget = plan.chunk_len + max_seqs if plan.chunk_len else max(max_tokens, prompt_tokens, max_seqs + 1)
     fills_memory = decodes and np.isfinite(plan.predicted.free_bytes)
     page_factor = 1 + plan.predicted.free_bytes / pool.memory["kv_cache"] if fills_memory else 1
     limits = SchedulerLimits(
-        policy=policy, max_requests=max_seqs, token_budget=budget, page_len=PAGE_LEN,
+        policy=policy, max_requests=max_seqs, token_budget=token_budget, page_len=PAGE_LEN,
         num_pages=int(max_seqs * pages_per_request * page_factor),
     )  # fmt: skip
     longest_len = int((traffic.prompt + traffic.output).max())
@@ -173,9 +173,9 @@ def _replicas(
             f"{limits.num_pages * PAGE_LEN:,}. Simulate shorter requests, or plan for longer ones."
         )
     # a static batch prefills all its prompts in one step, interleaved at least one whole
-    max_prompt = int(traffic.prompt.max())
-    max_prefill = {"static": max_seqs * max_prompt, "interleaved": max_prompt, "chunked": 0}[policy]
-    clock_limits = (max_seqs, limits.num_pages * PAGE_LEN, max(limits.token_budget, max_prefill), longest_len)
+    max_prompt_len = int(traffic.prompt.max())
+    max_prefill_tokens = {"static": max_seqs * max_prompt_len, "interleaved": max_prompt_len, "chunked": 0}[policy]
+    clock_limits = (max_seqs, limits.num_pages * PAGE_LEN, max(limits.token_budget, max_prefill_tokens), longest_len)
     setting = replace(result.setting.on(pool.part), storage=plan.stored.storage)
     priced_clock = PricedClock(setting, pool.strategy, decodes=decodes, prompt_len=service.prompt_len)
     clock = TabledClock(priced_clock, clock_limits)

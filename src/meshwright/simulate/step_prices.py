@@ -48,30 +48,30 @@ class StepPrices:
         Columns of ``steps`` are rows that decode, the cached tokens that they read, tokens that are prefilled, pairs of
         one of these and a token up to it, positions that sequences have in the cache, and rows with logits.
         """
-        decoded, cached, prefilled, pairs, positions, outputs = np.transpose(steps)
-        seconds = np.full(len(decoded), np.nan)
+        num_decoded, num_cached, num_prefilled, num_pairs, num_positions, num_outputs = np.transpose(steps)
+        seconds = np.full(len(num_decoded), np.nan)
         if self.clock:
-            past = np.maximum(pairs / np.maximum(prefilled, 1) - 1, 0)
-            seconds = self.clock.step_s(decoded, cached, prefilled, past)
-        rows = decoded + prefilled
-        sizes = op_sizes(self.model, seq_len=1, microbatch_seqs=rows, mesh=self.strategy.mesh, strategy=self.strategy)
-        prompt_rows, earlier = np.maximum(prefilled, 1), np.maximum(positions - cached - decoded, 1)
-        prompt_seqs = LikeSequences.of_sums(prompt_rows, np.maximum(pairs, 1), earlier)
-        decode_seqs = LikeSequences(decoded, 1.0, cached / np.maximum(decoded, 1))
-        prompt_seqs = replace(prompt_seqs, count=prompt_seqs.count * (prefilled > 0))
-        dims = {**sizes.dims, "O": outputs, "Q": 0.0, "Pg": 1.0, "Pw": 1.0, "Pl": 1.0, "Bp": 0.0}
-        sizes = replace(sizes, dims=dims, sequences=(decode_seqs, prompt_seqs), cache={})
+            mean_past = np.maximum(num_pairs / np.maximum(num_prefilled, 1) - 1, 0)
+            seconds = self.clock.step_s(num_decoded, num_cached, num_prefilled, mean_past)
+        n_rows = num_decoded + num_prefilled
+        sizes = op_sizes(self.model, seq_len=1, microbatch_seqs=n_rows, mesh=self.strategy.mesh, strategy=self.strategy)
+        prompt_rows, num_earlier = np.maximum(num_prefilled, 1), np.maximum(num_positions - num_cached - num_decoded, 1)
+        prompt_seqs = LikeSequences.of_sums(prompt_rows, np.maximum(num_pairs, 1), num_earlier)
+        decode_seqs = LikeSequences(num_decoded, 1.0, num_cached / np.maximum(num_decoded, 1))
+        prompt_seqs = replace(prompt_seqs, count=prompt_seqs.count * (num_prefilled > 0))
+        size_by_dim = {**sizes.dims, "O": num_outputs, "Q": 0.0, "Pg": 1.0, "Pw": 1.0, "Pl": 1.0, "Bp": 0.0}
+        sizes = replace(sizes, dims=size_by_dim, sequences=(decode_seqs, prompt_seqs), cache={})
         weight_bytes = kv_bytes = flops = 0.0
         names = {name for name, variable in self.derived.program.variables.items() if variable.role in WEIGHTS}
-        for step, count in self.derived.steps():
+        for step, num_runs in self.derived.steps():
             if step.is_collective:
                 continue
             if is_attention(step):
                 uncached_arrays = [array for array in (*step.inputs, *step.results) if "Pl" not in array.dims]
-                kv_bytes = kv_bytes + count * (op_hbm_bytes(step, sizes) - sizes.total(*uncached_arrays))
-            flops = flops + count * op_flops(step, sizes)
+                kv_bytes = kv_bytes + num_runs * (op_hbm_bytes(step, sizes) - sizes.total(*uncached_arrays))
+            flops = flops + num_runs * op_flops(step, sizes)
             if kind_of(step).group != "embedding":  # which reads a few rows of its table
-                weight_bytes = weight_bytes + count * (
+                weight_bytes = weight_bytes + num_runs * (
                     sizes.total(*(array for array in step.inputs if array.name in names)) - unread_bytes(step, sizes)
                 )
         return np.transpose(np.broadcast_arrays(seconds, weight_bytes, kv_bytes, flops))

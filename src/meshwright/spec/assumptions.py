@@ -87,8 +87,8 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def of_other_software(self) -> dict[str, str | bool]:
         """Fields that differ from what programs of this package do, which are priced and not executed."""
-        names = ("attention_kernel", "software", "dispatch", "exchange_overlap", "narrow_gathers", "scatters")
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(AS_RUN, name)}
+        field_names = ("attention_kernel", "software", "dispatch", "exchange_overlap", "narrow_gathers", "scatters")
+        return {name: getattr(self, name) for name in field_names if getattr(self, name) != getattr(AS_RUN, name)}
 
     @property
     def traits(self) -> Traits:

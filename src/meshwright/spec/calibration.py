@@ -175,9 +175,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Names the source of the rates in one line of the output."""
         if self.is_datasheet:
             return "datasheet peaks, no calibration"
-        fitted_on = {"fitted": "training steps", "served": "times per output token"}
-        if self.name in fitted_on:
-            return f"numbers fitted on published {fitted_on[self.name]}{f', {self.date}' if self.date else ''}"
+        source_by_name = {"fitted": "training steps", "served": "times per output token"}
+        if self.name in source_by_name:
+            return f"numbers fitted on published {source_by_name[self.name]}{f', {self.date}' if self.date else ''}"
         machine_text = f" on {self.machine}" if self.machine else ""
         return f"calibration {self.name!r}{machine_text}{f', {self.date}' if self.date else ''}"
 
@@ -209,9 +209,9 @@ def host_rates_in(calibration: Calibration, dtype: str) -> HostRates | None:
 
 def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
     """Returns FLOP/s of large matrix products: as measured, else peak x efficiency."""
-    measured_rate = calibration.matmul_flops_per_s.get(dtype)
-    if measured_rate is not None:
-        return measured_rate
+    measured_flops_per_s = calibration.matmul_flops_per_s.get(dtype)
+    if measured_flops_per_s is not None:
+        return measured_flops_per_s
     if not chip.peak_flops and calibration.matmul_flops_per_s:
         have, devices = ", ".join(sorted(calibration.matmul_flops_per_s)), calibration.devices or "N"
         raise InputError(
@@ -230,10 +230,10 @@ def attention_rate(chip: Chip, calibration: Calibration, dtype: str, *, narrow: 
     """
     if not narrow and DTYPE_BYTES[dtype] < DTYPE_BYTES["bf16"] and peak_known(chip, "bf16"):
         dtype = "bf16"
-    measured_rate, share = calibration.attention_flops_per_s.get(dtype), calibration.efficiency.attention
-    if measured_rate or share is None or not chip.peak_flops:
-        return measured_rate or matmul_rate(chip, calibration, dtype)
-    return peak(chip, dtype) * share
+    measured_flops_per_s, peak_share = calibration.attention_flops_per_s.get(dtype), calibration.efficiency.attention
+    if measured_flops_per_s or peak_share is None or not chip.peak_flops:
+        return measured_flops_per_s or matmul_rate(chip, calibration, dtype)
+    return peak(chip, dtype) * peak_share
 
 
 def peak_known(chip: Chip, dtype: str) -> bool:

@@ -93,8 +93,8 @@ class GivenOptions(msgspec.Struct, frozen=True):
     @property
     def notes(self) -> list[str]:
         """One line about what was refused; none if nothing was."""
-        names = ", ".join(self.refused)
-        return [f"the installed compiler refuses {names}: compiled without"] if names else []
+        names_text = ", ".join(self.refused)
+        return [f"the installed compiler refuses {names_text}: compiled without"] if names_text else []
 
 
 class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -212,11 +212,11 @@ def peak(chip: Chip, dtype: str) -> float:
     fp16 runs at the bf16 rate where the table has no fp16; bf16 never runs at the fp16 rate, as a V100 has fp16 and
     no bf16. Raises InputError for any other dtype that the chip lacks, naming those that it has.
     """
-    rate = chip.peak_flops.get(dtype)
-    if rate is None and dtype == "fp16":
-        rate = chip.peak_flops.get("bf16")
-    if rate is not None:
-        return rate
+    flops_per_s = chip.peak_flops.get(dtype)
+    if flops_per_s is None and dtype == "fp16":
+        flops_per_s = chip.peak_flops.get("bf16")
+    if flops_per_s is not None:
+        return flops_per_s
     if not chip.peak_flops:
         raise InputError(f"{chip.name} has no known peak. Measure it, or give peak_flops in a cluster file.")
     known_dtypes, has_fp16 = ", ".join(sorted(chip.peak_flops)), dtype == "bf16" and "fp16" in chip.peak_flops
@@ -237,12 +237,12 @@ def compute_dtype(chip: Chip, *operand_dtypes: str) -> str:
     integers with narrow floats are multiplied in bf16. Raises InputError for an unknown dtype.
     """
     require_dtypes(operand_dtypes)
-    kinds = set(operand_dtypes)
-    widest = min(kinds, key=MATMUL_DTYPES.index)
-    if {"int8", "int4"} & kinds and _NARROW_FLOATS & kinds:
-        widest = "bf16"
-    if widest in chip.peak_flops or widest in {"fp32", "tf32", "bf16"}:
-        return widest
+    dtypes = set(operand_dtypes)
+    widest_dtype = min(dtypes, key=MATMUL_DTYPES.index)
+    if {"int8", "int4"} & dtypes and _NARROW_FLOATS & dtypes:
+        widest_dtype = "bf16"
+    if widest_dtype in chip.peak_flops or widest_dtype in {"fp32", "tf32", "bf16"}:
+        return widest_dtype
     return "bf16" if "bf16" in chip.peak_flops else "fp16"
 
 
@@ -259,24 +259,24 @@ def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -
     base_name = entry.get("base")
     if not base_name:
         return dict(entry)
-    left_out = _NOT_INHERITED + (() if entry.get("variant") == "book" else PAID_FOR)
-    left_out += ("usable_hbm_bytes",) if "hbm_bytes" in entry else ()
-    merged = {key: value for key, value in _merge(entries[base_name], entries).items() if key not in left_out}
-    merged["peak_flops"] = merged.get("peak_flops", {}) | entry.get("peak_flops", {})
-    merged["sources"] = merged.get("sources", {}) | entry.get("sources", {})
+    left_out_keys = _NOT_INHERITED + (() if entry.get("variant") == "book" else PAID_FOR)
+    left_out_keys += ("usable_hbm_bytes",) if "hbm_bytes" in entry else ()
+    fields = {key: value for key, value in _merge(entries[base_name], entries).items() if key not in left_out_keys}
+    fields["peak_flops"] = fields.get("peak_flops", {}) | entry.get("peak_flops", {})
+    fields["sources"] = fields.get("sources", {}) | entry.get("sources", {})
     merged_keys = ("base", "peak_flops", "sources")
-    return merged | {key: value for key, value in entry.items() if key not in merged_keys}
+    return fields | {key: value for key, value in entry.items() if key not in merged_keys}
 
 
 @functools.cache
 def chips() -> dict[str, Chip]:
     """Returns every chip of the catalogue by name, in the order of the files."""
-    entries: dict[str, dict[str, Any]] = {}
+    entry_by_name: dict[str, dict[str, Any]] = {}
     for path in sorted(CATALOGUE.glob("*.toml")):
         with path.open("rb") as file:
             for entry in tomllib.load(file)["chip"]:
-                entries[entry["name"]] = entry
-    return {name: msgspec.convert(_merge(entry, entries), Chip) for name, entry in entries.items()}
+                entry_by_name[entry["name"]] = entry
+    return {name: msgspec.convert(_merge(entry, entry_by_name), Chip) for name, entry in entry_by_name.items()}
 
 
 @functools.cache
@@ -304,9 +304,9 @@ def chip(name: str) -> Chip:
 def chip_of_kind(device_kind: str) -> Chip:
     """Returns the chip whose pattern matches the longest part of ``device_kind``; raises InputError if none matches."""
     # "A100-SXM4-80GB": separators between the words do not matter.
-    words = device_kind.strip().lower().replace("-", " ").replace("_", " ")
+    kind_text = device_kind.strip().lower().replace("-", " ").replace("_", " ")
     chips_with_kind = (entry for entry in chips().values() if entry.device_kind)
-    matches = [(match[0], entry) for entry in chips_with_kind if (match := re.search(entry.device_kind, words))]
+    matches = [(match[0], entry) for entry in chips_with_kind if (match := re.search(entry.device_kind, kind_text))]
     if matches:
         # "h100 pcie" is longer than "h100", which matches too
         return max(matches, key=lambda pair: len(pair[0]))[1]
@@ -335,8 +335,8 @@ def compiled_as(chip: Chip) -> Chip:
     """Returns the chip for which programs of ``chip`` are compiled: its base, if that alone has a compiler and nothing
     in programs depends on what differs; else the chip itself."""
     base = chips().get(catalogue_name(chip), chip)
-    compiler = catalogued(chip, "libtpu") or catalogued(chip, "xla_gpu")
-    return chip if compiler or any(getattr(chip, name) != getattr(base, name) for name in _IN_PROGRAMS) else base
+    compiler_target = catalogued(chip, "libtpu") or catalogued(chip, "xla_gpu")
+    return chip if compiler_target or any(getattr(chip, name) != getattr(base, name) for name in _IN_PROGRAMS) else base
 
 
 OTHER_NAMES = {"extends": "base", "inherits": "base", "parent": "base", "memory": "hbm_bytes", "flops": "peak_flops"}
@@ -368,22 +368,22 @@ def chip_from_table(table: Mapping[str, Any]) -> Chip:
     The source of fields in the table is "given". The price and power of a base are not inherited, see `PAID_FOR`.
     """
     base = table.get("base")
-    for name, kind in (("base", str), ("peak_flops", dict), ("sources", dict)):
-        if not isinstance(table.get(name, kind()), kind):
-            raise InputError(f"{name} is {table[name]!r}. Give {'a name' if kind is str else 'a table'}.")
+    for name, field_type in (("base", str), ("peak_flops", dict), ("sources", dict)):
+        if not isinstance(table.get(name, field_type()), field_type):
+            raise InputError(f"{name} is {table[name]!r}. Give {'a name' if field_type is str else 'a table'}.")
     if isinstance(base, str) and base.endswith(".toml"):
         raise InputError(f"base {base!r} is a file. Name a chip of the catalogue.")
     entries = {base: msgspec.to_builtins(chip(base))} if isinstance(base, str) else {}
-    sources = {name: "given" for name in table if name not in ("base", "name", "peak_flops", "sources")}
-    sources |= {f"peak_flops.{dtype}": "given" for dtype in table.get("peak_flops", ())}
-    merged = _merge({**table, "sources": sources | table.get("sources", {})}, entries) | {"variant": "custom"}
+    source_by_field = {name: "given" for name in table if name not in ("base", "name", "peak_flops", "sources")}
+    source_by_field |= {f"peak_flops.{dtype}": "given" for dtype in table.get("peak_flops", ())}
+    fields = _merge({**table, "sources": source_by_field | table.get("sources", {})}, entries) | {"variant": "custom"}
     if base:
-        merged["base"] = chip(base).name
-        merged["name"] = table.get("name") or f"{base}-custom"
-        merged["full_name"] = table.get("full_name") or f"{base} with its own {', '.join(sources) or 'name'}"
+        fields["base"] = chip(base).name
+        fields["name"] = table.get("name") or f"{base}-custom"
+        fields["full_name"] = table.get("full_name") or f"{base} with its own {', '.join(source_by_field) or 'name'}"
     elif not {"name", "topology"} <= table.keys():
         raise InputError('a chip needs base = "h100" (a known chip) and what differs, or name, topology and figures.')
-    built = convert_fields(merged, Chip, section="chip")
+    built = convert_fields(fields, Chip, section="chip")
     families = sorted({entry.family for entry in chips().values() if entry.family})
     if built.family and built.family not in families:
         raise InputError(

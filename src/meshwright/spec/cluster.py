@@ -157,8 +157,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def short_name(self) -> str:
         """``"4*v5e:16x16"``; for a chip of the catalogue ``parse_cluster`` reads it back."""
-        slices = f"{self.num_slices}*" if self.num_slices > 1 else ""
-        return f"{slices}{self.chip.name}:{times(self.shape)}{'_twisted' if self.twisted else ''}"
+        slices_text = f"{self.num_slices}*" if self.num_slices > 1 else ""
+        return f"{slices_text}{self.chip.name}:{times(self.shape)}{'_twisted' if self.twisted else ''}"
 
     def part(self, shape: tuple[int, ...], *, num_slices: int = 1) -> "Cluster":
         """Returns a part of this cluster, with its levels; only the whole of a twisted torus is twisted."""
@@ -184,14 +184,14 @@ def parse_cluster(text: str) -> Cluster:
         raise InputError(f"{text!r} leaves the shape open. Name one here, such as {_EXAMPLES}.")
     if match is None:
         raise InputError(f"cluster {text!r} is not chip:shape. Write for example {_EXAMPLES}, or name a .toml file.")
-    slices, name, sizes, twisted = match.groups()
+    slices_text, name, sizes_text, twist_text = match.groups()
     if name.endswith(".toml") and {"shape", "levels"} & read_toml(Path(name)).data.keys():
         raise InputError(f"{text!r}: name the file alone, {name}: it has its sizes itself, shape or [[levels]].")
     return make_cluster(
         chip(name),
-        tuple(int(size) for size in sizes.split("x")),
-        num_slices=1 if slices is None else int(slices),
-        twisted=twisted is not None,
+        tuple(int(size) for size in sizes_text.split("x")),
+        num_slices=1 if slices_text is None else int(slices_text),
+        twisted=twist_text is not None,
     )
 
 
@@ -220,28 +220,28 @@ def read_cluster(path: Path) -> Cluster:
         raise InputError(f"{path} is a chip. Write the sizes of a cluster behind it: {path}:8x4.")
     if {"levels", "shape"} <= file.data.keys():
         raise file.error(("shape",), "the sizes stand in [[levels]]: leave out shape, or leave out the levels.")
-    fields: _LevelsFile | _ShapeFile
+    table: _LevelsFile | _ShapeFile
     levels: tuple[NetworkLevel, ...] = ()
     if "levels" in file.data:
-        fields = decode_toml(file, _LevelsFile)
-        shape, levels = _sized_levels(file, fields.levels)
+        table = decode_toml(file, _LevelsFile)
+        shape, levels = _sized_levels(file, table.levels)
     else:
-        fields = decode_toml(file, _ShapeFile)
-        shape = fields.shape
+        table = decode_toml(file, _ShapeFile)
+        shape = table.shape
     its_chip = read_chip(path)
     with file.at(("levels" if levels else "shape",)):
-        return make_cluster(its_chip, shape, num_slices=fields.num_slices, twisted=fields.twisted, levels=levels)
+        return make_cluster(its_chip, shape, num_slices=table.num_slices, twisted=table.twisted, levels=levels)
 
 
-def _sized_levels(file: TomlFile, given: tuple[_SizedLevel, ...]) -> tuple[tuple[int, ...], tuple[NetworkLevel, ...]]:
+def _sized_levels(file: TomlFile, tables: tuple[_SizedLevel, ...]) -> tuple[tuple[int, ...], tuple[NetworkLevel, ...]]:
     """Returns sizes and figures of ``[[levels]]``, innermost first."""
-    if not 2 <= len(given) <= len(LEVEL_NAMES):
-        raise file.error(("levels",), f"{len(given)} levels. Give 2 to {len(LEVEL_NAMES)}, the domain first.")
+    if not 2 <= len(tables) <= len(LEVEL_NAMES):
+        raise file.error(("levels",), f"{len(tables)} levels. Give 2 to {len(LEVEL_NAMES)}, the domain first.")
     levels = []
-    for level, name in zip(given, LEVEL_NAMES, strict=False):
-        figures = {field: getattr(level, field) for field in NetworkLevel.__struct_fields__}
-        levels.append(NetworkLevel(**{**figures, "name": level.name or name}))
-    return tuple(level.size for level in given), tuple(levels)
+    for level, name in zip(tables, LEVEL_NAMES, strict=False):
+        figure_by_name = {field: getattr(level, field) for field in NetworkLevel.__struct_fields__}
+        levels.append(NetworkLevel(**{**figure_by_name, "name": level.name or name}))
+    return tuple(level.size for level in tables), tuple(levels)
 
 
 # -- slices on offer ------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
     if chip.topology == "host":
         return (make_cluster(chip, (num_chips,)),)
     if chip.topology == "switched":
-        domain = math.gcd(num_chips, chip.domain_chips or num_chips)
-        return (make_cluster(chip, (domain, num_chips // domain)),)
+        domain_chips = math.gcd(num_chips, chip.domain_chips or num_chips)
+        return (make_cluster(chip, (domain_chips, num_chips // domain_chips)),)
     min_slices = -(-num_chips // (chip.max_chips or num_chips))
     # several slices only where a pod is too small, as few as possible
     max_slices = 1 if min_slices == 1 or chip.dcn_bytes_per_s is None else num_chips
@@ -277,8 +277,8 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
         shapes = [shape for shape in all_shapes if is_offered(chip, shape)] or all_shapes
         clusters = [make_cluster(chip, shape, num_slices=num_slices) for shape in shapes]
         if clusters:
-            twists = [cluster.shape for cluster in clusters if can_twist(chip, cluster.shape)]
-            twisted = [make_cluster(chip, shape, num_slices=num_slices, twisted=True) for shape in twists]
+            twist_shapes = [cluster.shape for cluster in clusters if can_twist(chip, cluster.shape)]
+            twisted = [make_cluster(chip, shape, num_slices=num_slices, twisted=True) for shape in twist_shapes]
             # shorter axes first among equals; a twisted torus follows its plain one
             return tuple(
                 sorted([*clusters, *twisted], key=lambda c: (-bisection_links(c), sum(c.shape), c.shape, c.twisted))
@@ -310,25 +310,25 @@ def bisection_links(cluster: Cluster) -> int:
 def _tori(chip: Chip, num_chips: int) -> list[ClusterShape]:
     """Lists the shapes of one slice, sizes ascending."""
     axes = chip.num_ici_axes or 1
-    cube = chip.wrap_multiple if axes == 3 else None
+    side = chip.wrap_multiple if axes == 3 else None
     if chip.max_chips is not None and num_chips > chip.max_chips:
         return []
-    if cube is not None and num_chips % cube**3 == 0:
-        return [tuple(cube * size for size in box) for box in _boxes(num_chips // cube**3, axes)]
-    longest = cube or max(chip.pod_shape, default=num_chips)
-    return [box for box in _boxes(num_chips, axes) if box[-1] <= longest and all(size.bit_count() == 1 for size in box)]
+    if side is not None and num_chips % side**3 == 0:
+        return [tuple(side * size for size in box) for box in _boxes(num_chips // side**3, axes)]
+    limit = side or max(chip.pod_shape, default=num_chips)
+    return [box for box in _boxes(num_chips, axes) if box[-1] <= limit and all(size.bit_count() == 1 for size in box)]
 
 
-def _boxes(volume: int, num_axes: int, least: int = 1) -> list[ClusterShape]:
+def _boxes(volume: int, num_axes: int, min_size: int = 1) -> list[ClusterShape]:
     """Lists the factorings of a volume into ascending sizes."""
     if num_axes == 1:
-        return [(volume,)] if volume >= least else []
-    max_first = round(volume ** (1 / num_axes)) + 1
+        return [(volume,)] if volume >= min_size else []
+    max_size = round(volume ** (1 / num_axes)) + 1
     return [
-        (first, *rest)
-        for first in range(least, max_first + 1)
-        if volume % first == 0
-        for rest in _boxes(volume // first, num_axes - 1, first)
+        (first_size, *other_sizes)
+        for first_size in range(min_size, max_size + 1)
+        if volume % first_size == 0
+        for other_sizes in _boxes(volume // first_size, num_axes - 1, first_size)
     ]
 
 

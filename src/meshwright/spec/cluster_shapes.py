@@ -38,8 +38,8 @@ def can_twist(chip: Chip, shape: ClusterShape) -> bool:
     """
     if not chip.twists or len(shape) != 3 or not all(torus_wraps(chip, shape)):
         return False
-    short, middle, long = sorted(shape)
-    return long == 2 * short and middle in (short, long)
+    min_size, mid_size, max_size = sorted(shape)
+    return max_size == 2 * min_size and mid_size in (min_size, max_size)
 
 
 def is_offered(chip: Chip, shape: ClusterShape) -> bool:
@@ -51,13 +51,13 @@ def is_offered(chip: Chip, shape: ClusterShape) -> bool:
 
 def complete_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
     """Returns the shape completed with sizes of 1. Raises an error that names a valid shape."""
-    name = f"cluster {f'{num_slices}*' * (num_slices != 1)}{chip.name}:{times(shape)}"
+    cluster_text = f"cluster {f'{num_slices}*' * (num_slices != 1)}{chip.name}:{times(shape)}"
     if not shape or min(*shape, num_slices) < 1:
-        raise InputError(f"{name} has a size below 1. Give positive whole numbers.")
+        raise InputError(f"{cluster_text} has a size below 1. Give positive whole numbers.")
     if num_slices * math.prod(shape) > MAX_CHIPS:
-        raise InputError(f"{name} has more than {MAX_CHIPS:,} chips. Give a smaller one.")
-    checks = {"torus": _torus_shape, "switched": _switched_shape, "host": _host_shape}
-    return checks[chip.topology](chip, shape, num_slices)
+        raise InputError(f"{cluster_text} has more than {MAX_CHIPS:,} chips. Give a smaller one.")
+    check_by_topology = {"torus": _torus_shape, "switched": _switched_shape, "host": _host_shape}
+    return check_by_topology[chip.topology](chip, shape, num_slices)
 
 
 def _torus_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
@@ -84,15 +84,15 @@ def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> Cluster
             f"{name} has {len(shape)} sizes; at most {len(LEVEL_NAMES)} are read."
             f" Write domain x nodes of a rack x racks of a pod x pods, such as {chip.name}:{chips}x2x192x8."
         )
-    domain, nodes = shape[0], math.prod(shape[1:])
+    domain_chips, num_domains = shape[0], math.prod(shape[1:])
     max_domain = chip.domain_chips
-    if max_domain is not None and domain > max_domain:
-        num_nodes = min(-(-domain * nodes // max_domain), MAX_CHIPS // max_domain)
+    if max_domain is not None and domain_chips > max_domain:
+        num_nodes = min(-(-domain_chips * num_domains // max_domain), MAX_CHIPS // max_domain)
         raise InputError(
-            f"{name} asks for {domain} chips in one domain; a domain of {chip.name} has at most {max_domain}."
+            f"{name} asks for {domain_chips} chips in one domain; a domain of {chip.name} has at most {max_domain}."
             f" Write domain x nodes: {chip.name}:{max_domain}x{num_nodes}."
         )
-    return shape if len(shape) > 1 else (domain, 1)
+    return shape if len(shape) > 1 else (domain_chips, 1)
 
 
 def _host_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
@@ -114,10 +114,10 @@ def times(shape: ClusterShape) -> str:
 def _advice(chip: Chip, shape: ClusterShape, axes: int) -> str:
     """Names a cluster of as many chips as ``shape`` has or, where none can be wired, of nearly as many."""
     num_chips, max_chips = math.prod(shape), chip.max_chips or MAX_CHIPS
-    cube = 4 if axes == 3 and max_chips % 64 == 0 else 1
-    pod = chip.pod_shape or tuple(cube * size for size in balanced_shape(max_chips // cube**axes, axes))
+    cube_side = 4 if axes == 3 and max_chips % 64 == 0 else 1
+    pod = chip.pod_shape or tuple(cube_side * size for size in balanced_shape(max_chips // cube_side**axes, axes))
     if num_chips <= max_chips:
-        side = cube if num_chips > cube**axes else 1
+        side = cube_side if num_chips > cube_side**axes else 1
         boxes = (balanced_shape(n, axes) for n in range(-(-num_chips // side**axes), max_chips // side**axes + 1))
         shapes = (tuple(side * size for size in box) for box in boxes)
         nearest_shape = next((option for option in shapes if _in_pod(chip, option) and is_offered(chip, option)), pod)

@@ -44,19 +44,19 @@ def fitted_numbers(path: Path = FILE) -> FittedNumbers:
 
 def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -> Calibration | None:
     """Returns a chip's calibration from the given numbers, else the shipped ones; None for a chip without any."""
-    base = family(chip)
-    if base is None:
+    family_name = family(chip)
+    if family_name is None:
         return None
-    explicit = FittedNumbers(date="", source="given numbers", numbers=dict(numbers or {}))
-    stored = fitted_numbers() if numbers is None else explicit
-    values = stored.numbers
+    given_numbers = FittedNumbers(date="", source="given numbers", numbers=dict(numbers or {}))
+    fitted = fitted_numbers() if numbers is None else given_numbers
+    value_of = fitted.numbers
     return Calibration(
         name="fitted",
         chip=chip.name,
-        date=stored.date or None,
-        efficiency=efficiency_of(chip, base, values),
-        hop_s={level: values[f"hop_s.{level}"] for level in ("nvlink", "network") if f"hop_s.{level}" in values},
-        sources={"efficiency": stored.source},
+        date=fitted.date or None,
+        efficiency=efficiency_of(chip, family_name, value_of),
+        hop_s={level: value_of[f"hop_s.{level}"] for level in ("nvlink", "network") if f"hop_s.{level}" in value_of},
+        sources={"efficiency": fitted.source},
     )
 
 
@@ -66,9 +66,9 @@ SHARED = ("ici", "nvlink", "network", "dcn", "hop_s", "host_kernel_s")
 
 def generation_numbers() -> FittedNumbers:
     """Returns the numbers of steps of generation: their own, and those of links that training was fitted with."""
-    served, trained = fitted_numbers(GENERATION_NUMBERS), fitted_numbers().numbers
-    shared_numbers = {name: value for name, value in trained.items() if name.split(".")[0] in SHARED}
-    return msgspec.structs.replace(served, numbers=shared_numbers | served.numbers)
+    served_numbers, training_numbers = fitted_numbers(GENERATION_NUMBERS), fitted_numbers().numbers
+    shared_numbers = {name: value for name, value in training_numbers.items() if name.split(".")[0] in SHARED}
+    return msgspec.structs.replace(served_numbers, numbers=shared_numbers | served_numbers.numbers)
 
 
 SERVED_FAMILIES = ("h100", "blackwell")
@@ -77,11 +77,11 @@ SERVED_FAMILIES = ("h100", "blackwell")
 
 def generation_calibration(chip: Chip) -> Calibration | None:
     """Returns a GPU's calibration for steps that an inference engine runs; None for TPUs and without a family."""
-    served = generation_numbers()
-    fitted = fitted_calibration(chip, served.numbers)
+    numbers = generation_numbers()
+    fitted = fitted_calibration(chip, numbers.numbers)
     if fitted is None or chip.topology == "torus":
         return None
-    return msgspec.structs.replace(fitted, name="served", date=served.date, sources={"efficiency": served.source})
+    return msgspec.structs.replace(fitted, name="served", date=numbers.date, sources={"efficiency": numbers.source})
 
 
 def family(chip: Chip) -> str | None:
@@ -99,18 +99,18 @@ def power_notes(chip: Chip, rates: Calibration | None) -> list[str]:
 
 def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficiency:
     """Returns a chip's efficiency: each number of its family ``base``, else of its kind of network, else of all."""
-    kind = "tpu" if chip.topology == "torus" else "gpu"
-    figures: dict[str, float] = {}
+    chip_kind = "tpu" if chip.topology == "torus" else "gpu"
+    figure_by_name: dict[str, float] = {}
     for name in Efficiency.__struct_fields__:
-        key = next((key for key in (f"{name}.{base}", f"{name}.{kind}", name) if key in values), None)
+        key = next((key for key in (f"{name}.{base}", f"{name}.{chip_kind}", name) if key in values), None)
         if key:
-            figures[name] = values[key]
+            figure_by_name[name] = values[key]
     watts = catalogued(chip, "power_w", name=catalogue_name(chip)) if base == "blackwell" else None
     power_share = watts / chip.peak_flops["bf16"] / BLACKWELL_WATTS_PER_FLOPS if watts is not None else 1.0
-    figures["compute"] = figures.get("compute", 1.0) * power_share
-    figures.setdefault("attention", figures["compute"])
-    figures |= {name: min(1.0, figures[name]) for name in SHARES if name in figures}
-    suffixes = (f".{base}", f".{kind}")
+    figure_by_name["compute"] = figure_by_name.get("compute", 1.0) * power_share
+    figure_by_name.setdefault("attention", figure_by_name["compute"])
+    figure_by_name |= {name: min(1.0, figure_by_name[name]) for name in SHARES if name in figure_by_name}
+    suffixes = (f".{base}", f".{chip_kind}")
     narrow = {key.split(".")[1]: v for key, v in values.items() if key.startswith("narrow.") and key.endswith(suffixes)}
-    engines = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith("engine_s.")}
-    return Efficiency(**figures, narrow=narrow, engine_s=engines)
+    seconds_by_engine = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith("engine_s.")}
+    return Efficiency(**figure_by_name, narrow=narrow, engine_s=seconds_by_engine)

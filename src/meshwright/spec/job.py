@@ -97,11 +97,11 @@ def parse_batch(text: str, *, seq_len: int) -> int:
         # the power of two of sequences within 10%, else the nearest whole number
         exact_seqs = tokens / seq_len
         power = 1 << round(exact_seqs).bit_length()
-        powers = (number for number in (power // 2, power) if abs(number / exact_seqs - 1) <= 0.1)
+        powers = (n for n in (power // 2, power) if abs(n / exact_seqs - 1) <= 0.1)
         seqs = next(powers, max(1, round(exact_seqs)))
-        short = format_count(seqs * seq_len).replace(" ", "")
-        exact = parse_count(short, what="batch", most=LARGEST) == seqs * seq_len
-        advice = f"{short} ({seqs} sequence{'s' * (seqs > 1)})" if exact else f"{seqs}seq ({seqs * seq_len:,} tokens)"
+        label = format_count(seqs * seq_len).replace(" ", "")
+        exact = parse_count(label, what="batch", most=LARGEST) == seqs * seq_len
+        advice = f"{label} ({seqs} sequence{'s' * (seqs > 1)})" if exact else f"{seqs}seq ({seqs * seq_len:,} tokens)"
         raise InputError(
             f"batch {text} is {tokens} tokens, not a whole number of sequences of {seq_len} "
             f"({tokens // seq_len}, remainder {tokens % seq_len}). Use {advice}."

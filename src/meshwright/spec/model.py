@@ -143,8 +143,8 @@ class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Maps the weights of a layer that get adapters to whether they were named one by one."""
         from_groups = {w: False for name in self._named for w in _TARGET_GROUPS.get(name, ())}
         from_names = dict.fromkeys((name for name in self._named if name in LORA_TARGETS), True)
-        adapters = from_groups | from_names
-        return {weight: adapters[name] for name, weight in LORA_TARGETS.items() if name in adapters}
+        named_by_target = from_groups | from_names
+        return {weight: named_by_target[name] for name, weight in LORA_TARGETS.items() if name in named_by_target}
 
     @property
     def scale(self) -> float:
@@ -265,11 +265,11 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         may_be_zero = {*count_fields, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight"}
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
         super().__post_init__()
-        positive = ["num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
-        positive += ["max_positions", "relative_distance", *["d_ff_expert"] * (self.num_experts > 0)]
+        positive_fields = ["num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
+        positive_fields += ["max_positions", "relative_distance", *["d_ff_expert"] * (self.num_experts > 0)]
         if self.latent_attention or self.family.startswith("deepseek"):
-            positive += ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-        for field in positive:
+            positive_fields += ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+        for field in positive_fields:
             if getattr(self, field) < 1:
                 raise InputError(f"{self.name}: {field}={getattr(self, field)} must be at least 1.")
         for field in self.__struct_fields__:
@@ -287,10 +287,10 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"Use a divisor of {self.num_heads}."
             )
         if self.rotated_width % 2 and len(set(self.unrotated_layers)) < self.num_layers:
-            size = "qk_rope_head_dim" if self.latent_attention else "head_dim"
+            name = "qk_rope_head_dim" if self.latent_attention else "head_dim"
             factor = f" times rope_fraction={self.rope_fraction:g}" if self.rope_fraction < 1 else ""
             raise InputError(
-                f"{self.name}: rope rotates pairs, and {size}={getattr(self, size)}{factor} is odd. Use an even number."
+                f"{self.name}: rope rotates pairs, and {name}={getattr(self, name)}{factor} is odd. Use an even number."
             )
         if self.encoder and (self.latent_attention or min(self.encoder.num_layers, self.encoder.length) < 1):
             raise InputError(f"{self.name}: an encoder needs at least 1 layer and 1 position, and kv_lora_rank=0.")
@@ -309,12 +309,12 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"{self.name}: mtp_weight={self.mtp_weight:g} needs a deepseek_v3 with num_mtp_layers=1, and this is a "
                 f"{self.family} with {self.num_mtp_layers}. Leave mtp_weight out."
             )
-        groups, num_chosen = self.expert_groups, self.groups_per_token
-        group_size = self.num_experts // max(groups, 1)
-        is_whole = groups and self.num_experts % groups == 0 and 1 <= num_chosen <= groups
-        if groups and not (is_whole and num_chosen * group_size >= self.experts_per_token):
+        num_groups, num_chosen = self.expert_groups, self.groups_per_token
+        group_size = self.num_experts // max(num_groups, 1)
+        has_equal_groups = num_groups and self.num_experts % num_groups == 0 and 1 <= num_chosen <= num_groups
+        if num_groups and not (has_equal_groups and num_chosen * group_size >= self.experts_per_token):
             raise InputError(
-                f"{self.name}: expert_groups={groups} and groups_per_token={num_chosen} do not suit "
+                f"{self.name}: expert_groups={num_groups} and groups_per_token={num_chosen} do not suit "
                 f"num_experts={self.num_experts} and experts_per_token={self.experts_per_token}. Use equal groups, and "
                 f"enough of them for the experts of a token."
             )
@@ -325,18 +325,18 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         # not at the top: few models have a rule, and NumPy takes longer to load than a model to read
         from meshwright.masks.names import mask_named, score_named
 
-        for field, rule_of, available in (("mask", mask_named, MASK_DATA), ("score", score_named, ("slopes",))):
-            text = getattr(self, f"attention_{field}")
-            unknown = [name for name in rule_of(text).data if name not in available] if text else []
-            if unknown:
+        for field, rule_of, available_names in (("mask", mask_named, MASK_DATA), ("score", score_named, ("slopes",))):
+            rule = getattr(self, f"attention_{field}")
+            bad_names = [name for name in rule_of(rule).data if name not in available_names] if rule else []
+            if bad_names:
                 raise InputError(
-                    f"{self.name}: attention_{field}={text!r} reads {unknown[0]}, which no batch has. Use another."
+                    f"{self.name}: attention_{field}={rule!r} reads {bad_names[0]}, which no batch has. Use another."
                 )
 
     @property
     def dims(self) -> dict[str, int]:
         """Maps letters of `core.dims` to sizes: D F N K G H V L, and the letters of further parts that it has."""
-        sizes = {
+        size_by_letter = {
             "D": self.d_model,
             "F": self.d_ff,
             "N": self.num_heads,
@@ -346,7 +346,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "V": self.vocab_size,
             "L": self.num_layers,
         }
-        optional = {
+        optional_sizes = {
             "E": self.num_experts,
             "Ea": self.experts_per_token,
             "Fe": self.d_ff_expert,
@@ -363,17 +363,17 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Ra": self.lora.rank if self.lora else 0,
             "Dj": 2 * self.d_model if self.mtp_weight else 0,
         }
-        dims = sizes | {letter: size for letter, size in optional.items() if size}
-        group = self.stored.group if self.stored else GROUP
-        return dims | {f"{dim}g": dims[dim] // math.gcd(group, dims[dim]) for dim in GROUPED if dim in dims}
+        dims = size_by_letter | {letter: size for letter, size in optional_sizes.items() if size}
+        group_size = self.stored.group if self.stored else GROUP
+        return dims | {f"{dim}g": dims[dim] // math.gcd(group_size, dims[dim]) for dim in GROUPED if dim in dims}
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that have routed experts; () for a dense model."""
         if not self.num_experts:
             return ()
-        dense = set(self.dense_layers)
-        return tuple(layer for layer in range(self.num_layers) if layer not in dense)
+        dense_layers = set(self.dense_layers)
+        return tuple(layer for layer in range(self.num_layers) if layer not in dense_layers)
 
     @property
     def mtp_layers(self) -> tuple[int, ...]:
@@ -419,9 +419,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def require_runnable(model: Model) -> None:
     """Raises CannotRunError unless this version can run the model; counting and planning need no such check."""
-    missing = model.missing_to_run
-    if missing:
+    missing_text = model.missing_to_run
+    if missing_text:
         raise CannotRunError(
-            f"{model.name} ({missing}) is counted and planned but not run in this version. "
+            f"{model.name} ({missing_text}) is counted and planned but not run in this version. "
             f"Choose another model, such as tiny, llama3-8b or qwen3-30b-a3b."
         )

@@ -45,5 +45,5 @@ class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_u
     def measured(self, step_s: float) -> dict[str, Any]:
         """Returns MFU, HFU and MFU without masked scores, by name, of a step that was measured to take ``step_s``."""
         prediction: Prediction[Any] = self
-        shares = {"mfu": prediction.mfu, "hfu": prediction.hfu, "mfu_causal": prediction.mfu_causal}
-        return {name: share and share * prediction.step_s / step_s for name, share in shares.items()}
+        share_by_name = {"mfu": prediction.mfu, "hfu": prediction.hfu, "mfu_causal": prediction.mfu_causal}
+        return {name: share and share * prediction.step_s / step_s for name, share in share_by_name.items()}

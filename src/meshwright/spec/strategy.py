@@ -97,7 +97,7 @@ def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dic
     if zero not in (0, 1, 2, 3):
         raise InputError(f"zero={zero} is not a stage. Use 0, 1, 2 or 3.")
     split_rules = _weight_rules(("fsdp", "expert", "context"))
-    by_role: dict[str, Rules] = {
+    rules_by_role: dict[str, Rules] = {
         "activation": {
             **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
             "B": BATCH_AXES,
@@ -111,10 +111,10 @@ def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dic
         "position": {"B": BATCH_AXES},
     }
     if zero == 2:
-        by_role |= {"grad": split_rules}
+        rules_by_role |= {"grad": split_rules}
     if zero in (1, 2):
-        by_role |= {"optimizer": split_rules}
-    return by_role
+        rules_by_role |= {"optimizer": split_rules}
+    return rules_by_role
 
 
 def _weight_rules(axes: tuple[str, ...]) -> Rules:
@@ -142,14 +142,14 @@ def cache_assignment(split: CacheSplit) -> dict[str, Rules]:
 
     Source: How to Scale Your Model, section 7.3.3.
     """
-    by_role = standard_assignment(zero=0)
-    heads: Rules = {**dict.fromkeys(_TENSOR_DIMS, ("tensor", "context")), "K": ("tensor",)}
+    rules_by_role = standard_assignment(zero=0)
+    head_rules: Rules = {**dict.fromkeys(_TENSOR_DIMS, ("tensor", "context")), "K": ("tensor",)}
     row_axes = (*BATCH_AXES, "context") if split == "sequences" else BATCH_AXES
-    positions: Rules = {"S": ("context",)} if split == "positions" else {}
-    cache: Rules = {"B": row_axes, **positions, "K": ("tensor",)}
+    position_rules: Rules = {"S": ("context",)} if split == "positions" else {}
+    cache_rules: Rules = {"B": row_axes, **position_rules, "K": ("tensor",)}
     # a device needs all tokens for its part of the vocabulary
-    by_role |= {"input": {"B": BATCH_AXES}, "cache": cache}
-    return by_role | {role: {**by_role[role], **heads} for role in ("activation", "weight")}
+    rules_by_role |= {"input": {"B": BATCH_AXES}, "cache": cache_rules}
+    return rules_by_role | {role: {**rules_by_role[role], **head_rules} for role in ("activation", "weight")}
 
 
 def stationary_assignment() -> dict[str, Rules]:
@@ -159,9 +159,9 @@ def stationary_assignment() -> dict[str, Rules]:
     ``context`` splits sequences in attention and its caches. Sources: How to Scale Your Model, section 7.6.2; Pope et
     al. (2022), section 3.2.2.
     """
-    by_role = standard_assignment(zero=0)
+    rules_by_role = standard_assignment(zero=0)
     row_axes, wide_dims = (*BATCH_AXES, "context"), ("F", "Fe", "Fs")
-    activation: Rules = {
+    activation_rules: Rules = {
         "D": ("context", "tensor"),
         **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
         **dict.fromkeys(wide_dims, ("tensor", "context")),
@@ -169,9 +169,9 @@ def stationary_assignment() -> dict[str, Rules]:
         "B": row_axes,
         "C": ("data", "fsdp"),
     }
-    weight: Rules = {**_weight_rules(()), "D": ("context",)}
-    by_role |= {"activation": activation, "weight": weight, "input": {"B": BATCH_AXES}}
-    return by_role | {"cache": {"B": row_axes, "K": ("tensor",)}}
+    weight_rules: Rules = {**_weight_rules(()), "D": ("context",)}
+    rules_by_role |= {"activation": activation_rules, "weight": weight_rules, "input": {"B": BATCH_AXES}}
+    return rules_by_role | {"cache": {"B": row_axes, "K": ("tensor",)}}
 
 
 DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
@@ -238,8 +238,8 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"strategy.{name}={getattr(self, name)} must be at least 1.")
         if self.capacity_factor and not 1 <= self.capacity_factor <= MAX_SEQUENCES:
-            dropped = f"strategy.capacity_factor={self.capacity_factor:g} drops tokens however even the load is"
-            raise InputError(f"{dropped}. Give at least 1, or 0 for no bound.")
+            reason = f"strategy.capacity_factor={self.capacity_factor:g} drops tokens however even the load is"
+            raise InputError(f"{reason}. Give at least 1, or 0 for no bound.")
         if self.state not in STATE_BYTES:
             raise InputError(f"state {self.state!r} is not known.{nearest(self.state, STATE_BYTES)}")
         if not 1 <= self.num_microbatches <= MAX_SEQUENCES:
@@ -309,8 +309,8 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def rules(self, role: str) -> Rules:
         """Returns the rules of a role; grad and optimizer default to those of weight."""
-        fallback = "weight" if role in ("grad", "optimizer") else role
-        return self.assignment.get(role, self.assignment.get(fallback, GENERATION_RULES.get(role, {})))
+        fallback_role = "weight" if role in ("grad", "optimizer") else role
+        return self.assignment.get(role, self.assignment.get(fallback_role, GENERATION_RULES.get(role, {})))
 
 
 def sequence_shards(strategy: Strategy, dim: str = "B") -> int:
@@ -352,12 +352,12 @@ def held_dims(dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> dict[str, Any
     import numpy as np  # start-up does without it
 
     num_parts = mesh.get("tensor", 1)
-    sizes = {**dims, "V": -(-dims["V"] // num_parts) * num_parts}
+    size_by_dim = {**dims, "V": -(-dims["V"] // num_parts) * num_parts}
     for dim, axes in REPEATED_HEADS.items() if "K" in dims else ():
         num_devices = math.prod(mesh.get(axis, 1) for axis in axes)
         num_heads = np.lcm(int(dims["K"]), np.asarray(num_devices, dtype=np.int64))
-        sizes[dim] = num_heads if num_heads.ndim else int(num_heads)
-    return sizes
+        size_by_dim[dim] = num_heads if num_heads.ndim else int(num_heads)
+    return size_by_dim
 
 
 def require_mesh(mesh: Mapping[str, int]) -> None:
@@ -375,7 +375,7 @@ def assign(rules: Rules, dims: tuple[str, ...], *, keep: Iterable[str] | None = 
     for dim, axes in rules.items():
         if dim not in dims:
             continue
-        free_axes = tuple(a for a in axes if a not in used_axes and (kept_axes is None or a in kept_axes))
+        free_axes = tuple(axis for axis in axes if axis not in used_axes and (kept_axes is None or axis in kept_axes))
         used_axes.update(free_axes)
         axes_by_dim[dim] = free_axes
     return tuple(axes_by_dim.get(dim, ()) for dim in dims)

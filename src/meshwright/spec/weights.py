@@ -104,10 +104,10 @@ def weight_table(model: Model) -> tuple[Weight, ...]:
     """
     if model.lora:
         base_weights = weight_table(frozen_base(model))
-        frozen_weights = (part for row in base_weights for part in _frozen(model, row))
+        frozen_weights = (frozen_row for row in base_weights for frozen_row in _frozen(model, row))
         return (*frozen_weights, *_adapters(model, base_weights))
-    encoder = _encoder(model) if model.encoder else ()
-    return (*_rows(model, "first"), *encoder, *_layers(model), *_rows(model, "last"))
+    encoder_rows = _encoder(model) if model.encoder else ()
+    return (*_rows(model, "first"), *encoder_rows, *_layers(model), *_rows(model, "last"))
 
 
 def without_mtp(model: Model) -> Model:
@@ -136,18 +136,18 @@ def adapted(model: Model) -> dict[str, str]:
     Raises InputError for a target that the model lacks, or that is a part of a stored array."""
     if model.lora is None:
         return {}
-    table = {row.name.removeprefix("layers."): row for row in weight_table(frozen_base(model)) if row.layers}
+    row_of = {row.name.removeprefix("layers."): row for row in weight_table(frozen_base(model)) if row.layers}
     first_name_of: dict[str, str] = {}
-    for name, one_by_one in model.lora.weights.items():
-        if name in table:
-            first_name_of.setdefault(table[name].hf_name, name)
-        elif one_by_one:
+    for name, is_named_alone in model.lora.weights.items():
+        if name in row_of:
+            first_name_of.setdefault(row_of[name].hf_name, name)
+        elif is_named_alone:
             raise InputError(f"lora.targets: {model.name} has no {name}. Leave it out.")
-    for name in (name for name, row in table.items() if row.hf_name in first_name_of and row.kind == "matrix"):
+    for name in (name for name, row in row_of.items() if row.hf_name in first_name_of and row.kind == "matrix"):
         if name not in model.lora.weights:
-            joined_names = ", ".join(n for n, row in table.items() if row.hf_name == table[name].hf_name)
+            joined_names = ", ".join(n for n, row in row_of.items() if row.hf_name == row_of[name].hf_name)
             raise InputError(f"lora.targets: {model.name} stores {joined_names} as one. Target all of them.")
-    return {name: f"{first_name_of[table[name].hf_name]}_lora_a" for name in model.lora.weights if name in table}
+    return {name: f"{first_name_of[row_of[name].hf_name]}_lora_a" for name in model.lora.weights if name in row_of}
 
 
 def group_dims(dims: tuple[str, ...], inputs: tuple[str, ...]) -> tuple[str, ...]:
@@ -175,20 +175,20 @@ def _frozen(model: Model, row: Weight) -> tuple[Weight, ...]:
     return replace(row, frozen=True, dtype=model.lora.base), scale
 
 
-def _adapters(model: Model, base: tuple[Weight, ...]) -> list[Weight]:
+def _adapters(model: Model, base_weights: tuple[Weight, ...]) -> list[Weight]:
     """Returns the rows of the adapters, named as PEFT names them: A has the input dims of its weight and the rank, B
     the rank and the output dims."""
-    table = {row.name.removeprefix("layers."): row for row in base if row.layers}
-    adapters: dict[str, Weight] = {}
+    row_by_name = {row.name.removeprefix("layers."): row for row in base_weights if row.layers}
+    adapter_by_name: dict[str, Weight] = {}
     for name, a_name in adapted(model).items():
-        row = table[name]
-        outputs = tuple(dim for dim in row.dims if dim not in row.inputs)
-        for adapter, dims, letter in (
+        row = row_by_name[name]
+        output_dims = tuple(dim for dim in row.dims if dim not in row.inputs)
+        for adapter_name, dims, letter in (
             (a_name, (*row.inputs, "Ra"), "A"),
-            (f"{name}_lora_b", ("Ra", *outputs), "B"),
+            (f"{name}_lora_b", ("Ra", *output_dims), "B"),
         ):
-            adapters[adapter] = Weight(
-                name=f"layers.{adapter}",
+            adapter_by_name[adapter_name] = Weight(
+                name=f"layers.{adapter_name}",
                 hf_name="base_model.model." + row.hf_name.replace(".weight", f".lora_{letter}.weight"),
                 dims=dims,
                 shape=tuple(model.dims[dim] for dim in dims),
@@ -196,7 +196,7 @@ def _adapters(model: Model, base: tuple[Weight, ...]) -> list[Weight]:
                 kind="matrix",
                 layers=row.layers,
             )
-    return list(adapters.values())
+    return list(adapter_by_name.values())
 
 
 def num_params(model: Model) -> int:
@@ -211,10 +211,10 @@ def num_active_params(model: Model) -> int:
 
 def params_by_part(model: Model) -> dict[str, int]:
     """Counts parameters by part of the model, in the order of the table; they add up to `num_params`."""
-    parts: dict[str, int] = {}
+    count_by_part: dict[str, int] = {}
     for row in (row for row in weight_table(model) if row.part not in _UNCOUNTED):
-        parts[row.part] = parts.get(row.part, 0) + row.num_params
-    return parts
+        count_by_part[row.part] = count_by_part.get(row.part, 0) + row.num_params
+    return count_by_part
 
 
 def mtp_params(model: Model) -> int:
@@ -230,14 +230,14 @@ def mtp_params(model: Model) -> int:
 
 def _layers(model: Model) -> list[Weight]:
     """Returns the rows of the layers. In a decoder beside an encoder cross-attention follows self-attention."""
-    every = tuple(range(model.num_layers))
-    layers = dict.fromkeys(get_args(WeightPart), every)
-    layers |= dict.fromkeys(("router", "experts", "shared_experts", "buffer"), model.moe_layers)
-    layers["mlp"] = model.dense_layers if model.num_experts else every
+    all_ids = tuple(range(model.num_layers))
+    ids_by_part = dict.fromkeys(get_args(WeightPart), all_ids)
+    ids_by_part |= dict.fromkeys(("router", "experts", "shared_experts", "buffer"), model.moe_layers)
+    ids_by_part["mlp"] = model.dense_layers if model.num_experts else all_ids
     # a layer that predicts the token after the next is like the last one
-    layers = {part: numbers + model.mtp_layers if every[-1] in numbers else numbers for part, numbers in layers.items()}
-    rows = _rows(model, "layers", layers=layers)
-    rows += _rows(model, "mtp", layers=dict.fromkeys(layers, model.mtp_layers))
+    ids_by_part = {part: ids + model.mtp_layers if all_ids[-1] in ids else ids for part, ids in ids_by_part.items()}
+    rows = _rows(model, "layers", layers=ids_by_part)
+    rows += _rows(model, "mtp", layers=dict.fromkeys(ids_by_part, model.mtp_layers))
     if model.encoder is None:
         return rows
     attention_names = {"attn_norm", "attn_norm_bias", "wq", "wk", "wv", "bq", "bk", "bv", "bo", "wo"}
@@ -251,14 +251,14 @@ def _layers(model: Model) -> list[Weight]:
         for row in rows
         if (name := row.name.removeprefix("layers.")) in attention_names
     ]
-    mlp_index = next(number for number, row in enumerate(rows) if row.name == "layers.mlp_norm")
+    mlp_index = next(i for i, row in enumerate(rows) if row.name == "layers.mlp_norm")
     return [*rows[:mlp_index], *cross_rows, *rows[mlp_index:]]
 
 
 def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {}) -> list[Weight]:
     """Returns the weights of a table's rows whose needs the model meets. ``layers`` maps each part to its layers; rows
     of parts without layers are left out."""
-    sizes = model.dims
+    size_by_letter = model.dims
     facts = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "layer_norm": model.norm == "layer_norm",
         "sigmoid_router": model.router_scores == "sigmoid",
@@ -266,23 +266,23 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
         "latent_queries": model.latent_attention and model.q_lora_rank > 0,
     }
     facts_met = {name if is_true else f"!{name}" for name, is_true in facts.items()}
-    names = formats()[model.family].weights
-    block = f"{{prefix}}{'h' if model.family == 'gpt2' else 'layers'}.{{layer}}." if layers else ""
+    hf_name_by_name = formats()[model.family].weights
+    layer_prefix = f"{{prefix}}{'h' if model.family == 'gpt2' else 'layers'}.{{layer}}." if layers else ""
     return [
         Weight(
             name=f"layers.{name}" if layers else name,
-            hf_name=f"{block}{names.get(name, llama_name)}".replace("{prefix}", model.weights_prefix),
-            dims=tuple(dims.split()),
-            shape=tuple(sizes[letter] for letter in dims.split()),
+            hf_name=f"{layer_prefix}{hf_name_by_name.get(name, llama_name)}".replace("{prefix}", model.weights_prefix),
+            dims=tuple(dims_text.split()),
+            shape=tuple(size_by_letter[letter] for letter in dims_text.split()),
             part=part,
-            kind="vector" if len(dims.split()) == 1 or part == "norm" or _VECTOR.search(name) else "matrix",
+            kind="vector" if len(dims_text.split()) == 1 or part == "norm" or _VECTOR.search(name) else "matrix",
             layers=layers.get(part, ()),
             active_fraction=model.experts_per_token / model.num_experts if part == "experts" else 1.0,
             tied_to="embed" if part == "unembedding" and model.tied_embeddings else None,
             frozen=part == "buffer",
             dtype="fp32" if part == "buffer" else "",
         )
-        for name, dims, llama_name, part, needs in _tables()[table]
+        for name, dims_text, llama_name, part, needs in _tables()[table]
         if facts_met.issuperset(needs.split()) and (not layers or layers[part])
     ]
 
@@ -299,10 +299,10 @@ def _encoder(model: Model) -> list[Weight]:
         sliding_layers=(),
         dense_layers=(),
     )
-    outside = _rows(model, "encoder")
+    outer_rows = _rows(model, "encoder")
     num_before = 1 if model.learned_positions else 0
-    layers = [
+    layer_rows = [
         replace(row, name=row.name.replace("layers.", "encoder."), hf_name=f"encoder.{row.hf_name}")
         for row in _layers(decoder)
     ]
-    return [*outside[:num_before], *layers, *outside[num_before:]]
+    return [*outer_rows[:num_before], *layer_rows, *outer_rows[num_before:]]

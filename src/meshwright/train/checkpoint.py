@@ -82,8 +82,8 @@ class Checkpoints:
 
     def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0) -> None:
         # Orbax warns of normal conditions, such as a first start in an empty folder; it also raises its errors.
-        for logger in ("absl", "asyncio"):
-            logging.getLogger(logger).setLevel(logging.CRITICAL)
+        for logger_name in ("absl", "asyncio"):
+            logging.getLogger(logger_name).setLevel(logging.CRITICAL)
         policies: list[Any] = [LatestN(keep)]
         if keep_every:
             policies.append(EveryNSteps(keep_every))
@@ -100,8 +100,8 @@ class Checkpoints:
         self.folder = run.absolute() / CHECKPOINTS
         if is_first():
             # Orbax ignores checkpoints that were killed while being written, and cannot write those steps again.
-            for leftover in self.folder.glob(f"*{UNFINISHED}*"):
-                shutil.rmtree(leftover)
+            for leftover_folder in self.folder.glob(f"*{UNFINISHED}*"):
+                shutil.rmtree(leftover_folder)
         wait_for_all("old checkpoints are cleared")
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
@@ -123,11 +123,11 @@ class Checkpoints:
         """
         if position.step in self._manager.all_steps():
             return
-        tree = _reordered(state, to_canonical)
-        stored = msgspec.to_builtins(Stored(position=position, arrays=describe_arrays(tree)))
-        parts = {STATE: ocp.args.StandardSave(tree), POSITION: ocp.args.JsonSave(stored)}
+        saved_tree = _reordered(state, to_canonical)
+        stored_table = msgspec.to_builtins(Stored(position=position, arrays=describe_arrays(saved_tree)))
+        args_by_item = {STATE: ocp.args.StandardSave(saved_tree), POSITION: ocp.args.JsonSave(stored_table)}
         with self._writing():
-            self._manager.save(position.step, args=ocp.args.Composite(**parts), force=True)
+            self._manager.save(position.step, args=ocp.args.Composite(**args_by_item), force=True)
 
     def wait(self) -> None:
         """Waits until all saved checkpoints are whole on disk."""
@@ -148,8 +148,8 @@ class Checkpoints:
 
     def position(self) -> Position | None:
         """Returns the newest whole checkpoint's position, None if none. Raises CannotRunError if all are damaged."""
-        stored = self._stored()
-        return stored.position if stored else None
+        stored_info = self._stored()
+        return stored_info.position if stored_info else None
 
     def restore(self, shapes: Any, shardings: Any, *, from_canonical: Reorder | None = None) -> Any:
         """Returns the newest whole state with these ``shardings``, whatever mesh it was saved from.
@@ -161,10 +161,10 @@ class Checkpoints:
         assert stored is not None, "nothing to restore"
         needed_arrays = describe_arrays(shapes)
         for name in sorted(stored.arrays.keys() | needed_arrays.keys()):
-            want, kept = needed_arrays.get(name, "nothing"), stored.arrays.get(name, "nothing")
-            if want != kept:
+            want, held = needed_arrays.get(name, "nothing"), stored.arrays.get(name, "nothing")
+            if want != held:
                 raise InputError(
-                    f"{self.folder / str(stored.position.step)} has {kept} as {name.lstrip('.')} and this run needs "
+                    f"{self.folder / str(stored.position.step)} has {held} as {name.lstrip('.')} and this run needs "
                     f"{want}. Resume with the model, state and optimizer that the run was started with, or start a new "
                     f"run."
                 )
@@ -186,36 +186,36 @@ class Checkpoints:
         step = self._newest_step = self._newest_step or self._newest_whole()
         table = self._read(step, POSITION, ocp.args.JsonRestore())
         try:
-            stored = msgspec.convert(table, Stored)
+            stored_info = msgspec.convert(table, Stored)
         except msgspec.ValidationError as error:
             raise self._damaged(step, error) from None
-        if stored.position.step != step:
+        if stored_info.position.step != step:
             raise CannotRunError(
-                f"{self.folder / str(step)} holds the checkpoint of step {stored.position.step}. Give each folder "
+                f"{self.folder / str(step)} holds the checkpoint of step {stored_info.position.step}. Give each folder "
                 f"the name of its step."
             )
-        return stored
+        return stored_info
 
     def _newest_whole(self) -> int:
         """Returns the newest step whose files are as they were written, and moves newer checkpoints aside."""
-        fault_of_step: dict[int, str] = {}
+        fault_by_step: dict[int, str] = {}
         for step in reversed(self.steps()):
             # each process checks its share of the files
-            share = (jax.process_index(), jax.process_count())
-            fault = first_error(partial(require_intact, self.folder / str(step), share=share))
+            process_share = (jax.process_index(), jax.process_count())
+            fault = first_error(partial(require_intact, self.folder / str(step), share=process_share))
             if not fault:
                 break
-            fault_of_step[step] = fault
+            fault_by_step[step] = fault
         else:
             raise CannotRunError(
-                f"no checkpoint in {self.folder} is whole: {' '.join(fault_of_step.values())} Start a new run, "
+                f"no checkpoint in {self.folder} is whole: {' '.join(fault_by_step.values())} Start a new run, "
                 f"or put a copy of these files back."
             )
-        for newer, fault in fault_of_step.items():
-            self.passed_over.append(f"checkpoint {newer} is damaged and kept as {newer}{DAMAGED}: {fault}")
+        for newer_step, fault in fault_by_step.items():
+            self.passed_over.append(f"checkpoint {newer_step} is damaged and kept as {newer_step}{DAMAGED}: {fault}")
             if is_first():
-                (self.folder / str(newer)).rename(self.folder / f"{newer}{DAMAGED}")
-        if fault_of_step:
+                (self.folder / str(newer_step)).rename(self.folder / f"{newer_step}{DAMAGED}")
+        if fault_by_step:
             self.passed_over.append(f"going on from checkpoint {step}")
             wait_for_all("damaged checkpoints are moved")
             self._manager.reload()
@@ -223,24 +223,24 @@ class Checkpoints:
             self.passed_over.append(f"checkpoint {step} {UNCHECKED}")
         return step
 
-    def _read(self, step: int, part: str, args: Any) -> Any:
+    def _read(self, step: int, item_name: str, args: Any) -> Any:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**{part: args}))[part]
+            return self._manager.restore(step, args=ocp.args.Composite(**{item_name: args}))[item_name]
         except Exception as error:  # Orbax and its storage raise many kinds for files that are missing or cut short
             raise self._damaged(step, error) from None
 
     def _damaged(self, step: int, error: Exception) -> CannotRunError:
         reason = first_line(error).rstrip(":.")
-        earlier_steps = [earlier for earlier in self.steps() if earlier < step]
+        earlier_steps = [earlier_step for earlier_step in self.steps() if earlier_step < step]
         origin = f"step {earlier_steps[-1]}" if earlier_steps else "the start"
         return CannotRunError(
             f"the checkpoint {self.folder / str(step)} is damaged: {reason}. Remove that folder to go on from {origin}."
         )
 
 
-def _show_unless_closed(show: Callable[[Any], object], found: Any) -> None:
-    if str(found.exc_value) != "Event loop is closed":
-        show(found)
+def _show_unless_closed(show: Callable[[Any], object], unraisable: Any) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        show(unraisable)
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:
@@ -255,9 +255,9 @@ def _reordered(state: Any, reorder: Reorder | None) -> Any:
     """Applies ``reorder``, if given, to the weights and to each dict of the state with their names."""
     if reorder is None:
         return state
-    names = set(state.params)
+    param_names = set(state.params)
 
     def is_like_params(part: Any) -> bool:
-        return isinstance(part, dict) and bool(part) and set(part) <= names
+        return isinstance(part, dict) and bool(part) and set(part) <= param_names
 
     return jax.tree.map(lambda part: reorder(part) if is_like_params(part) else part, state, is_leaf=is_like_params)

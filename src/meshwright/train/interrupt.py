@@ -51,13 +51,13 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
     signals = {signal.SIGINT, signal.SIGHUP} | ({signal.SIGTERM} if jax.process_count() == 1 else set())
     old_handlers = {}
     try:
-        for number in signals:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                old_handlers[number] = signal.signal(number, on_signal)
+        for signal_number in signals:
+            if signal.getsignal(signal_number) != signal.SIG_IGN:
+                old_handlers[signal_number] = signal.signal(signal_number, on_signal)
     except ValueError:  # only the main thread may set handlers; elsewhere the caller handles Ctrl-C
         pass
     try:
         yield request
     finally:
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
+        for signal_number, old_handler in old_handlers.items():
+            signal.signal(signal_number, old_handler)

@@ -117,45 +117,45 @@ class Run:
             if self.position.step >= self.settings.steps:
                 return
             batch = self._read(reader)
-            compiled = self._compile(batch)
-            for number in range(self.position.step + 1, self.settings.steps + 1):
-                start = time.perf_counter()
-                self.state, metrics = compiled(self.state, batch)
-                self.flying.append(_Flight(number, start, batch, metrics))
+            compiled_step = self._compile(batch)
+            for step in range(self.position.step + 1, self.settings.steps + 1):
+                start_s = time.perf_counter()
+                self.state, metrics = compiled_step(self.state, batch)
+                self.flying.append(_Flight(step, start_s, batch, metrics))
                 # what needs the state of this step, before the next consumes it; `finish` does the last
                 tasks = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
-                due = [act for every, act in tasks if every and number % every == 0 and number < self.settings.steps]
-                self._land(0 if due else steps_ahead())
-                if self.request.stops_after(number):
+                due_acts = [act for every, act in tasks if every and step % every == 0 and step < self.settings.steps]
+                self._land(0 if due_acts else steps_ahead())
+                if self.request.stops_after(step):
                     break
-                for act in due:
+                for act in due_acts:
                     act()
-                if number < self.settings.steps:
+                if step < self.settings.steps:
                     batch = self._read(reader)
             self._land(0)
 
     def _compile(self, batch: Batch) -> Any:
         with self.watch.timed("compile"):
-            compiled = self.setup.step.compile.lower(self.state, batch).compile()
+            compiled_step = self.setup.step.compile.lower(self.state, batch).compile()
             if self.setup.held_out and self.settings.evaluate_every:
                 self.setup.held_out.compile(self._evaluated_weights())
-        self.memory = measured_memory(self.state, batch, compiled)
+        self.memory = measured_memory(self.state, batch, compiled_step)
         resume_text = f"goes on after step {self.position.step}, " if self.position.step else ""
         compile_text = format_seconds(self.watch.seconds("compile"))
         self.live.say(f"{self.folder.path}: {resume_text}compiled in {compile_text}")
-        return compiled
+        return compiled_step
 
     def _read(self, reader: Ahead) -> Batch:
         """Returns the next batch. The time to wait for it counts from when devices are idle, and belongs to no step."""
         while self.flying and not reader.is_ready and not self.flying[-1].metrics.loss.is_ready():
             time.sleep(POLL_S)
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         is_idle = not self.flying or self.flying[-1].metrics.loss.is_ready()
         if self.flying and is_idle:
-            self.flying[-1] = self.flying[-1]._replace(end=start)
+            self.flying[-1] = self.flying[-1]._replace(end=start_s)
         _, batch = next(reader)
         if is_idle:
-            self.watch.add("data", time.perf_counter() - start)
+            self.watch.add("data", time.perf_counter() - start_s)
         return batch
 
     def _land(self, remaining: int) -> None:
@@ -177,20 +177,20 @@ class Run:
 
     def _record(self, flight: _Flight) -> StepRecord:
         metrics = on_host(flight.metrics)
-        end = flight.end or time.perf_counter()
+        end_s = flight.end or time.perf_counter()
         # A step dispatched while the previous one ran began when that one ended.
-        step_s = end - max(flight.start, self.last_end)
-        self.last_end = end
-        tokens = self.job.tokens_per_step
+        step_s = end_s - max(flight.start, self.last_end)
+        self.last_end = end_s
+        num_tokens = self.job.tokens_per_step
         self.losses.append(float(metrics.loss))
         self.step_s.append(step_s)
         self.position = msgspec.structs.replace(
             self.position,
             step=flight.number,
             samples=self.position.samples + self.job.batch_seqs,
-            tokens=self.position.tokens + tokens,
+            tokens=self.position.tokens + num_tokens,
         )
-        shares = self.predicted.measured(step_s) if self.predicted else {}
+        measured_fields = self.predicted.measured(step_s) if self.predicted else {}
         extras = over_layers(metrics.extras)
         self.loads += [extras[name] for name in ("load_max_over_mean",) if name in extras]
         return StepRecord(
@@ -200,8 +200,8 @@ class Run:
             grad_norm=float(metrics.grad_norm),
             learning_rate=float(self.rates[flight.number - 1]),
             step_s=step_s,
-            tokens_per_s=tokens / step_s,
-            **shares,
+            tokens_per_s=num_tokens / step_s,
+            **measured_fields,
             predicted_step_s=self.predicted.step_s if self.predicted else None,
             extras=extras,
         )
@@ -210,8 +210,8 @@ class Run:
 
     def _save(self) -> None:
         with self.watch.timed("checkpoint"):
-            state = self.state._replace(params=self.setup.step.saved(self.state.params))
-            self.checkpoints.save(state, self.position, to_canonical=self.setup.step.to_canonical)
+            saved_state = self.state._replace(params=self.setup.step.saved(self.state.params))
+            self.checkpoints.save(saved_state, self.position, to_canonical=self.setup.step.to_canonical)
 
     def _evaluated_weights(self) -> Params:
         return _averaged(self.state.opt_state, self.state.params) if self.settings.average else self.state.params
@@ -249,7 +249,7 @@ class Run:
 
     def _result(self) -> TrainResult:
         lost_s, num_steps, typical_s = self.folder.lost_s, self.position.step, typical_step_s(self.step_s)
-        shares = self.predicted.measured(typical_s) if self.predicted and typical_s else {}
+        measured_fields = self.predicted.measured(typical_s) if self.predicted and typical_s else {}
         goodput = self.watch.goodput(steps_s=sum(self.step_s), lost_steps=len(lost_s), lost_s=float(sum(lost_s)))
         is_evaluated = bool(self.evaluations) and self.evaluations[-1].step == num_steps
         peak = peak_bytes()
@@ -262,7 +262,7 @@ class Run:
             step_s=typical_s,
             step_s_predicted=self.predicted.step_s if self.predicted else None,
             tokens_per_s=self.job.tokens_per_step / typical_s if typical_s else None,
-            **shares,
+            **measured_fields,
             compile_s=goodput.compile_s,
             memory=msgspec.structs.replace(self.memory, peak_bytes=peak) if self.memory and peak else self.memory,
             goodput=goodput,
@@ -280,14 +280,14 @@ class Run:
         fault = f"the loss is {record.loss}"
         if math.isfinite(record.loss):
             fault = f"the loss is {record.loss:.4g} and the norm of the gradient {record.grad_norm}"
-        place = where_not_finite(self.setup.step, self.state, flight.batch)
+        place_text = where_not_finite(self.setup.step, self.state, flight.batch)
         settings, steps = self.settings, self.checkpoints.steps()
         weights = {"mtp_weight": self.setup.step.model.mtp_weight, **msgspec.structs.asdict(settings)}
         weights_text = "".join(f", or a lower {name}={weights[name]:g}" for name in LOSS_WEIGHTS if weights[name] > 1)
         saved_text = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
         raise CannotRunError(
             f"{fault} at step {record.step} with learning_rate={settings.learning_rate:g} and "
-            f"warmup_steps={settings.warmup_steps}: {place}. Use a lower rate or a longer warmup{weights_text}; "
+            f"warmup_steps={settings.warmup_steps}: {place_text}. Use a lower rate or a longer warmup{weights_text}; "
             f"{saved_text} in {self.folder.path}."
         )
 
@@ -323,29 +323,29 @@ def train(
         require_same_tokenizer(resume, setup.data)
     path = resume or Path(shared(lambda: str(create_run_folder(run_root, model.name))))
     compiler = setup.step.compiler
-    resolved = {"model": model, "strategy": strategy, "job": job, "train": settings, "compiler": compiler.used}
-    texts = {RESOLVED: sealed_toml(resolved), **(texts or {})}
+    resolved_tables = {"model": model, "strategy": strategy, "job": job, "train": settings, "compiler": compiler.used}
+    texts = {RESOLVED: sealed_toml(resolved_tables), **(texts or {})}
     with ExitStack() as stack:
         # Process 0 locks the folder for all before any file in it changes.
         shared(lambda: str(stack.enter_context(held_alone(path))))
         store = stack.enter_context(Checkpoints(path, keep=settings.keep_checkpoints, keep_every=settings.keep_every))
         position, state = start_state(setup, store)
-        step = position.step if resume else None
-        folder = stack.enter_context(RunFolder(path, texts, step=step, writes=is_first()))
+        from_step = position.step if resume else None
+        folder = stack.enter_context(RunFolder(path, texts, step=from_step, writes=is_first()))
         live = stack.enter_context(LiveLine(steps=settings.steps, every=settings.log_every, shown=is_first()))
-        trackers = settings.track if is_first() else ()
-        tracking = stack.enter_context(Tracking(trackers, path, msgspec.to_builtins(resolved)))
+        tracker_names = settings.track if is_first() else ()
+        tracking = stack.enter_context(Tracking(tracker_names, path, msgspec.to_builtins(resolved_tables)))
         request = stack.enter_context(stop_on_signals(live.say))
-        few = f"no held-out loss: train.held_out={settings.held_out:g} gives too few rows for the mesh. Change it"
-        notes = [few] if setup.data.held_out and not setup.held_out else []
-        starts = [] if position.step else [start_words(settings, model)]
-        for line in [*store.passed_over, *folder.notes, *starts, *setup.batches.notes, *compiler.notes, *notes]:
+        few_text = f"no held-out loss: train.held_out={settings.held_out:g} gives too few rows for the mesh. Change it"
+        notes = [few_text] if setup.data.held_out and not setup.held_out else []
+        start_lines = [] if position.step else [start_words(settings, model)]
+        for line in [*store.passed_over, *folder.notes, *start_lines, *setup.batches.notes, *compiler.notes, *notes]:
             live.say(line)
         if is_first() and setup.data.tokenizer:
             _keep_tokenizer(setup.data.tokenizer, settings.tokenizer, path)
         if has_frozen_matrices(model) and not settings.weights and position.step == 0:
             save_base(model, setup.step.to_canonical(state.params), path)
-        run = Run(setup, folder, live, tracking, store, watch, request, predicted, on_step, position, state, step)
+        run = Run(setup, folder, live, tracking, store, watch, request, predicted, on_step, position, state, from_step)
         run.steps()
         result = run.finish()
     wait_for_all("the end of the run")
@@ -355,6 +355,6 @@ def train(
 def _keep_tokenizer(tokenizer: Any, source: str, path: Path) -> None:
     """Writes a tokenizer to the run's folder, with the files beside it where it came from."""
     if source:
-        place = as_folder(Path(source))
-        keep_beside(place if place.is_dir() else place.parent, path, tokenizer)
+        source_path = as_folder(Path(source))
+        keep_beside(source_path if source_path.is_dir() else source_path.parent, path, tokenizer)
     save_tokenizer(tokenizer, path / TOKENIZER)

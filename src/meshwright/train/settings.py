@@ -111,10 +111,10 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for names, is_allowed, demand in _BOUNDS:
+        for names, is_allowed, demand_text in _BOUNDS:
             for name in names:
                 if not is_allowed(getattr(self, name)):
-                    raise InputError(f"train.{name}={getattr(self, name)} must {demand}.")
+                    raise InputError(f"train.{name}={getattr(self, name)} must {demand_text}.")
 
 
 FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4
@@ -132,18 +132,18 @@ def data_sources(data: str) -> dict[str, float]:
 
     A file whose name has a comma is one source. Raises InputError for a share that is not above 0.
     """
-    shares: dict[str, float] = {}
+    share_by_name: dict[str, float] = {}
     for part in [data] if Path(data).expanduser().exists() else data.split(","):
-        name, colon, share = part.strip().rpartition(":")
+        name, colon, share_text = part.strip().rpartition(":")
         try:
-            fraction = float(share) if colon else 1.0
+            fraction = float(share_text) if colon else 1.0
         except ValueError:
             name, fraction = part.strip(), 1.0
-        name = name if colon else share
-        if name in shares or not 0 < fraction < math.inf:
+        name = name if colon else share_text
+        if name in share_by_name or not 0 < fraction < math.inf:
             raise InputError(f"train.data {data!r} names a source twice or with a share that is not above 0: {part!r}.")
-        shares[name] = fraction
-    return shares
+        share_by_name[name] = fraction
+    return share_by_name
 
 
 def with_whole_paths(settings: TrainSettings) -> TrainSettings:
@@ -156,16 +156,16 @@ def with_whole_paths(settings: TrainSettings) -> TrainSettings:
         return str(Path(path).expanduser().absolute()) if path else path
 
     sources = {PYDOC if name == PYDOC else absolute(name): share for name, share in data_sources(settings.data).items()}
-    data = ",".join(f"{name}:{share:g}" if len(sources) > 1 else name for name, share in sources.items())
-    weights, tokenizer = absolute(settings.weights), absolute(settings.tokenizer)
-    if weights and not tokenizer:
-        tokenizer = weights if is_gguf(Path(weights)) else str(Path(weights) / TOKENIZER)
-        if tokenizer != weights and Path(weights).is_dir() and not Path(tokenizer).is_file():
+    data_text = ",".join(f"{name}:{share:g}" if len(sources) > 1 else name for name, share in sources.items())
+    weights_path, tokenizer_path = absolute(settings.weights), absolute(settings.tokenizer)
+    if weights_path and not tokenizer_path:
+        tokenizer_path = weights_path if is_gguf(Path(weights_path)) else str(Path(weights_path) / TOKENIZER)
+        if tokenizer_path != weights_path and Path(weights_path).is_dir() and not Path(tokenizer_path).is_file():
             raise InputError(
-                f"{weights} has weights and no {TOKENIZER}. Name the one they were trained with, --set "
+                f"{weights_path} has weights and no {TOKENIZER}. Name the one they were trained with, --set "
                 f"train.tokenizer=FILE, or start without weights: --from-scratch."
             )
-    return msgspec.structs.replace(settings, data=data, weights=weights, tokenizer=tokenizer)
+    return msgspec.structs.replace(settings, data=data_text, weights=weights_path, tokenizer=tokenizer_path)
 
 
 def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:

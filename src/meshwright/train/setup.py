@@ -48,17 +48,17 @@ class HeldOut:
     def loss(self, params: Params) -> float:
         """Returns the mean loss per counted label over all batches; 0 without any label."""
         self.compile(params)
-        sums, counts = [], []
-        for index in range(self._num_batches):
-            batch = self._batch(index)
-            sums.append(self._loss_sum(params, batch))
-            counts.append(batch["num_labels"])
+        loss_sums, label_counts = [], []
+        for batch_index in range(self._num_batches):
+            batch = self._batch(batch_index)
+            loss_sums.append(self._loss_sum(params, batch))
+            label_counts.append(batch["num_labels"])
             # One batch in flight: more would need the memory of all of them.
-            jax.block_until_ready(sums[-1])
-        return math.fsum(map(float, sums)) / max(1.0, math.fsum(map(float, counts)))
+            jax.block_until_ready(loss_sums[-1])
+        return math.fsum(map(float, loss_sums)) / max(1.0, math.fsum(map(float, label_counts)))
 
-    def _batch(self, index: int) -> dict[str, Array]:
-        return self._batches.global_batch(index * self._batches.batch_seqs, self._step.batch_shardings)
+    def _batch(self, batch_index: int) -> dict[str, Array]:
+        return self._batches.global_batch(batch_index * self._batches.batch_seqs, self._step.batch_shardings)
 
 
 def held_out(step: TrainStep, sources: Sequence[Source], job: Job, *, max_batches: int) -> HeldOut | None:
@@ -66,15 +66,15 @@ def held_out(step: TrainStep, sources: Sequence[Source], job: Job, *, max_batche
 
     The batch size is the job's or, if the rows do not fill that, the largest that they fill and the mesh divides.
     """
-    rows = ((source, len(source.rows(job.seq_len))) for source in sources)
-    filled = [source._replace(share=count) for source, count in rows if count]
-    num_rows = int(sum(source.share for source in filled))
+    row_counts = ((source, len(source.rows(job.seq_len))) for source in sources)
+    filled_sources = [source._replace(share=num_rows) for source, num_rows in row_counts if num_rows]
+    num_rows = int(sum(source.share for source in filled_sources))
     _, num_parts = batch_parts(step, "B")
     batch_seqs = min(job.batch_seqs, num_rows) // num_parts * num_parts
     if batch_seqs == 0:
         return None
-    order = step.token_order(job.seq_len)
-    batches = Batches(filled, batch_seqs=batch_seqs, seq_len=job.seq_len, seed=0, order=order)
+    token_order = step.token_order(job.seq_len)
+    batches = Batches(filled_sources, batch_seqs=batch_seqs, seq_len=job.seq_len, seed=0, order=token_order)
     return HeldOut(step, batches, min(max_batches, num_rows // batch_seqs))
 
 
@@ -96,14 +96,14 @@ def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings)
             f"{model.name} has an encoder, and this version cannot read data for one. plan, explain, verify and "
             "profile take it; in Python, TrainStep trains it on batches with encoder_tokens."
         )
-    mask = mask_named(model.attention_mask) if model.attention_mask else None
-    data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens", mask=mask)
+    mask_rule = mask_named(model.attention_mask) if model.attention_mask else None
+    data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens", mask=mask_rule)
     step = make_step(model, strategy, settings, several_documents=data.several_documents)
     require_divides(step, job)
-    order = step.token_order(job.seq_len)
-    batches = Batches(data.train, batch_seqs=job.batch_seqs, seq_len=job.seq_len, seed=settings.seed, order=order)
-    evaluation = held_out(step, data.held_out, job, max_batches=settings.evaluate_batches)
-    return Setup(job, settings, step, data, batches, evaluation)
+    token_order = step.token_order(job.seq_len)
+    batches = Batches(data.train, batch_seqs=job.batch_seqs, seq_len=job.seq_len, seed=settings.seed, order=token_order)
+    held_out_batches = held_out(step, data.held_out, job, max_batches=settings.evaluate_batches)
+    return Setup(job, settings, step, data, batches, held_out_batches)
 
 
 def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State]:
@@ -114,21 +114,21 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
     step, position = setup.step, checkpoints.position()
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
     base_names = step.param_shapes.keys() - step.saved(step.param_shapes).keys()
-    fresh = loaded = None
+    fresh = loaded_params = None
     if position is None or base_names:
         if folder := setup.settings.weights:
             model, shardings = frozen_base(step.model), step.canonical[1].params
-            loaded = load_params(model, folder, {name: shardings[name] for name in rows(model)}, step.dtype)
-        fresh = step.init(setup.settings.seed, loaded)
-    base = fingerprint(step.to_canonical({name: fresh.params[name] for name in sorted(base_names)})) if fresh else ""
+            loaded_params = load_params(model, folder, {name: shardings[name] for name in rows(model)}, step.dtype)
+        fresh = step.init(setup.settings.seed, loaded_params)
+    digest = fingerprint(step.to_canonical({name: fresh.params[name] for name in sorted(base_names)})) if fresh else ""
     if position is None:
         assert fresh is not None
-        start = Position(step=0, samples=0, tokens=0, phase=setup.batches.phase, base=base, **tables)
-        return start, fresh
-    if base_names and base != position.base:
+        start_position = Position(step=0, samples=0, tokens=0, phase=setup.batches.phase, base=digest, **tables)
+        return start_position, fresh
+    if base_names and digest != position.base:
         raise InputError(
             f"{checkpoints.folder.parent} trains an adapter of other weights than {setup.settings.weights or 'these'} "
-            f"({base} is not {position.base}). Give its own: --set train.weights=FOLDER."
+            f"({digest} is not {position.base}). Give its own: --set train.weights=FOLDER."
         )
     shapes, shardings = (state._replace(params=step.saved(state.params)) for state in step.canonical)
     state = checkpoints.restore(shapes, shardings, from_canonical=step.from_canonical)
@@ -144,8 +144,8 @@ def start_words(settings: TrainSettings, model: Model) -> str:
         return "starts from random weights"
     rate, default_rate = settings.learning_rate, fine_tuning_rate(model)
     target = "adapters" if default_rate == ADAPTER_RATE else "all weights"
-    words = f", the default to fine-tune {target}" if rate == default_rate else ""
-    return f"starts from the weights in {settings.weights}, at learning_rate {rate:g}{words}{without_mtp_words(model)}"
+    suffix = f", the default to fine-tune {target}" if rate == default_rate else ""
+    return f"starts from the weights in {settings.weights}, at learning_rate {rate:g}{suffix}{without_mtp_words(model)}"
 
 
 def fingerprint(params: Params) -> str:
@@ -156,15 +156,15 @@ def fingerprint(params: Params) -> str:
         bits = jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.uint32).ravel()
         return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
-    sums = jax.jit(lambda weights: [of_array(weights[name]) for name in sorted(weights)])(params)
-    return f"{zlib.crc32(np.asarray(sums, np.uint32).tobytes()):08x}" if params else ""
+    array_sums = jax.jit(lambda weights: [of_array(weights[name]) for name in sorted(weights)])(params)
+    return f"{zlib.crc32(np.asarray(array_sums, np.uint32).tobytes()):08x}" if params else ""
 
 
 def require_same_tokenizer(run: Path, data: Data) -> None:
     """Raises InputError if the data of a resumed run have another tokenizer than at its start."""
-    path = run / TOKENIZER
-    if path.is_file() and data.tokenizer and load_tokenizer(path).to_str() != data.tokenizer.to_str():
+    saved_path = run / TOKENIZER
+    if saved_path.is_file() and data.tokenizer and load_tokenizer(saved_path).to_str() != data.tokenizer.to_str():
         raise InputError(
             f"{run} was trained with another tokenizer than this text gives. "
-            f"Give its own: --set train.tokenizer={path}, or the text that it began with."
+            f"Give its own: --set train.tokenizer={saved_path}, or the text that it began with."
         )

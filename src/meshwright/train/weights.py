@@ -67,14 +67,14 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
     chosen_step = steps[-1] if step is None else step
     if chosen_step not in steps:
         raise InputError(f"{run} has no checkpoint of step {step}. It has: {', '.join(map(str, steps))}.")
-    damaged = f"the checkpoint {run / CHECKPOINTS / str(chosen_step)} is damaged"
-    other_steps = ", ".join(str(number) for number in steps if number != chosen_step)
-    remedy = f"There are checkpoints of steps {other_steps}." if other_steps else "There is no other checkpoint."
+    damaged_text = f"the checkpoint {run / CHECKPOINTS / str(chosen_step)} is damaged"
+    others_text = ", ".join(str(other_step) for other_step in steps if other_step != chosen_step)
+    remedy = f"There are checkpoints of steps {others_text}." if others_text else "There is no other checkpoint."
     try:
         if not require_intact(run / CHECKPOINTS / str(chosen_step)):
             warnings.warn(f"checkpoint {chosen_step} of {run} {UNCHECKED}.", FileWarning, stacklevel=3)
     except CannotRunError as error:
-        raise CannotRunError(f"{damaged}: {error} {remedy}") from None
+        raise CannotRunError(f"{damaged_text}: {error} {remedy}") from None
     # Orbax warns about default options when a folder is opened for reading only.
     logging.getLogger("absl").setLevel(logging.ERROR)
     options = ocp.CheckpointManagerOptions(read_only=True)
@@ -84,29 +84,29 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
             try:
                 return manager.restore(chosen_step, args=ocp.args.Composite(**parts))
             except Exception as error:  # Orbax and its storage raise many kinds
-                raise CannotRunError(f"{damaged}: {first_line(error)[:200]}. {remedy}") from None
+                raise CannotRunError(f"{damaged_text}: {first_line(error)[:200]}. {remedy}") from None
 
         try:
-            stored = msgspec.convert(restore(**{POSITION: ocp.args.JsonRestore()})[POSITION], Stored)
-            model = msgspec.convert(stored.position.model, Model)
+            stored_info = msgspec.convert(restore(**{POSITION: ocp.args.JsonRestore()})[POSITION], Stored)
+            model = msgspec.convert(stored_info.position.model, Model)
         except msgspec.ValidationError as error:
-            raise CannotRunError(f"{damaged}: {error}. {remedy}") from None
-        arrays = stored.arrays
-        shapes = {name: shape for name, shape in param_shapes(model).items() if f".params['{name}']" in arrays}
+            raise CannotRunError(f"{damaged_text}: {error}. {remedy}") from None
+        array_texts = stored_info.arrays
+        shapes = {name: shape for name, shape in param_shapes(model).items() if f".params['{name}']" in array_texts}
         # ``bfloat16`` of ``bfloat16[2,32]``
-        dtypes = {name: np.dtype(arrays[f".params['{name}']"].partition("[")[0]) for name in shapes}
+        dtypes = {name: np.dtype(array_texts[f".params['{name}']"].partition("[")[0]) for name in shapes}
 
         @lru_cache(_ARRAYS_AT_ONCE)
         def read(name: str) -> np.ndarray:
             sharding = SingleDeviceSharding(jax.devices()[0])
-            item = {"params": {name: jax.ShapeDtypeStruct(shapes[name].shape, dtypes[name], sharding=sharding)}}
+            items = {"params": {name: jax.ShapeDtypeStruct(shapes[name].shape, dtypes[name], sharding=sharding)}}
             arguments = ocp.args.PyTreeRestore(
-                item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+                item=items, restore_args=ocp.checkpoint_utils.construct_restore_args(items), partial_restore=True
             )
             return np.asarray(restore(**{STATE: arguments})[STATE]["params"][name])
 
-        base = Path(stored.position.settings.get("weights") or run / BASE)
-        yield CheckpointWeights(model, chosen_step, lambda name, index: read(name)[index], dtypes, base)
+        base_path = Path(stored_info.position.settings.get("weights") or run / BASE)
+        yield CheckpointWeights(model, chosen_step, lambda name, index: read(name)[index], dtypes, base_path)
 
 
 def save_weights(model: Model, params: Params, folder: Path, *, base: str = "") -> None:
@@ -121,11 +121,11 @@ def save_weights(model: Model, params: Params, folder: Path, *, base: str = "") 
 def save_base(model: Model, params: Params, folder: Path) -> None:
     """Writes the frozen weights of a run that drew them at random in its folder `BASE`, where `generate` and PEFT find
     them."""
-    params, base = dequantise_params(params, quantised_base(model), params["embed"].dtype), folder / BASE
-    save_hf(frozen_base(model), params, base, config=end_of_text(model, folder))
+    params, base_folder = dequantise_params(params, quantised_base(model), params["embed"].dtype), folder / BASE
+    save_hf(frozen_base(model), params, base_folder, config=end_of_text(model, folder))
     if jax.process_index() == 0:
-        write_whole(base / TOKENIZER, partial(shutil.copyfile, folder / TOKENIZER))
-        write_sums(base, [base / TOKENIZER])
+        write_whole(base_folder / TOKENIZER, partial(shutil.copyfile, folder / TOKENIZER))
+        write_sums(base_folder, [base_folder / TOKENIZER])
 
 
 def end_of_text(model: Model, folder: Path) -> dict[str, int | list[int]]:
@@ -135,7 +135,7 @@ def end_of_text(model: Model, folder: Path) -> dict[str, int | list[int]]:
         require_intact(folder, [TOKENIZER])
         return {}
     tokenizer, end_id = open_tokenizer(folder, vocab_size=model.vocab_size)
-    table = read_table(folder / GENERATION, remedy="remove it")
-    end_ids = end_tokens(folder, tokenizer) if table else [end_id]
-    token_ids = {key: table[key] for key in TOKEN_KEYS if key in table}
+    config_table = read_table(folder / GENERATION, remedy="remove it")
+    end_ids = end_tokens(folder, tokenizer) if config_table else [end_id]
+    token_ids = {key: config_table[key] for key in TOKEN_KEYS if key in config_table}
     return {**token_ids, "eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0] if end_ids else end_id}

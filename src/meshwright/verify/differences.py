@@ -54,9 +54,9 @@ def compare_traffic(
 
     ``remarks`` are the partitioner's messages about arrays that it replicated.
     """
-    shapes = [match[1] for remark in remarks if (match := _COPIED.search(remark))]
-    num_copied = max((math.prod(parse_shapes(shape)[0].dims) for shape in shapes), default=0)
-    table = TrafficTable(expected, found, mesh, num_copied * math.prod(mesh.values()))
+    copied_shapes = [match[1] for remark in remarks if (match := _COPIED.search(remark))]
+    max_elements = max((math.prod(parse_shapes(shape)[0].dims) for shape in copied_shapes), default=0)
+    table = TrafficTable(expected, found, mesh, max_elements * math.prod(mesh.values()))
     for rule in RULES:
         rule(table)
     return table.result()
@@ -70,12 +70,12 @@ def _tied_weights(table: TrafficTable) -> None:
     for label, sides in table.labels.items():
         if label is None or sides.compiled or label.block.startswith("layer"):
             continue
-        end_sides = [
-            end
-            for step, end in table.labels.items()
-            if step is not None and (step.result, step.op) == (label.result, label.op) and step.block != label.block
+        sides_of_peers = [
+            peer_sides
+            for peer, peer_sides in table.labels.items()
+            if peer is not None and (peer.result, peer.op) == (label.result, label.op) and peer.block != label.block
         ]
-        if any(end.derived == sides.derived and end.compiled for end in end_sides):
+        if any(peer_sides.derived == sides.derived and peer_sides.compiled for peer_sides in sides_of_peers):
             table.taken.add(label)
             table.name("shared", str(label), sides.derived, {})
 
@@ -108,26 +108,26 @@ def _name_unlabelled(table: TrafficTable, label: StepLabel | None, sides: Sides)
     """Names a step's scatter that is not there, where a sum without a label has all of its elements."""
     if label is None or sides.compiled or len(sides.derived) != 1:
         return
-    ((kind, axes), derived), unlabelled = *sides.derived.items(), table.labels[None].compiled
-    full_sum = unlabelled.get(("all_reduce", axes), NOTHING)
-    if kind == "reduce_scatter" and same(full_sum.elements, derived.elements) and not table.is_even((kind, axes)):
+    ((kind, axes), scatter), unlabelled_amounts = *sides.derived.items(), table.labels[None].compiled
+    full_sum = unlabelled_amounts.get(("all_reduce", axes), NOTHING)
+    if kind == "reduce_scatter" and same(full_sum.elements, scatter.elements) and not table.is_even((kind, axes)):
         table.taken.add(label)
         table.name("full all-reduce", str(label), sides.derived, {("all_reduce", axes): full_sum})
-        unlabelled.pop(("all_reduce", axes))
+        unlabelled_amounts.pop(("all_reduce", axes))
 
 
 def _name_label(table: TrafficTable, label: StepLabel | None, sides: Sides) -> None:
     """Names a step's difference, unless its rows are even already."""
     if label in table.taken or all(table.is_even(key) for key in (*sides.derived, *sides.compiled)):
         return
-    limit = table.most_padding[label]
-    if name := _name_of(label, sides, limit):
+    max_pad = table.most_padding[label]
+    if name := _name_of(label, sides, max_pad):
         table.name(name, str(label), sides.derived, sides.compiled)
         return
     for key in sides.derived.keys() & sides.compiled.keys() if label else ():
         # a leg of several
         derived, compiled = {key: sides.derived[key]}, {key: sides.compiled[key]}
-        if not table.is_even(key) and (name := _of_size(derived[key], compiled[key], {key[0]}, most_padding=limit)):
+        if not table.is_even(key) and (name := _of_size(derived[key], compiled[key], {key[0]}, most_padding=max_pad)):
             table.name(name, str(label), derived, compiled)
 
 
@@ -141,10 +141,10 @@ def _scattered_rows(table: TrafficTable) -> None:
         if kind != "reduce_scatter" or table.left[key].elements >= 0 or table.is_even(key):
             continue
         # all-reduces over the same axes, or also over those that sum the replicas afterwards
-        sums = [row for row in table.left if row[0] == "all_reduce" and set(axes) <= set(row[1])]
-        equal_sums = (row for row in sums if same(table.left[row].elements, -table.left[key].elements))
-        if partner := next(equal_sums, None):
-            _name_pair(table, key, partner)
+        sum_keys = [sum_key for sum_key in table.left if sum_key[0] == "all_reduce" and set(axes) <= set(sum_key[1])]
+        equal_keys = (sum_key for sum_key in sum_keys if same(table.left[sum_key].elements, -table.left[key].elements))
+        if partner_key := next(equal_keys, None):
+            _name_pair(table, key, partner_key)
 
 
 def _summed_rows(table: TrafficTable) -> None:
@@ -159,30 +159,30 @@ def _name_sums(table: TrafficTable, key: TrafficKey) -> None:
     if amount.wire >= 0 or table.is_even(key):
         return
     part_keys = [(kind, key[1]) for kind in ("reduce_scatter", "all_gather")]
-    if all(table.left.get(part, NOTHING).wire > 0 for part in part_keys):
-        sent_of = {part: table.left[part] for part in part_keys}
+    if all(table.left.get(part_key, NOTHING).wire > 0 for part_key in part_keys):
+        amount_by_part = {part_key: table.left[part_key] for part_key in part_keys}
         # parts of small arrays are padded
-        if (sum(sent_of.values(), NOTHING) + amount).wire <= MOST_PADDING * -amount.wire:
-            table.name("scattered all-reduce", _words(key), {key: -amount}, sent_of)
+        if (sum(amount_by_part.values(), NOTHING) + amount).wire <= MOST_PADDING * -amount.wire:
+            table.name("scattered all-reduce", _words(key), {key: -amount}, amount_by_part)
         return
     for joint in [row for row in table.left if row[0] == "all_reduce" and set(key[1]) < set(row[1])]:
         rest = "all_reduce", tuple(axis for axis in joint[1] if axis not in key[1])
-        equal = all(same(-table.left.get(row, NOTHING).elements, table.left[joint].elements) for row in (key, rest))
-        if equal and table.left[joint].wire > 0:
+        is_equal = all(same(-table.left.get(row, NOTHING).elements, table.left[joint].elements) for row in (key, rest))
+        if is_equal and table.left[joint].wire > 0:
             table.name(
                 "joined", _words(joint), {row: -table.left[row] for row in (key, rest)}, {joint: table.left[joint]}
             )
             return
 
 
-def _name_pair(table: TrafficTable, scattered: TrafficKey, whole: TrafficKey) -> None:
+def _name_pair(table: TrafficTable, scatter_key: TrafficKey, sum_key: TrafficKey) -> None:
     """Names a reduce-scatter compiled as an all-reduce, which may also include the sum over replicas."""
-    derived = {scattered: -table.left[scattered]}
-    rest_key = "all_reduce", tuple(axis for axis in whole[1] if axis not in scattered[1])
-    replicas = table.left.get(rest_key, NOTHING)
-    if rest_key[1] and replicas.wire < 0:
-        derived[rest_key] = -replicas
-    table.name("full all-reduce", _words(scattered), derived, {whole: table.left[whole]})
+    derived = {scatter_key: -table.left[scatter_key]}
+    rest_key = "all_reduce", tuple(axis for axis in sum_key[1] if axis not in scatter_key[1])
+    replica_sum = table.left.get(rest_key, NOTHING)
+    if rest_key[1] and replica_sum.wire < 0:
+        derived[rest_key] = -replica_sum
+    table.name("full all-reduce", _words(scatter_key), derived, {sum_key: table.left[sum_key]})
 
 
 def _left_rows(table: TrafficTable) -> None:
@@ -205,7 +205,7 @@ def _left_rows(table: TrafficTable) -> None:
             table.name("padding", _words(key), {}, {key: amount})
 
 
-def _is_of_a_tied_weight(table: TrafficTable, key: TrafficKey, left: Amount) -> bool:
+def _is_of_a_tied_weight(table: TrafficTable, key: TrafficKey, left_amount: Amount) -> bool:
     """True if a row lacks what one end of the program sends of an array that embedding and head both gather or
     sum."""
     amount_of = {
@@ -213,17 +213,17 @@ def _is_of_a_tied_weight(table: TrafficTable, key: TrafficKey, left: Amount) -> 
         for label, sides in table.labels.items()
         if label is not None and key in sides.derived and not label.block.startswith("layer")
     }
-    equal_labels = [label for label, amount in amount_of.items() if same(amount.elements, -left.elements)]
-    blocks = {(label.result, label.block) for label in equal_labels if amount_of[label].arrays == -left.arrays}
+    equal_labels = [label for label, amount in amount_of.items() if same(amount.elements, -left_amount.elements)]
+    blocks = {(label.result, label.block) for label in equal_labels if amount_of[label].arrays == -left_amount.arrays}
     return len(blocks) > len({result for result, _ in blocks})
 
 
-def _is_one_round(table: TrafficTable, key: TrafficKey, left: Amount) -> bool:
+def _is_one_round(table: TrafficTable, key: TrafficKey, left_amount: Amount) -> bool:
     """True if a row lacks whole arrays of its own size, at most one of a ring's n - 1 rounds."""
     derived, compiled = table.rows.derived[key], table.rows.compiled[key]
     num_rounds = math.prod(table.mesh[axis] for axis in key[1]) - 1
-    is_whole = same(left.elements / left.arrays, derived.elements / derived.arrays)
-    return is_whole and compiled.arrays > 0 and -left.arrays * num_rounds <= derived.arrays
+    is_whole = same(left_amount.elements / left_amount.arrays, derived.elements / derived.arrays)
+    return is_whole and compiled.arrays > 0 and -left_amount.arrays * num_rounds <= derived.arrays
 
 
 RULES: tuple[Callable[[TrafficTable], None], ...] = (
@@ -250,15 +250,15 @@ def _name_of(label: StepLabel | None, sides: Sides, most_padding: float) -> str:
         return ""
     if sides.windowed:
         return "windowed matmul"
-    derived, compiled = {kind for kind, _ in sides.derived}, {kind for kind, _ in sides.compiled}
-    if derived == {"reduce_scatter"} and "all_reduce" in compiled:
+    kinds, sent_kinds = {kind for kind, _ in sides.derived}, {kind for kind, _ in sides.compiled}
+    if kinds == {"reduce_scatter"} and "all_reduce" in sent_kinds:
         return "full all-reduce"
-    if derived == {"all_reduce"} and "reduce_scatter" in compiled:
+    if kinds == {"all_reduce"} and "reduce_scatter" in sent_kinds:
         return "scattered all-reduce"
     if set(sides.derived) != set(sides.compiled):
         return ""
     return _of_size(
-        sum(sides.derived.values(), NOTHING), sum(sides.compiled.values(), NOTHING), derived, most_padding=most_padding
+        sum(sides.derived.values(), NOTHING), sum(sides.compiled.values(), NOTHING), kinds, most_padding=most_padding
     )
 
 
@@ -269,8 +269,8 @@ def _of_size(derived: Amount, compiled: Amount, kinds: set[str], *, most_padding
     if derived.arrays == compiled.arrays:
         # rows of one number, such as weights of slots, are sent as rows that fill the lanes
         is_lane_padded = same(compiled.elements, LANES * derived.elements)
-        extra = compiled.elements - derived.elements
-        return "padding" if is_lane_padded or 0 < extra < most_padding * derived.elements else ""
+        extra_elements = compiled.elements - derived.elements
+        return "padding" if is_lane_padded or 0 < extra_elements < most_padding * derived.elements else ""
     # combined arrays carry one label: their mean size then differs from that of the step's own
     if not same(compiled.elements / max(compiled.arrays, 1), derived.elements / max(derived.arrays, 1)):
         return ""

@@ -66,25 +66,25 @@ def expected_collectives(
     ``dims`` are those of the global batch (B all sequences); ``width`` is the bytes of an element whose array
     names no dtype. ``layer_by_layer``: gradients are summed over replicas layer by layer, else as stacked arrays.
     """
-    sizes = _sizes(derived, dims, mesh, num_microbatches)
-    pieces = _pieces(derived, sizes)
+    op_sizes = _sizes(derived, dims, mesh, num_microbatches)
+    pieces_of = _pieces(derived, op_sizes)
 
     def counted() -> Iterator[_Counted]:
         for step, times in derived.steps(num_microbatches):
             if step.is_collective and step.phase == "update":
                 # weights are gathered in pieces; an optimizer's own collectives take all layers at once
-                yield step, pieces.get(step.result.name, int(times)) if step.op == "all_gather" else 1, int(times)
+                yield step, pieces_of.get(step.result.name, int(times)) if step.op == "all_gather" else 1, int(times)
             elif step.is_collective:
-                runs = int(times) * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
+                num_runs = int(times) * (int(num_moves(step, op_sizes)) if step.op == "permute" else 1)
                 is_stacked = step.scope == "step" and not layer_by_layer
-                yield step, 1 if is_stacked else runs * int(num_ways(step, sizes)), runs
+                yield step, 1 if is_stacked else num_runs * int(num_ways(step, op_sizes)), num_runs
 
-    return _expected(counted(), sizes, num_microbatches=num_microbatches, width=width)
+    return _expected(counted(), op_sizes, num_microbatches=num_microbatches, width=width)
 
 
 def _pieces(derived: Derived, sizes: OpSizes) -> dict[str, int]:
     """Maps each weight outside the layers to the number of pieces in which it is gathered after an update."""
-    end_names = {name for block in derived.blocks if not block.is_layer for name in weights_of(derived, block)}
+    end_weights = {name for block in derived.blocks if not block.is_layer for name in weights_of(derived, block)}
 
     def shape(array: ShardedArray) -> list[int]:
         return [int(sizes.local(array)[dim]) for dim in array.dims]
@@ -92,7 +92,7 @@ def _pieces(derived: Derived, sizes: OpSizes) -> dict[str, int]:
     return {
         name: cut(shape(weight.shard), shape(derived.declared[name]))[1]
         for name, weight in derived.weights.items()
-        if name in end_names
+        if name in end_weights
     }
 
 
@@ -108,23 +108,23 @@ def _sizes(derived: Derived, dims: Mapping[str, int], mesh: Mapping[str, int], n
 
 
 def _expected(
-    counted: Iterable[_Counted], sizes: SlotSizes, *, num_microbatches: int, width: int
+    counted_steps: Iterable[_Counted], sizes: SlotSizes, *, num_microbatches: int, width: int
 ) -> Iterator[Expected]:
-    for step, arrays, times in counted:
-        if not times:
+    for step, num_arrays, num_times in counted_steps:
+        if not num_times:
             continue
         step_sizes = slot_sizes(step, sizes)
         element_bytes = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
         full_bytes = round(float(step_sizes.elements(step.full) * element_bytes * padding_factor(step, sizes)))
         axes = active_axes(step.axes, sizes.mesh)
         one_leg = CrossedLeg(math.prod(sizes.mesh[axis] for axis in axes), axes, 1)
-        for leg in crossed_legs(step, full_bytes * times // arrays) or (one_leg,):
+        for leg in crossed_legs(step, full_bytes * num_times // num_arrays) or (one_leg,):
             yield Expected(
                 label=step.label,
                 kind=step.op,
                 axes=active_axes(leg.axes, sizes.mesh),
-                num_arrays=arrays,
-                full_bytes=times * full_bytes // leg.divided,
+                num_arrays=num_arrays,
+                full_bytes=num_times * full_bytes // leg.divided,
                 element_bytes=element_bytes,
                 group_size=leg.size,
             )
@@ -132,8 +132,8 @@ def _expected(
 
 def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the axes of more than one device, in the mesh's order."""
-    names = set(axes)
-    return tuple(axis for axis in mesh if axis in names and mesh[axis] > 1)
+    named_axes = set(axes)
+    return tuple(axis for axis in mesh if axis in named_axes and mesh[axis] > 1)
 
 
 # -- pipelines ------------------------------------------------------------------------------------------
@@ -147,32 +147,32 @@ def expected_of_pipeline(
     ``dims`` are those of the global batch (B all sequences, C of one microbatch). Split and whole backward passes both
     count where a schedule has both. Sends count as often as they run: once per direction and tick.
     """
-    count = tables.schedule.num_microbatches
-    sizes = _sizes(derived, dims, mesh, count)
+    num_micro = tables.schedule.num_microbatches
+    sizes = _sizes(derived, dims, mesh, num_micro)
     # stages sum gradients in float32, also those of one microbatch
-    return _expected(_counted_in_text(derived, tables, sizes), sizes, num_microbatches=max(count, 2), width=width)
+    return _expected(_counted_in_text(derived, tables, sizes), sizes, num_microbatches=max(num_micro, 2), width=width)
 
 
 def _counted_in_text(derived: Derived, tables: TickTables, sizes: SlotSizes) -> Iterator[_Counted]:
-    pieces = _pieces(derived, sizes)
+    pieces_of = _pieces(derived, sizes)
     block_weights = ((block, name) for block in derived.blocks for name in block.block.reads)
     block_counts = ((block, name) for block in derived.blocks for name in counts_of(block))
-    rows_of = {name: _rows(derived, block, tables) for block, name in (*block_weights, *block_counts)}
-    for block, step, runs in steps_in_text(derived, tables):
+    num_rows_of = {name: _rows(derived, block, tables) for block, name in (*block_weights, *block_counts)}
+    for block, step, num_runs in steps_in_text(derived, tables):
         if step.is_collective:
-            times = runs * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
-            yield (step, 1, _rows(derived, block, tables)) if step.scope == "step" else (step, times, times)
+            num_times = num_runs * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
+            yield (step, 1, _rows(derived, block, tables)) if step.scope == "step" else (step, num_times, num_times)
     channels_of = {"forward": tables.x_channels, "backward": tables.dx_channels}
     for step in derived.boundary:
         num_sends = sum(channel.offset != 0 for channel in channels_of[step.phase]) if step.op == "permute" else 1
-        times = tables.num_ticks * num_sends
-        yield step, times, times
+        num_times = tables.num_ticks * num_sends
+        yield step, num_times, num_times
     if tables.schedule.weight_copies > 1:
-        yield from ((step, 1, rows_of[step.result.name.removeprefix("d")]) for step in meetings(derived))
+        yield from ((step, 1, num_rows_of[step.result.name.removeprefix("d")]) for step in meetings(derived))
     for step in (*derived.ends, *derived.update):
         if step.is_collective:
-            times = rows_of.get(step.result.name, 1)
-            yield step, pieces.get(step.result.name, times) if step.op == "all_gather" else 1, times
+            num_times = num_rows_of.get(step.result.name, 1)
+            yield step, pieces_of.get(step.result.name, num_times) if step.op == "all_gather" else 1, num_times
 
 
 def steps_in_text(derived: Derived, tables: TickTables) -> Iterator[tuple[BlockSteps, Step, int]]:
@@ -182,12 +182,12 @@ def steps_in_text(derived: Derived, tables: TickTables) -> Iterator[tuple[BlockS
     runs_twice, num_stages = tables.has_whole and tables.has_split, tables.schedule.num_virtual_stages
     for block in derived.blocks:
         num_layers = _layers(derived, block, tables)
-        times_again = num_layers if block.rerun is None else round(block.rerun.times(num_layers, num_stages))
+        num_layers_again = num_layers if block.rerun is None else round(block.rerun.times(num_layers, num_stages))
         for step in block.forward:
             yield block, step, tables.num_ticks * num_layers
-        for number, step in enumerate(block.backward):
-            ticks = tables.num_ticks * (2 if runs_twice and block.is_layer else 1)
-            yield block, step, ticks * (times_again if number < block.num_again else num_layers)
+        for step_index, step in enumerate(block.backward):
+            num_ticks = tables.num_ticks * (2 if runs_twice and block.is_layer else 1)
+            yield block, step, num_ticks * (num_layers_again if step_index < block.num_again else num_layers)
 
 
 def _layers(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
@@ -252,26 +252,26 @@ class StepDerivation:
         if self._tables is not None:
             return list(expected_of_pipeline(self.derived, self._tables, self.dims, mesh, width=width))
         num_microbatches, is_overlapped = strategy.num_microbatches, strategy.gradient_sync == "overlapped"
-        rows = expected_collectives(
+        expected_rows = expected_collectives(
             self.derived, self.dims, mesh, num_microbatches=num_microbatches, width=width, layer_by_layer=is_overlapped
         )
-        return list(rows)
+        return list(expected_rows)
 
     def products(self) -> dict[StepLabel, float]:
         """Returns the FLOPs of each step's products on one device; a pipeline's count in every tick, as in its text."""
         # Sizes of one microbatch, and attention over all keys.
-        sizes = _sizes(self.derived, self.dims, self.strategy.mesh, self.strategy.num_microbatches)
-        by_label: dict[StepLabel, float] = defaultdict(float)
+        op_sizes = _sizes(self.derived, self.dims, self.strategy.mesh, self.strategy.num_microbatches)
+        flops_by_label: dict[StepLabel, float] = defaultdict(float)
         if self._tables is None:
-            steps = [(step, int(times)) for step, times in self.derived.steps(self.strategy.num_microbatches)]
+            steps = [(step, int(num_times)) for step, num_times in self.derived.steps(self.strategy.num_microbatches)]
         else:
-            steps = [(step, times) for _, step, times in steps_in_text(self.derived, self._tables)]
-        for step, times in steps:
+            steps = [(step, num_times) for _, step, num_times in steps_in_text(self.derived, self._tables)]
+        for step, num_times in steps:
             is_product = not (step.is_collective or is_attention(step))
-            flops = float(np.asarray(op_flops(step, slot_sizes(step, sizes)))) if is_product else 0.0
+            flops = float(np.asarray(op_flops(step, slot_sizes(step, op_sizes)))) if is_product else 0.0
             if flops:
-                by_label[step.label] += flops * times
-        return dict(by_label)
+                flops_by_label[step.label] += flops * num_times
+        return dict(flops_by_label)
 
     @cached_property
     def _tables(self) -> TickTables | None:

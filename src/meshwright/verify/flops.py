@@ -53,21 +53,21 @@ class ProductCount(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Products:
     """Compares the products of an unoptimised program with those of its derivation."""
-    count = count_products(program)
-    left_out = {label for label in (*count.flops, *derived) if label in count.by_data or _attends(label)}
-    labels = [label for label in dict.fromkeys((*derived, *count.flops)) if label not in left_out]
-    pairs = {label: (derived.get(label, 0.0), count.flops.get(label, 0.0)) for label in labels}  # type: ignore[arg-type]
-    total_derived, total_compiled = (sum(pair[side] for pair in pairs.values()) for side in (0, 1))
-    differing = [
+    sums = count_products(program)
+    left_out_labels = {label for label in (*sums.flops, *derived) if label in sums.by_data or _attends(label)}
+    labels = [label for label in dict.fromkeys((*derived, *sums.flops)) if label not in left_out_labels]
+    flops = {label: (derived.get(label, 0.0), sums.flops.get(label, 0.0)) for label in labels}  # type: ignore[arg-type]
+    total_derived, total_compiled = (sum(pair[side] for pair in flops.values()) for side in (0, 1))
+    differing_rows = [
         StepProducts(where=str(label or "no step"), derived=d, compiled=c)
-        for label, (d, c) in pairs.items()
+        for label, (d, c) in flops.items()
         if abs(c - d) > TOLERANCE * max(c, d)
     ]
     return Products(
         derived=total_derived,
         compiled=total_compiled,
-        differences=tuple(sorted(differing, key=lambda row: -abs(row.compiled - row.derived))),
-        by_data=tuple(sorted(str(label) for label in count.by_data)),
+        differences=tuple(sorted(differing_rows, key=lambda row: -abs(row.compiled - row.derived))),
+        by_data=tuple(sorted(str(label) for label in sums.by_data)),
     )
 
 
@@ -91,25 +91,25 @@ def count_products(program: str) -> ProductCount:
     @cache
     def products(name: str) -> Counter[tuple[_Label, bool]]:
         """Returns FLOPs of a computation and its callees, by label and whether a loop's count depends on data."""
-        computation, totals = module.computations[name], Counter[tuple[_Label, bool]]()
+        computation, flop_sums = module.computations[name], Counter[tuple[_Label, bool]]()
         for instruction in computation.instructions:
             if instruction.opcode == "dot":
-                totals[instruction.label, False] += product_flops(instruction, computation.by_name)
+                flop_sums[instruction.label, False] += product_flops(instruction, computation.by_name)
             elif instruction.opcode in KERNELS:
-                totals[instruction.label, True] += 0
-            for role, called in instruction.called:
-                if role == "condition" or called not in module.computations or runs_further_rounds(module, instruction):
+                flop_sums[instruction.label, True] += 0
+            for role, callee in instruction.called:
+                if role == "condition" or callee not in module.computations or runs_further_rounds(module, instruction):
                     continue
-                by_label = products(called)
-                loops = bool(by_label) and instruction.opcode == "while" and not runs_at_most_once(module, instruction)
+                flops_of = products(callee)
+                loops = bool(flops_of) and instruction.opcode == "while" and not runs_at_most_once(module, instruction)
                 num_trips = trip_count(module, instruction) if loops else 1
-                for (label, depends), flops in by_label.items():
+                for (label, is_dynamic), flops in flops_of.items():
                     # A function shared by several steps has no label and takes its caller's.
-                    totals[label or instruction.label, depends or num_trips is None] += (num_trips or 1) * flops
-        return totals
+                    flop_sums[label or instruction.label, is_dynamic or num_trips is None] += (num_trips or 1) * flops
+        return flop_sums
 
-    flops: dict[_Label, float] = defaultdict(float)
-    for (label, _), number in products(module.entry).items():
-        flops[label] += number
-    by_data = frozenset(label for label, depends in products(module.entry) if depends and _multiplies(label))
-    return ProductCount(flops=dict(flops), by_data=by_data)
+    flops_by_label: dict[_Label, float] = defaultdict(float)
+    for (label, _), num_flops in products(module.entry).items():
+        flops_by_label[label] += num_flops
+    data_labels = frozenset(label for label, is_dynamic in products(module.entry) if is_dynamic and _multiplies(label))
+    return ProductCount(flops=dict(flops_by_label), by_data=data_labels)

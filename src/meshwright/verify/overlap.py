@@ -47,23 +47,23 @@ def compare_overlap(
     found: Iterable[CompiledCollective], priced: Breakdown, mesh: Mapping[str, int]
 ) -> OverlapComparison:
     """Compares the overlap of compiled collectives with that of a priced step on the same mesh."""
-    compiled: dict[tuple[str, tuple[str, ...]], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    compiled_bytes: dict[tuple[str, tuple[str, ...]], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for sent in found:
         if axes := active_axes(sent.axes, mesh):
-            axes_size = math.prod(mesh[axis] for axis in axes)
-            group = sent.group_size if 1 < sent.group_size < axes_size else axes_size
-            compiled[sent.kind, axes][sent.overlap] += sent.total_bytes * received_share(sent.kind, group)
+            num_devices = math.prod(mesh[axis] for axis in axes)
+            group_size = sent.group_size if 1 < sent.group_size < num_devices else num_devices
+            compiled_bytes[sent.kind, axes][sent.overlap] += sent.total_bytes * received_share(sent.kind, group_size)
     derived = {(traffic.op, active_axes(traffic.axes, mesh)): traffic for traffic in priced.traffic}
     rows = [
         OverlapRow(
             kind=kind,
             axes=axes,
-            overlapped={how: num_bytes for how, num_bytes in compiled[kind, axes].items() if how},
-            exposed_bytes=compiled[kind, axes][""],
+            overlapped={how: num_bytes for how, num_bytes in compiled_bytes[kind, axes].items() if how},
+            exposed_bytes=compiled_bytes[kind, axes][""],
             alone_s=traffic.alone_s if traffic else 0.0,
             hidden_s=traffic.alone_s - traffic.exposed_s if traffic else 0.0,
         )
-        for kind, axes in dict.fromkeys((*compiled, *derived))
+        for kind, axes in dict.fromkeys((*compiled_bytes, *derived))
         for traffic in (derived.get((kind, axes)),)
     ]
     return OverlapComparison(

@@ -89,24 +89,24 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
     counts_products = bool(outcome.program) and request.form == "shard_map"
     memory, offered_bytes = None, available_bytes(outcome.out_of_memory)
     if request.target.platform != "cpu":
-        measured = outcome.memory
+        measured_memory = outcome.memory
         memory = MemoryComparison(
             items=derivation.memory(),
-            arguments=measured.arguments,
-            temporaries=measured.temporaries + measured.outputs,
-            needed=measured.needed,
-            peak=measured.peak,
+            arguments=measured_memory.arguments,
+            temporaries=measured_memory.temporaries + measured_memory.outputs,
+            needed=measured_memory.needed,
+            peak=measured_memory.peak,
             available=min((offered_bytes or 0) * _devices(request) or math.inf, request.setting.memory_limit),
         )
         refusal = refusal or _does_not_fit(request, memory)
     traffic, traffic_error, overlap = None, "", None
     mesh = request.strategy.mesh
     try:
-        expected, compiled = derivation.expected(), collectives(outcome.hlo, mesh)
-        traffic = compare_traffic(expected, compiled, mesh, remarks=outcome.remarks)
+        expected_rows, compiled_rows = derivation.expected(), collectives(outcome.hlo, mesh)
+        traffic = compare_traffic(expected_rows, compiled_rows, mesh, remarks=outcome.remarks)
         if request.target.platform != "cpu" and request.form == "shard_map":
-            priced = price_strategy(request.setting, request.strategy)
-            overlap = compare_overlap(compiled, Breakdown(priced), mesh)
+            priced_step = price_strategy(request.setting, request.strategy)
+            overlap = compare_overlap(compiled_rows, Breakdown(priced_step), mesh)
     except ValueError as error:
         traffic_error = str(error)
     return Proof(
@@ -124,9 +124,9 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
 def _devices(request: Request) -> int:
     """Returns how many devices of the compiler a chip is; 0 for a chip with another memory than the compiler knows."""
     chip = request.setting.cluster.chip
-    base = compiled_as(chip)
-    target = catalogued(base, "libtpu")
-    return 0 if base.memory_bytes != chip.memory_bytes else target.devices if target else 1
+    base_chip = compiled_as(chip)
+    target = catalogued(base_chip, "libtpu")
+    return 0 if base_chip.memory_bytes != chip.memory_bytes else target.devices if target else 1
 
 
 def _refusal(request: Request, outcome: CompileOutcome) -> str:
@@ -145,10 +145,10 @@ def _refusal(request: Request, outcome: CompileOutcome) -> str:
 def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
     if memory.fits:
         return ""
-    needed_gb, has = memory.needed / 1e9, memory.available / 1e9
+    gb, max_gb = memory.needed / 1e9, memory.available / 1e9
     return (
-        f"the {request.step} step of {request.setting.model.name} needs {needed_gb:.1f} GB on each chip of "
-        f"{request.setting.cluster.short_name}, {needed_gb / has:.2g} times the {has:.1f} GB that a chip has for it. "
+        f"the {request.step} step of {request.setting.model.name} needs {gb:.1f} GB on each chip of "
+        f"{request.setting.cluster.short_name}, {gb / max_gb:.2g} times the {max_gb:.1f} GB that a chip has for it. "
         f"Use more chips, {'more remat' if request.setting.job.trains else 'int8'}, or fewer sequences at a time."
     )
 

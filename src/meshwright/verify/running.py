@@ -88,8 +88,8 @@ def _take_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / REQUEST).is_file():
             raise InputError(f"{folder} holds other files, which could be lost. Name a new or an empty folder.")
-        for name in (LOWERED, MEMORY, MODULE, OPTIONS, ERROR):
-            (folder / name).unlink(missing_ok=True)
+        for file_name in (LOWERED, MEMORY, MODULE, OPTIONS, ERROR):
+            (folder / file_name).unlink(missing_ok=True)
         for old_file in (folder / DUMP).glob("*"):
             if old_file.is_file():
                 old_file.unlink()
@@ -99,76 +99,76 @@ def _take_folder(folder: Path) -> None:
 
 
 def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: float) -> CompileOutcome:
-    dumps = folder / DUMP
+    dump_folder = folder / DUMP
     (folder / REQUEST).write_bytes(msgspec.json.encode(request))
-    log = folder / "compiler.log"
-    started = time.monotonic()
-    with log.open("wb") as stream:
+    log_path = folder / "compiler.log"
+    start_s = time.monotonic()
+    with log_path.open("wb") as log_file:
         process = subprocess.Popen(
             [*program, str(folder)],
-            stdout=stream,
-            stderr=stream,
-            env=_environment(request, dumps),
+            stdout=log_file,
+            stderr=log_file,
+            env=_environment(request, dump_folder),
             start_new_session=True,
         )
-        dumps_to_watch = dumps if request.target.platform != "cpu" and request.depth == "partition" else None
+        dumps_to_watch = dump_folder if request.target.platform != "cpu" and request.depth == "partition" else None
         try:
-            ended, status, usage, seen_kb = _wait(process, started + timeout_s, dumps_to_watch)
+            end_kind, exit_status, usage, peak_kb = _wait(process, start_s + timeout_s, dumps_to_watch)
         except BaseException:
             # the process runs in a session of its own, which Ctrl-C does not reach
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
-    text = log.read_text(errors="replace")
+    log_text = log_path.read_text(errors="replace")
     # Linux starts a program's ru_maxrss at the peak of the process that started it: up to there it says nothing.
-    is_inherited = usage.ru_maxrss <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    is_inherited_peak = usage.ru_maxrss <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     costs = {
-        "wall_s": time.monotonic() - started,
+        "wall_s": time.monotonic() - start_s,
         "cpu_s": usage.ru_utime + usage.ru_stime,
-        "max_rss_bytes": (seen_kb if is_inherited and seen_kb else usage.ru_maxrss) * 1024,
+        "max_rss_bytes": (peak_kb if is_inherited_peak and peak_kb else usage.ru_maxrss) * 1024,
     }
-    return _outcome(folder, ended, status, text, costs, on_cpu=request.target.platform == "cpu")
+    return _outcome(folder, end_kind, exit_status, log_text, costs, on_cpu=request.target.platform == "cpu")
 
 
-def _environment(request: Request, dumps: Path) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+def _environment(request: Request, dump_folder: Path) -> dict[str, str]:
+    parent_env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     # A program from JAX's cache would not be compiled, and nothing dumped.
-    variables = {**inherited, **request.target.environment, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    variables = {**parent_env, **request.target.environment, "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if request.depth == "lower":
         variables["JAX_PLATFORMS"] = "cpu"
         variables.pop("XLA_FLAGS", None)
     else:
-        variables["XLA_FLAGS"] = f"{variables.get('XLA_FLAGS', '')} {FLAGS.format(folder=dumps)}".strip()
+        variables["XLA_FLAGS"] = f"{variables.get('XLA_FLAGS', '')} {FLAGS.format(folder=dump_folder)}".strip()
     return variables
 
 
 def _wait(
-    process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | None
+    process: "subprocess.Popen[bytes]", deadline_s: float, dump_folder: Path | None
 ) -> tuple[str, int, resource.struct_rusage, int]:
     """Waits for a process, and kills it at the deadline, or once the dump is complete.
 
     Returns how it ended, its exit status, its resource usage, and the last peak of its memory seen in KiB (0: none).
     """
-    sizes: tuple[int, ...] = ()
-    num_steady = 0
+    file_sizes: tuple[int, ...] = ()
+    num_steady_polls = 0
     peak_kb = 0
-    ended = "exit"
+    end_kind = "exit"
     while True:
         peak_kb = max(peak_kb, _peak_kb(process.pid))
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return ended, process.returncode, usage, peak_kb
-        if time.monotonic() > deadline and ended == "exit":
-            ended = "timeout"
+        ended_pid, wait_status, resource_usage = os.wait4(process.pid, os.WNOHANG)
+        if ended_pid:
+            process.returncode = os.waitstatus_to_exitcode(wait_status)
+            return end_kind, process.returncode, resource_usage, peak_kb
+        if time.monotonic() > deadline_s and end_kind == "exit":
+            end_kind = "timeout"
             os.killpg(process.pid, signal.SIGKILL)
-        files = dump_files(dumps) if dumps is not None and ended == "exit" else None
-        if files is not None:
-            new_sizes = tuple(path.stat().st_size for path in files.values())
-            num_steady = num_steady + 1 if new_sizes == sizes else 0
-            sizes = new_sizes
-            if num_steady >= _STABLE_POLLS:
-                ended = "stopped"
+        path_of = dump_files(dump_folder) if dump_folder is not None and end_kind == "exit" else None
+        if path_of is not None:
+            new_file_sizes = tuple(path.stat().st_size for path in path_of.values())
+            num_steady_polls = num_steady_polls + 1 if new_file_sizes == file_sizes else 0
+            file_sizes = new_file_sizes
+            if num_steady_polls >= _STABLE_POLLS:
+                end_kind = "stopped"
                 os.killpg(process.pid, signal.SIGKILL)
         time.sleep(POLL_S)
 
@@ -182,28 +182,28 @@ def _peak_kb(pid: int) -> int:
     return int(match[1]) if match else 0
 
 
-def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, Any], *, on_cpu: bool) -> CompileOutcome:
-    memory, error = _read(folder / MEMORY, Memory), _read(folder / ERROR, dict)
-    files = None if on_cpu else dump_files(folder / DUMP)
-    lowered, program = (folder / LOWERED).is_file(), read_program(folder / DUMP)
+def _outcome(folder: Path, ended: str, status: int, log: str, costs: dict[str, Any], *, on_cpu: bool) -> CompileOutcome:
+    memory, error_fields = _read(folder / MEMORY, Memory), _read(folder / ERROR, dict)
+    path_of = None if on_cpu else dump_files(folder / DUMP)
+    is_lowered, program = (folder / LOWERED).is_file(), read_program(folder / DUMP)
     # The partitioner reports that it replicated an array to reshard it.
     remarks = tuple(line.strip() for line in log.splitlines() if "nvoluntary full rematerialization" in line)
     options = _read(folder / OPTIONS, GivenOptions) or GivenOptions()
-    outcome = partial(CompileOutcome, lowered=lowered, remarks=remarks, program=program, compiler=options, **spent)
-    if files is not None:
-        assigned_memory, hlo = read_memory(files[BUFFERS_END].read_text()), files[MODULE_END].read_text()
+    outcome = partial(CompileOutcome, lowered=is_lowered, remarks=remarks, program=program, compiler=options, **costs)
+    if path_of is not None:
+        assigned_memory, hlo = read_memory(path_of[BUFFERS_END].read_text()), path_of[MODULE_END].read_text()
         if memory is not None and ended == "exit":
             # the compiler's own summary counts aliased buffers twice, the dumped assignment does not
             return outcome(ended="done", memory=msgspec.structs.replace(assigned_memory, peak=memory.peak), hlo=hlo)
-        message = error["message"] if error else ""
-        out_of_memory = message if "RESOURCE_EXHAUSTED" in message else ""
-        if out_of_memory or (ended == "stopped" and not error):
-            return outcome(ended="stopped", memory=assigned_memory, out_of_memory=out_of_memory, hlo=hlo)
-    if error is not None:
-        lines = error["message"].strip().splitlines() or ["no message"]
-        return outcome(ended="error", message=lines[0])
+        message = error_fields["message"] if error_fields else ""
+        oom_text = message if "RESOURCE_EXHAUSTED" in message else ""
+        if oom_text or (ended == "stopped" and not error_fields):
+            return outcome(ended="stopped", memory=assigned_memory, out_of_memory=oom_text, hlo=hlo)
+    if error_fields is not None:
+        message_lines = error_fields["message"].strip().splitlines() or ["no message"]
+        return outcome(ended="error", message=message_lines[0])
     if ended == "timeout":
-        return outcome(ended="timeout", message=f"stopped after {spent['wall_s']:.0f} s")
+        return outcome(ended="timeout", message=f"stopped after {costs['wall_s']:.0f} s")
     if status != 0:
         return outcome(ended="crash", message=_last_words(status, log))
     hlo = (folder / MODULE).read_text() if (folder / MODULE).is_file() else ""
@@ -219,14 +219,14 @@ def _read(path: Path, kind: type[Kind]) -> Kind | None:
 
 def dump_files(folder: Path) -> dict[str, Path] | None:
     """Returns the files of the step's module by suffix; None until all of them exist and are not empty."""
-    files = {}
+    path_by_suffix = {}
     for suffix in _ENDS:
-        paths = sorted(p for p in folder.glob(f"*.jit_*{suffix}") if p.stat().st_size)
+        paths = sorted(path for path in folder.glob(f"*.jit_*{suffix}") if path.stat().st_size)
         if not paths:
             return None
         # small modules, such as those of constants, come before the step and are smaller
-        files[suffix] = max(paths, key=lambda path: path.stat().st_size)
-    return files
+        path_by_suffix[suffix] = max(paths, key=lambda path: path.stat().st_size)
+    return path_by_suffix
 
 
 def read_program(folder: Path) -> str:
@@ -237,17 +237,17 @@ def read_program(folder: Path) -> str:
 
 def read_memory(buffer_assignment: str) -> Memory:
     """Sums the HBM bytes (memory space 0) of a buffer assignment: parameters, temporaries and separate outputs."""
-    arguments = temporaries = outputs = 0
-    for size, color, rest in _ALLOCATION.findall(buffer_assignment):
-        if (color and color != "0") or "thread-local" in rest:
+    argument_bytes = temporary_bytes = output_bytes = 0
+    for size_text, color, attributes_text in _ALLOCATION.findall(buffer_assignment):
+        if (color and color != "0") or "thread-local" in attributes_text:
             continue
-        if "parameter" in rest:
-            arguments += int(size)
-        elif "maybe-live-out" in rest or "output shape" in rest:
-            outputs += int(size)
+        if "parameter" in attributes_text:
+            argument_bytes += int(size_text)
+        elif "maybe-live-out" in attributes_text or "output shape" in attributes_text:
+            output_bytes += int(size_text)
         else:
-            temporaries += int(size)
-    return Memory(arguments=arguments, temporaries=temporaries, outputs=outputs)
+            temporary_bytes += int(size_text)
+    return Memory(arguments=argument_bytes, temporaries=temporary_bytes, outputs=output_bytes)
 
 
 def available_bytes(message: str) -> int | None:
@@ -255,14 +255,14 @@ def available_bytes(message: str) -> int | None:
     match = _OUT_OF_MEMORY.search(message)
     if match is None:
         return None
-    number, unit = (match[1], match[2]) if match[1] else (match[5], match[6])
-    return round(parse_bytes(f"{number}{unit}iB"))
+    number_text, unit = (match[1], match[2]) if match[1] else (match[5], match[6])
+    return round(parse_bytes(f"{number_text}{unit}iB"))
 
 
-def _last_words(status: int, log: str) -> str:
-    exit_text = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    lines = [line for line in log.splitlines() if line.strip()]
-    return f"{exit_text}: {lines[-1].strip()[:300]}" if lines else exit_text
+def _last_words(exit_status: int, log_text: str) -> str:
+    exit_text = f"signal {signal.Signals(-exit_status).name}" if exit_status < 0 else f"exit status {exit_status}"
+    log_lines = [line for line in log_text.splitlines() if line.strip()]
+    return f"{exit_text}: {log_lines[-1].strip()[:300]}" if log_lines else exit_text
 
 
 def python_program(module: str) -> tuple[str, ...]:

@@ -38,10 +38,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of a compiling process: they suppress logs and the search for hardware."""
-        quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+        log_variables = {"TF_CPP_MIN_LOG_LEVEL": "2"}
         if self.platform == "tpu":
             return {
-                **quiet,
+                **log_variables,
                 "TPU_SKIP_MDS_QUERY": "1",
                 "TPU_ACCELERATOR_TYPE": "v5litepod-4",
                 "TPU_WORKER_HOSTNAMES": "localhost",
@@ -49,10 +49,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
                 "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             }
         if self.platform == "cuda":
-            return {**quiet, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+            return {**log_variables, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
         # the code that a CPU would run is not read: level 0 compiles faster, with the same HLO and buffers
         flags = f"--xla_force_host_platform_device_count={self.num_devices} --xla_backend_optimization_level=0"
-        return {**quiet, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        return {**log_variables, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
 def is_installed(platform: CompilerPlatform) -> bool:
@@ -79,8 +79,8 @@ def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
     gpu = catalogued(chip, "xla_gpu")
     if gpu and not (only_lower and not is_installed("cuda")):
         if real.hbm_bytes and chip.hbm_bytes:  # the scheduler keeps within this capacity
-            size = round(gpu.device_memory_size * real.hbm_bytes / chip.hbm_bytes)
-            gpu = msgspec.structs.replace(gpu, device_memory_size=size)
+            memory_size = round(gpu.device_memory_size * real.hbm_bytes / chip.hbm_bytes)
+            gpu = msgspec.structs.replace(gpu, device_memory_size=memory_size)
         options = {"topology": f"1x{cluster.nodes}x{cluster.domain}", "target_config": target_config(gpu)}
         return Target(platform="cuda", options=options, num_devices=cluster.num_chips, note=note)
     if cluster.kind == "host":
@@ -88,7 +88,7 @@ def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
     if only_lower:
         reason = f"the compiler for cuda is not installed ({_how('cuda')})" if gpu else "no compiler is known"
         return Target(platform="cpu", num_devices=cluster.num_chips, note=f"lowered for CPUs: {reason}")
-    chip_names = ", ".join(name for name, entry in chips().items() if entry.libtpu or entry.xla_gpu)
+    chip_names = ", ".join(name for name, chip_entry in chips().items() if chip_entry.libtpu or chip_entry.xla_gpu)
     raise CannotRunError(
         f"no compiler is known for {real.full_name or real.name}. Programs are compiled for {chip_names} "
         f"and cpu. {WITHOUT_COMPILER}"
@@ -166,16 +166,16 @@ SHARED = """\
 
 def target_config(gpu: XlaGpuTarget) -> str:
     """Writes XLA's GpuTargetConfigProto for a GPU as text."""
-    capability, dnn = gpu.capability, gpu.dnn.split(".")
+    capability, dnn_parts = gpu.capability, gpu.dnn.split(".")
     major, minor = capability.rstrip("a").split(".")
     feature = " feature_extension: ACCELERATED_FEATURES" if capability.endswith("a") else ""
     quoted = ("description", "capability", "dnn")
-    counted = " ".join(f"{name}: {value}" for name, value in msgspec.structs.asdict(gpu).items() if name not in quoted)
+    figures = " ".join(f"{name}: {value}" for name, value in msgspec.structs.asdict(gpu).items() if name not in quoted)
     return (
-        f"gpu_device_info {{\n{SHARED}  {counted}\n"
+        f"gpu_device_info {{\n{SHARED}  {figures}\n"
         f"  cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}\n"
-        f'  dnn_version: "{".".join(dnn)}"\n}}\n'
+        f'  dnn_version: "{".".join(dnn_parts)}"\n}}\n'
         f'platform_name: "CUDA"\n'
-        f"dnn_version_info {{ major: {dnn[0]} minor: {dnn[1]} patch: {dnn[2]} }}\n"
+        f"dnn_version_info {{ major: {dnn_parts[0]} minor: {dnn_parts[1]} patch: {dnn_parts[2]} }}\n"
         f'device_description_str: "{gpu.description}"\n'
     )

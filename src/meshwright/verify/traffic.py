@@ -76,8 +76,8 @@ class TrafficComparison(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def remainder(self) -> float:
         """Absolute unnamed differences as a share of all bytes."""
-        unnamed = sum(abs(row.compiled_bytes - row.derived_bytes - row.named_bytes) for row in self.rows)
-        return unnamed / max(self.compiled_bytes, self.derived_bytes, 1.0)
+        unnamed_bytes = sum(abs(row.compiled_bytes - row.derived_bytes - row.named_bytes) for row in self.rows)
+        return unnamed_bytes / max(self.compiled_bytes, self.derived_bytes, 1.0)
 
 
 class Amount(msgspec.Struct, frozen=True):
@@ -107,17 +107,17 @@ class Sides:
         self.windowed = False
 
 
-def _amount_of(found: CompiledCollective, size: int) -> Amount:
-    """Returns the traffic of a collective over axes of ``size`` devices.
+def _amount_of(found: CompiledCollective, num_devices: int) -> Amount:
+    """Returns the traffic of a collective over axes of ``num_devices`` devices.
 
     A collective over axes that span slices is compiled as one inside and one between them. The one between them adds
     its bytes; elements and arrays count once, with the one inside.
     """
-    group_size = found.group_size if 1 < found.group_size < size else size
-    wire = found.total_bytes * received_share(found.kind, group_size)
-    if found.dcn and group_size < size:
-        return Amount(wire=wire)
-    return Amount(found.total_bytes * 8 / ELEMENT_BITS.get(found.dtype, 32), wire, found.trips * found.num_arrays)
+    group_size = found.group_size if 1 < found.group_size < num_devices else num_devices
+    wire_bytes = found.total_bytes * received_share(found.kind, group_size)
+    if found.dcn and group_size < num_devices:
+        return Amount(wire=wire_bytes)
+    return Amount(found.total_bytes * 8 / ELEMENT_BITS.get(found.dtype, 32), wire_bytes, found.trips * found.num_arrays)
 
 
 def same(one: float, other: float) -> bool:
@@ -143,22 +143,22 @@ class TrafficTable:
         self.differences: list[Difference] = []
         self.left: dict[TrafficKey, Amount] = defaultdict(Amount)
         self.most_padding: dict[StepLabel | None, float] = defaultdict(lambda: MOST_PADDING)
-        for e in expected:
-            if e.axes:
-                shard_bytes = e.full_bytes / e.num_arrays / e.group_size
-                self.most_padding[e.label] = max(self.most_padding[e.label], TILE_BYTES / shard_bytes)
-                share = received_share(e.kind, e.group_size)
-                amount = Amount(e.full_bytes / e.element_bytes, e.full_bytes * share, e.num_arrays)
-                for side in (self.labels[e.label].derived, self.rows.derived):
-                    side[e.kind, e.axes] += amount
-        for c in found:
-            if axes := active_axes(c.axes, mesh):
-                amount = _amount_of(c, math.prod(mesh[axis] for axis in axes))
-                for side in (self.labels[c.label].compiled, self.rows.compiled):
-                    side[c.kind, axes] += amount
-                self.labels[c.label].windowed |= c.windowed
-                if _REPEATED in c.name:
-                    self.repeated_bytes[c.kind, axes] += amount.wire
+        for row in expected:
+            if row.axes:
+                shard_bytes = row.full_bytes / row.num_arrays / row.group_size
+                self.most_padding[row.label] = max(self.most_padding[row.label], TILE_BYTES / shard_bytes)
+                received_fraction = received_share(row.kind, row.group_size)
+                amount = Amount(row.full_bytes / row.element_bytes, row.full_bytes * received_fraction, row.num_arrays)
+                for amount_by_key in (self.labels[row.label].derived, self.rows.derived):
+                    amount_by_key[row.kind, row.axes] += amount
+        for collective in found:
+            if axes := active_axes(collective.axes, mesh):
+                amount = _amount_of(collective, math.prod(mesh[axis] for axis in axes))
+                for amount_by_key in (self.labels[collective.label].compiled, self.rows.compiled):
+                    amount_by_key[collective.kind, axes] += amount
+                self.labels[collective.label].windowed |= collective.windowed
+                if _REPEATED in collective.name:
+                    self.repeated_bytes[collective.kind, axes] += amount.wire
         for key in (*self.rows.compiled, *self.rows.derived):
             self.left[key] = self.rows.compiled.get(key, NOTHING) + -self.rows.derived.get(key, NOTHING)
 
@@ -169,11 +169,11 @@ class TrafficTable:
     def name(self, name: str, where: str, derived: TrafficAmounts, compiled: TrafficAmounts) -> None:
         """Gives a difference a name: what both sides have of it, by row, is left no more."""
         for key in {**derived, **compiled}:
-            extra = compiled.get(key, NOTHING) + -derived.get(key, NOTHING)
-            self.named[key] += extra.wire
-            self.left[key] += -extra
-        due, sent = (sum(side.values(), NOTHING).wire for side in (derived, compiled))
-        self.differences.append(Difference(name=name, where=where, derived_bytes=due, compiled_bytes=sent))
+            extra_amount = compiled.get(key, NOTHING) + -derived.get(key, NOTHING)
+            self.named[key] += extra_amount.wire
+            self.left[key] += -extra_amount
+        due_bytes, sent_bytes = (sum(amounts.values(), NOTHING).wire for amounts in (derived, compiled))
+        self.differences.append(Difference(name=name, where=where, derived_bytes=due_bytes, compiled_bytes=sent_bytes))
 
     def result(self) -> TrafficComparison:
         """Returns all rows and the named differences, most bytes first."""

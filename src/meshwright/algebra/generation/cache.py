@@ -73,12 +73,12 @@ def cache_table(
     program = repeating(plain_program(model, storage), strategy_of_heads(strategy, model.num_kv_heads))
     sizes = held_dims(model.dims, strategy.mesh) | {"B": batch_seqs}
     sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
-    rows = []
+    cache_arrays = []
     for block in program.blocks:
-        for array in (program.variables[name] for name in caches_of(block)):
-            shape = tuple(sizes[dim] for dim in array.dims)
-            rows.append(CacheArray(array.name, array.dims, shape, array.dtype, block.repeat))
-    return tuple(rows)
+        for variable in (program.variables[name] for name in caches_of(block)):
+            shape = tuple(sizes[dim] for dim in variable.dims)
+            cache_arrays.append(CacheArray(variable.name, variable.dims, shape, variable.dtype, block.repeat))
+    return tuple(cache_arrays)
 
 
 def sequence_bytes(model: Model, num_positions: int, storage: Storage) -> int:

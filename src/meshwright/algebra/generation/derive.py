@@ -77,8 +77,8 @@ def derive_generation(
     """Returns the step of a server; ``axes`` stay in it whatever their sizes. The strategy says if it repeats heads. A
     step has ``prompts`` if its sequences have several rows."""
     # where positions of a cache are split, heads are gathered for all of them
-    joined = prompts and not strategy.rules("cache").get("S")
-    program = generation_program(without_mtp(model), storage, joined=joined)
+    is_joined = prompts and not strategy.rules("cache").get("S")
+    program = generation_program(without_mtp(model), storage, joined=is_joined)
     return derive_forward(program, packed_rows(strategy, prompts=prompts), axes)
 
 
@@ -110,23 +110,23 @@ def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
     and its rows with logits are there. Axes that split positions of caches split the slots of every page. In steps
     with ``prompts``, whose rows are many, rows are split as the positions of prompts are, over further axes.
     """
-    roles = GENERATION_RULES | strategy.assignment
-    owner_axes, output_axes = roles["cache"].get("B", ()), roles["output"].get("B", ())
-    axes_by_role = {role: roles[role].get("B", ()) for role in ("activation", "input", "position")}
+    rules_by_role = GENERATION_RULES | strategy.assignment
+    owner_axes, output_axes = rules_by_role["cache"].get("B", ()), rules_by_role["output"].get("B", ())
+    axes_by_role = {role: rules_by_role[role].get("B", ()) for role in ("activation", "input", "position")}
     changed_rules: dict[str, Rules] = {
         "position": {"B": axes_by_role["position"], "Q": owner_axes, "O": output_axes},
         "output": {"O": output_axes},
         "cache": {
-            **{dim: axes for dim, axes in roles["cache"].items() if dim not in ("B", "S")},
+            **{dim: axes for dim, axes in rules_by_role["cache"].items() if dim not in ("B", "S")},
             "Pg": owner_axes,
             "Pw": owner_axes,
-            "Pl": roles["cache"].get("S", ()),
+            "Pl": rules_by_role["cache"].get("S", ()),
         },
     }
     for role in ("activation", "input"):
-        row_axes = (*axes_by_role[role], *(roles[role].get("T", ()) if prompts else ()))
-        changed_rules[role] = {**roles[role], "B": tuple(dict.fromkeys(row_axes)), "O": axes_by_role[role]}
-    assignment = roles | changed_rules
+        row_axes = (*axes_by_role[role], *(rules_by_role[role].get("T", ()) if prompts else ()))
+        changed_rules[role] = {**rules_by_role[role], "B": tuple(dict.fromkeys(row_axes)), "O": axes_by_role[role]}
+    assignment = rules_by_role | changed_rules
     for role, rules in assignment.items():  # a row is one position, whose slots of experts are split as rows are
         packed_rules = {dim: axes for dim, axes in rules.items() if dim != "T"}
         if "C" in packed_rules and "B" in packed_rules:

@@ -111,17 +111,17 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
     stored_of = {name: (narrow, grouped) for name, narrow, grouped in model.stored.matrices} if model.stored else {}
     if not (dtype or stored_of):
         return {}
-    weights = {name: weight for name, (weight, _) in weight_variables(model).items()}
-    scale_dims: dict[str, set[str]] = {}
-    for program in (plain_program(model, AS_WRITTEN, joined=joined) for joined in (False, True)):
+    weight_by_name = {name: weight for name, (weight, _) in weight_variables(model).items()}
+    scale_dims_of: dict[str, set[str]] = {}
+    for program in (plain_program(model, AS_WRITTEN, joined=is_joined) for is_joined in (False, True)):
         for op in (op for block in program.blocks for op in block.ops if op.kind in QUANTISED):
-            weight = weights.get(op.inputs[1])
+            weight = weight_by_name.get(op.inputs[1])
             if weight and weight.part not in ("router", "adapter") and weight.dims[0] != "P":
                 dims = program.variables[op.out].dims if op.kind == "einsum" else weight.dims[:1]
-                scale_dims[op.inputs[1]] = scale_dims.get(op.inputs[1], set(weight.dims)) & set(dims)
-    quantised, variables = {}, transformer(model).variables
-    for name, scaled_dims in scale_dims.items():
-        weight, stored_dtype = weights[name], dtype
+                scale_dims_of[op.inputs[1]] = scale_dims_of.get(op.inputs[1], set(weight.dims)) & set(dims)
+    pair_of, variables = {}, transformer(model).variables
+    for name, scaled_dims in scale_dims_of.items():
+        weight, stored_dtype = weight_by_name[name], dtype
         dims = tuple(dim for dim in weight.dims if dim in scaled_dims)
         if not dtype:
             stored_dtype, has_groups = stored_of.get(weight.name, ("", False))
@@ -133,16 +133,16 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
         elif dtype == "int4":
             stored_dtype = "int8"
         role = "vector" if set(dims) <= {"D", "Rq", "Rkv"} else "weight"
-        quantised[name] = replace(variables[name], dtype=stored_dtype), Variable(scale_name(name), dims, role, "fp32")
-    return quantised
+        pair_of[name] = replace(variables[name], dtype=stored_dtype), Variable(scale_name(name), dims, role, "fp32")
+    return pair_of
 
 
 def weight_bytes(model: Model, dtype: WeightDtype, width: int) -> float:
     """Returns the bytes of all weights with their scales; ``width`` are those of an element that is not quantised."""
     arrays_of, sizes = quantised_weights(model, dtype), model.dims
     return sum(
-        repeat * math.prod(sizes[dim] for dim in array.dims) * DTYPE_BYTES.get(array.dtype, width)
-        for name, (weight, repeat) in weight_variables(model).items()
+        num_layers * math.prod(sizes[dim] for dim in array.dims) * DTYPE_BYTES.get(array.dtype, width)
+        for name, (weight, num_layers) in weight_variables(model).items()
         for array in arrays_of.get(name, (weight,))
     )
 
@@ -166,7 +166,7 @@ def generation_program(model: Model, storage: Storage = AS_WRITTEN, *, joined: b
     program = plain_program(model, storage, joined=joined)
     if not (pairs := quantised_weights(model, storage.weights)):
         return program
-    variables = program.variables | {variable.name: variable for pair in pairs.values() for variable in pair}
+    variable_by_name = program.variables | {variable.name: variable for pair in pairs.values() for variable in pair}
 
     def with_scale(op: Op) -> Op:
         if op.kind == "past_latent_attention":
@@ -177,7 +177,7 @@ def generation_program(model: Model, storage: Storage = AS_WRITTEN, *, joined: b
         return replace(op, kind=f"quantised_{op.kind}", inputs=inputs)
 
     blocks = tuple(replace(b, ops=tuple(map(with_scale, b.ops))) for b in program.blocks)
-    return Program(blocks, variables, program.stacks)
+    return Program(blocks, variable_by_name, program.stacks)
 
 
 def plain_program(model: Model, storage: Storage, *, joined: bool = False) -> Program:
@@ -203,8 +203,8 @@ def _sees_later(mask: str) -> bool:
     if is_users(mask):
         return bool(np.triu(table_of_user(mask, q_len=32, kv_len=32, block=1).table.kinds, 1).any())
     positions, rule = np.arange(32), mask_named(mask)
-    arrays = (np.full((1, 32)[: len(MASK_DATA[name])], 32 * (name == "lengths")) for name in rule.data)
-    return bool((rule.make(*arrays)(0, 0, positions[:, None], positions) & (positions > positions[:, None])).any())
+    data_arrays = (np.full((1, 32)[: len(MASK_DATA[name])], 32 * (name == "lengths")) for name in rule.data)
+    return bool((rule.make(*data_arrays)(0, 0, positions[:, None], positions) & (positions > positions[:, None])).any())
 
 
 class _Writer:
@@ -243,23 +243,23 @@ class _Writer:
                 ops.insert(0, op)
         return replace(block, ops=tuple(ops))
 
-    def _add(self, kind: str, inputs: tuple[str, ...], made: Variable, attributes: Attributes = ()) -> str:
+    def _add(self, kind: str, inputs: tuple[str, ...], variable: Variable, attributes: Attributes = ()) -> str:
         """Adds an op and the variable that it makes; returns the variable's name."""
-        self.variables[made.name] = made
-        self.ops.append(Op(kind, inputs, made.name, attributes))
-        return made.name
+        self.variables[variable.name] = variable
+        self.ops.append(Op(kind, inputs, variable.name, attributes))
+        return variable.name
 
     def _head(self, block: Block) -> None:
         """Writes the logits of the rows that are asked for."""
-        norm, *division, loss = block.ops
-        table, softcap = self.variables[loss.inputs[1]], self.model.logit_softcap
-        vectors = ", ".join(f"{name}[D]" for name in norm.inputs[1:])
-        stream, result = "hd" if division else "hl", "uncapped" if softcap else "logits"
+        norm_op, *division_ops, loss_op = block.ops
+        table_weight, softcap = self.variables[loss_op.inputs[1]], self.model.logit_softcap
+        vectors_text = ", ".join(f"{name}[D]" for name in norm_op.inputs[1:])
+        stream_name, result_name = "hd" if division_ops else "hl", "uncapped" if softcap else "logits"
         lines = [
             "xl[O,D] = pick(x[B,T,D], last[O])",
-            f"hl[O,D] = {norm.kind}(xl[O,D], {vectors})",
-            *(f"hd[O,D] = {op.kind}(hl[O,D]; by={dict(op.attributes)['by']})" for op in division),
-            f"{result}[O,V] = {stream}[O,D] * {table.name}[{','.join(table.dims)}]",
+            f"hl[O,D] = {norm_op.kind}(xl[O,D], {vectors_text})",
+            *(f"hd[O,D] = {op.kind}(hl[O,D]; by={dict(op.attributes)['by']})" for op in division_ops),
+            f"{result_name}[O,V] = {stream_name}[O,D] * {table_weight.name}[{','.join(table_weight.dims)}]",
             *(["logits[O,V] = softcap(uncapped[O,V])"] if softcap else []),
         ]
         for name, dims, role, dtype in (
@@ -272,12 +272,12 @@ class _Writer:
 
     def _attention(self, op: Op, block: Block) -> None:
         """Writes keys and values, or latents and rotated keys, into the cache, which attention reads."""
-        q, k, v, *operands = op.inputs
+        q, k, v, *operand_names = op.inputs
         maker_of = {maker.out: maker for maker in block.ops}
-        sources = {"k": k, "v": v}
+        source_by_letter = {"k": k, "v": v}
         if self.model.latent_attention:
             unrotated, shared = maker_of[k].inputs
-            sources = {"c": maker_of[unrotated].inputs[0], "p": shared}
+            source_by_letter = {"c": maker_of[unrotated].inputs[0], "p": shared}
         suffix = next(kind.suffix for kind in layer_kinds(self.model) if kind.block == block.name)
         has_own_pages = bool(self.storage.window_pages) and window_of(block) is not None
         pages, slots, pool_dim = (WINDOW_PAGES, "window_slots", "Pw") if has_own_pages else (PAGES, "slots", "Pg")
@@ -286,48 +286,48 @@ class _Writer:
         self.variables[pages] = Variable(pages, ("Q", "Bp"), "position")  # the pages of each sequence
         self.variables[slots] = Variable(slots, ("B", "T"), "position")
         cache_names, cache_scale_names = list[str](), list[str]()
-        for letter, source in sources.items():
-            array, *scale_names = self._write(f"cache_{letter}{suffix}", source, slots, pool_dim)
-            cache_names.append(array)
+        for letter, source_name in source_by_letter.items():
+            cache_name, *scale_names = self._write(f"cache_{letter}{suffix}", source_name, slots, pool_dim)
+            cache_names.append(cache_name)
             cache_scale_names += scale_names
         inputs, attributes = (*cache_names, *sequence_names, pages, *cache_scale_names), op.attributes
         if self.model.latent_attention:
-            keys, values = maker_of[maker_of[k].inputs[0]].inputs[1], maker_of[v].inputs[1]
+            wk, wv = maker_of[maker_of[k].inputs[0]].inputs[1], maker_of[v].inputs[1]
             if not self.joined:
                 # queries are multiplied with the keys' projection and attend to latents; that of values follows
                 latent_dims = ("B", "T", "N", "Rkv")
                 unrotated = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
-                ql = self._add("einsum", (unrotated, keys), Variable("ql", latent_dims, "activation"))
-                mixed = Variable("oc", latent_dims, "activation")
-                oc = self._add("cached_latent_attention", (ql, q, *inputs, *operands), mixed, attributes)
-                self.ops.append(Op("einsum", (oc, values), op.out))
+                ql = self._add("einsum", (unrotated, wk), Variable("ql", latent_dims, "activation"))
+                latent_out = Variable("oc", latent_dims, "activation")
+                oc = self._add("cached_latent_attention", (ql, q, *inputs, *operand_names), latent_out, attributes)
+                self.ops.append(Op("einsum", (oc, wv), op.out))
                 return
             # with the rows of the step queries are multiplied as in training, by keys and values of heads
             out = self.variables[op.out]
-            fresh = self._add("prompt_attention", (q, k, v, "first", "counts"), replace(out, name="of"))
-            past = self._add("past_latent_attention", (q, *inputs, keys, values), replace(out, name="op"), attributes)
-            parts = (
-                self._add("share", (fresh, past), replace(out, name="on")),
-                self._add("share", (past, fresh), replace(out, name="os")),
+            fresh_out = self._add("prompt_attention", (q, k, v, "first", "counts"), replace(out, name="of"))
+            past_out = self._add("past_latent_attention", (q, *inputs, wk, wv), replace(out, name="op"), attributes)
+            part_names = (
+                self._add("share", (fresh_out, past_out), replace(out, name="on")),
+                self._add("share", (past_out, fresh_out), replace(out, name="os")),
             )
-            self.ops.append(Op("add", parts, op.out))
+            self.ops.append(Op("add", part_names, op.out))
         else:
-            self.ops.append(Op("cached_attention", (q, *inputs, *operands), op.out, attributes))
+            self.ops.append(Op("cached_attention", (q, *inputs, *operand_names), op.out, attributes))
 
-    def _write(self, cache: str, source: str, where: str, pool: str) -> list[str]:
+    def _write(self, cache_name: str, source: str, slots_name: str, pool_dim: str) -> list[str]:
         """Adds the ops that write into a cache; returns the names of the written cache and, with int8, its scales."""
         dims, dtype = self.variables[source].dims, str(self.storage.cache_dtype)
-        writes = [(cache, source, dims, dtype)]
+        writes = [(cache_name, source, dims, dtype)]
         if dtype == "int8":
             scale = self._add("kv_scale", (source,), Variable(scale_name(source), dims[:-1], "activation", "fp32"))
-            quantised = Variable(f"{source}_int8", dims, "activation", dtype)
-            values = self._add("kv_quantise", (source, scale), quantised)
-            writes = [(cache, values, dims, dtype), (scale_name(cache), scale, dims[:-1], "fp32")]
+            quantised_values = Variable(f"{source}_int8", dims, "activation", dtype)
+            values_name = self._add("kv_quantise", (source, scale), quantised_values)
+            writes = [(cache_name, values_name, dims, dtype), (scale_name(cache_name), scale, dims[:-1], "fp32")]
         written_names = []
-        for name, array, array_dims, array_dtype in writes:
-            cache_array = Variable(name, (pool, "Pl", *array_dims[2:]), "cache", array_dtype)
+        for name, array_name, array_dims, array_dtype in writes:
+            cache_array = Variable(name, (pool_dim, "Pl", *array_dims[2:]), "cache", array_dtype)
             self.variables[name] = cache_array
             updated = replace(cache_array, name=f"{name}'")
-            written_names.append(self._add("cache_write", (name, array, where), updated))
+            written_names.append(self._add("cache_write", (name, array_name, slots_name), updated))
         self.outputs += written_names
         return written_names

@@ -41,34 +41,34 @@ def update(weight: Updated) -> tuple[Step, ...]:
         steps.extend(reshard(part, part.replace(unreduced=())))
         return part.replace(unreduced=())
 
-    gradient, values = stacked(weight, f"d{name}").replace(dtype=""), stacked(weight, name).replace(dtype="")
+    gradient, weight_values = stacked(weight, f"d{name}").replace(dtype=""), stacked(weight, name).replace(dtype="")
     counted_dims = tuple(dim for dim in (weight.layers, *weight.batch) if dim)
-    scaled = stacked(weight, f"{name}.scaled")
-    squares, weights = (_mean(scaled, f"{name}.{part}", counted_dims) for part in ("squares", "weights"))
+    scaled_grad = stacked(weight, f"{name}.scaled")
+    grad_squares, w_squares = (_mean(scaled_grad, f"{name}.{part}", counted_dims) for part in ("squares", "weights"))
     if weight.inputs:
-        rows = _mean(scaled, f"{name}.rows", (*counted_dims, *weight.inputs))
-        columns = _mean(scaled, f"{name}.columns", (*counted_dims, *outputs(weight)))
-        run("adafactor_sums", (gradient,), rows, columns)
-        sums = (summed(rows), summed(columns))
-        moments = tuple(array.replace(name=f"{array.name}.state") for array in sums)
-        level = _mean(sums[0], f"{name}.level", counted_dims)
-        run("adafactor_moments", (*sums, *moments), level, *moments)
-        run("adafactor_scale", (gradient, *moments, summed(level)), scaled, squares)
+        row_means = _mean(scaled_grad, f"{name}.rows", (*counted_dims, *weight.inputs))
+        column_means = _mean(scaled_grad, f"{name}.columns", (*counted_dims, *outputs(weight)))
+        run("adafactor_sums", (gradient,), row_means, column_means)
+        whole_means = (summed(row_means), summed(column_means))
+        moments = tuple(array.replace(name=f"{array.name}.state") for array in whole_means)
+        mean_level = _mean(whole_means[0], f"{name}.level", counted_dims)
+        run("adafactor_moments", (*whole_means, *moments), mean_level, *moments)
+        run("adafactor_scale", (gradient, *moments, summed(mean_level)), scaled_grad, grad_squares)
     else:
         moment = stacked(weight, f"{name}.whole.state")
-        run("adafactor_vector", (gradient, moment), scaled, squares, moment)
-    run("adafactor_weights", (values,), weights)
+        run("adafactor_vector", (gradient, moment), scaled_grad, grad_squares, moment)
+    run("adafactor_weights", (weight_values,), w_squares)
     change = stacked(weight, f"{name}.update")
-    run("adafactor", (scaled, summed(squares), summed(weights)), change)
+    run("adafactor", (scaled_grad, summed(grad_squares), summed(w_squares)), change)
     run("adafactor_apply", (shard.replace(name=change.name, dtype="fp32"), shard), shard)
     return tuple(steps)
 
 
 def _mean(array: ShardedArray, name: str, dims: Iterable[str]) -> ShardedArray:
     """Returns the mean of an array over all dims but ``dims``: unreduced where the averaged dims are split."""
-    remaining = [dim for dim in array.dims if dim in tuple(dims)]
-    averaged_axes = tuple(axis for dim in array.dims if dim not in remaining for axis in array.axes_of(dim))
-    return ShardedArray(name, tuple(remaining), tuple(array.axes_of(dim) for dim in remaining), averaged_axes, "fp32")
+    kept_dims = [dim for dim in array.dims if dim in tuple(dims)]
+    averaged_axes = tuple(axis for dim in array.dims if dim not in kept_dims for axis in array.axes_of(dim))
+    return ShardedArray(name, tuple(kept_dims), tuple(array.axes_of(dim) for dim in kept_dims), averaged_axes, "fp32")
 
 
 def gradient_stream(step: Step, sizes: OpSizes, *, reads: int = 1) -> Number:

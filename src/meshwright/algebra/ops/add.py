@@ -13,15 +13,15 @@ def forward(tape: Tape) -> None:
 
 def backward(tape: Tape) -> None:
     """Copies the cotangent for an input that has all dims; sums it for a broadcast input."""
-    dout, broadcast = tape.dout, list[tuple[str, ShardedArray]]()
+    dout, broadcast_cotangents = tape.dout, list[tuple[str, ShardedArray]]()
     for name, cotangent in local_cotangents(tape, dout):
         if cotangent.dims != dout.dims:
-            broadcast.append((name, cotangent))
+            broadcast_cotangents.append((name, cotangent))
             continue
         tape.run("copy", (dout,), cotangent)
         tape.contribute(name, cotangent)
-    if broadcast:
-        tape.run_backward((), broadcast)
+    if broadcast_cotangents:
+        tape.run_backward((), broadcast_cotangents)
 
 
 def local_cotangents(tape: Tape, out: ShardedArray) -> list[tuple[str, ShardedArray]]:

@@ -63,15 +63,15 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
         num_given = 3 if step.op.endswith("_backward") else 0
         q_index = num_given + (2 if step.details.ring else 0)
         q, k, v, *operands = arrays[q_index:]
-        per_row = ["B" in array.dims for array in step.inputs[q_index + 3 :]]
+        row_flags = ["B" in array.dims for array in step.inputs[q_index + 3 :]]
         return cls(
             given=arrays[:num_given],
             passing=arrays[num_given:q_index],
             q=q,
             k=k,
             v=v,
-            data=tuple(compress(operands, per_row)),
-            per_head=next((operand for operand, is_row in zip(operands, per_row, strict=True) if not is_row), None),
+            data=tuple(compress(operands, row_flags)),
+            per_head=next((operand for operand, is_row in zip(operands, row_flags, strict=True) if not is_row), None),
         )
 
 
@@ -109,8 +109,8 @@ def _layout(tape: Tape) -> tuple[Attention, tuple[ShardedArray, ...]]:
 def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
     """Returns the result, and the logarithm of each query's sum of exponentials, sharded as the queries are."""
     row_dims = out.dims[:3]
-    axes = tuple(q.axes_of(dim) for dim in row_dims)
-    return out.like(q), ShardedArray(f"{out.name.removesuffix('o')}lse", row_dims, axes, dtype="fp32")
+    row_axes = tuple(q.axes_of(dim) for dim in row_dims)
+    return out.like(q), ShardedArray(f"{out.name.removesuffix('o')}lse", row_dims, row_axes, dtype="fp32")
 
 
 def forward(tape: Tape) -> None:
@@ -134,15 +134,15 @@ def backward(tape: Tape) -> None:
     # where the result is kept, it is kept in the sharding of the product after it
     tape.move(tape.out, o)
     unsummed_axes = tuple(a for a in q.axes_of(positions_of(q)) if a not in keys[0].axes_of(positions_of(keys[0])))
-    names = [*tape.op.inputs[:3], *(array.name for array in operands[3:] if "B" not in array.dims)]
-    dq, *cotangents = (tape.cotangent(name) for name in names)
+    input_names = [*tape.op.inputs[:3], *(array.name for array in operands[3:] if "B" not in array.dims)]
+    dq, *cotangents = (tape.cotangent(name) for name in input_names)
     dq = dq.like(q)
     results = [d.like(key).replace(unreduced=unsummed_axes) for d, key in zip(cotangents[:2], keys, strict=True)]
     results += [d.like(dq).replace(unreduced=axes_beside(dq, d)) for d in cotangents[2:]]
     inputs = (dout, o, lse, *operands)
     step = Step(op=f"{tape.op.kind}_backward", inputs=inputs, result=dq, more=tuple(results), details=details)
     tape.add(*in_ring(step, keys))
-    for name, array in zip(names, (dq, *results), strict=True):
+    for name, array in zip(input_names, (dq, *results), strict=True):
         tape.contribute(name, array)
 
 
@@ -158,16 +158,16 @@ def block_share(mask: str, window: int | None, length: float) -> float:
     """Returns the share of the blocks of a mask that exist, in blocks of 128 positions, or more of long sequences; with
     example data (`masks.names.example_data`) where the mask reads any. A user's mask is counted in a child process, for
     the first head."""
-    positions = max(1, round(length))
-    sizes: dict[str, Any] = {"q_len": positions, "kv_len": positions, "block": max(128, -(-positions // MOST_BLOCKS))}
+    seq_len = max(1, round(length))
+    mask_sizes: dict[str, Any] = {"q_len": seq_len, "kv_len": seq_len, "block": max(128, -(-seq_len // MOST_BLOCKS))}
     if is_users(mask):
         window_mask = None if window is None else mods.window(window)
-        kinds = table_of_user(mask, **sizes).table.kinds * block_table(window_mask, **sizes).kinds
-        return float((kinds != NOTHING).mean())
+        block_kinds = table_of_user(mask, **mask_sizes).table.kinds * block_table(window_mask, **mask_sizes).kinds
+        return float((block_kinds != NOTHING).mean())
     rule = mask_named(mask)
-    predicate = rule.make(*example_data(rule, length=positions))
+    predicate = rule.make(*example_data(rule, length=seq_len))
     predicate = predicate if window is None else mods.and_masks(predicate, mods.window(window))
-    return 1 - block_table(predicate, **sizes).sparsity()
+    return 1 - block_table(predicate, **mask_sizes).sparsity()
 
 
 def keys_per_query(length: Number, *, window: int | None = None, causal: bool = False) -> Number:
@@ -175,8 +175,8 @@ def keys_per_query(length: Number, *, window: int | None = None, causal: bool = 
 
     With ``causal`` the first queries see fewer: W - W^2 / 2T with W the window or T, which is T / 2 without a window.
     """
-    keys = length if window is None else np.minimum(length, window)
-    return keys - keys**2 / (2 * length) if causal else keys
+    num_keys = length if window is None else np.minimum(length, window)
+    return num_keys - num_keys**2 / (2 * length) if causal else num_keys
 
 
 def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
@@ -189,12 +189,12 @@ def score_elements(step: Step, sizes: OpSizes) -> Number:
     arrays, window = AttentionArrays.of(step), step.details.window
     q_sizes = sizes.local(arrays.q)
     num_keys = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)
-    causal = sizes.causal and not step.details.sees_all
+    is_causal = sizes.causal and not step.details.sees_all
     if step.details.mask:
-        shares = np.vectorize(partial(block_share, step.details.mask, window))(num_keys)
-        num_keys = num_keys * (shares if isinstance(num_keys, np.ndarray) else float(shares))
-    elif window is not None or causal:
-        num_keys = keys_per_query(num_keys, window=window, causal=causal)
+        block_shares = np.vectorize(partial(block_share, step.details.mask, window))(num_keys)
+        num_keys = num_keys * (block_shares if isinstance(num_keys, np.ndarray) else float(block_shares))
+    elif window is not None or is_causal:
+        num_keys = keys_per_query(num_keys, window=window, causal=is_causal)
     return q_sizes["B"] * q_sizes["N"] * q_sizes[positions_of(arrays.q)] * num_keys
 
 
@@ -203,8 +203,8 @@ def _counted(step: Step, sizes: OpSizes) -> OpSizes:
     fused kernel looks up a table."""
     if not step.details.distance:
         return sizes
-    scores = "in_memory" if sizes.scores == "on_chip" else sizes.scores
-    return replace(sizes, scores=scores, causal=False)
+    score_storage = "in_memory" if sizes.scores == "on_chip" else sizes.scores
+    return replace(sizes, scores=score_storage, causal=False)
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
@@ -213,9 +213,9 @@ def flops(step: Step, sizes: OpSizes) -> Number:
     Backward 2 B T S N (3 H + 2 Hv): the scores again, then the products for dV, dP, dQ and dK.
     """
     arrays, sizes = AttentionArrays.of(step), _counted(step, sizes)
-    width, value_width = (sizes.dims[array.dims[-1]] for array in (arrays.q, arrays.v))
-    products = 3 * width + 2 * value_width if arrays.given else width + value_width
-    return 2.0 * score_elements(step, sizes) * products
+    qk_width, value_width = (sizes.dims[array.dims[-1]] for array in (arrays.q, arrays.v))
+    product_width = 3 * qk_width + 2 * value_width if arrays.given else qk_width + value_width
+    return 2.0 * score_elements(step, sizes) * product_width
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
@@ -236,9 +236,9 @@ def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
         return 0.0
     arrays = AttentionArrays.of(step)
     q_sizes = sizes.local(arrays.q)
-    wide_bytes = 8 if arrays.given else 4
+    fp32_bytes = 8 if arrays.given else 4
     num_keys = sizes.local(arrays.k)[positions_of(arrays.k)]
-    return q_sizes["B"] * q_sizes["N"] * q_sizes[positions_of(arrays.q)] * num_keys * (wide_bytes + sizes.width)
+    return q_sizes["B"] * q_sizes["N"] * q_sizes[positions_of(arrays.q)] * num_keys * (fp32_bytes + sizes.width)
 
 
 COUNTS = StepKind(flops=flops, hbm_bytes=hbm_bytes, group="attention", scratch_bytes=scratch_bytes)

@@ -46,16 +46,16 @@ def forward(tape: Tape) -> None:
         tape.run(tape.op.kind, inputs, result, details=details)
         tape.move(result, tape.out)
         return
-    local = result.replace(name=f"{result.name}_own", unreduced=slot_axes)
-    peak, total = (array.replace(unreduced=slot_axes) for array in statistics(result))
-    whole_peak, share = peak.replace(unreduced=()), total.replace(name=f"{tape.out.name}_share")
-    tape.run(tape.op.kind, inputs, local, peak, total, details=details)
+    local_result = result.replace(name=f"{result.name}_own", unreduced=slot_axes)
+    peak, exp_sum = (array.replace(unreduced=slot_axes) for array in statistics(result))
+    whole_peak, exp_share = peak.replace(unreduced=()), exp_sum.replace(name=f"{tape.out.name}_share")
+    tape.run(tape.op.kind, inputs, local_result, peak, exp_sum, details=details)
     tape.add(Step(op="all_reduce", inputs=(peak,), result=whole_peak, axes=slot_axes, reduction="max"))
-    tape.run("rescale", (total, peak, whole_peak), share)
-    whole_share = tape.move(share, share.replace(unreduced=()))
-    weighted = result.replace(unreduced=slot_axes)
-    tape.run("scale_by_share", (local, share, whole_share), weighted)
-    tape.move(weighted, tape.out)
+    tape.run("rescale", (exp_sum, peak, whole_peak), exp_share)
+    whole_share = tape.move(exp_share, exp_share.replace(unreduced=()))
+    weighted_result = result.replace(unreduced=slot_axes)
+    tape.run("scale_by_share", (local_result, exp_share, whole_share), weighted_result)
+    tape.move(weighted_result, tape.out)
 
 
 def slots_met(step: Step, sizes: OpSizes) -> Number:
@@ -67,9 +67,9 @@ def slots_met(step: Step, sizes: OpSizes) -> Number:
 
 def slots_read(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots that a device reads: those that any row of its sequences sees."""
-    num_seen = sum(part.positions(step.details.window) for part in sizes.sequences)
+    num_seen_slots = sum(part.positions(step.details.window) for part in sizes.sequences)
     owner_axes = next(array.axes[0] for array in step.inputs if array.dims == ("Q",))
-    return num_seen / product(sizes.mesh[axis] for axis in (*owner_axes, *split_slots(step)))
+    return num_seen_slots / product(sizes.mesh[axis] for axis in (*owner_axes, *split_slots(step)))
 
 
 def split_slots(step: Step) -> Axes:

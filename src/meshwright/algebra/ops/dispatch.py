@@ -61,10 +61,10 @@ def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
 
     The axes that the declared sharding has on E are minor in C, so that a single AllToAll moves them.
     """
-    axes = token_axes(tokens)
-    expert_axes = tuple(axis for axis in slots.axes_of("E") if axis in axes)
-    slot_axes = tuple(axis for axis in slots.axes_of("C") if axis in axes)
-    further_axes = tuple(axis for axis in axes if axis not in (*expert_axes, *slot_axes))
+    own_axes = token_axes(tokens)
+    expert_axes = tuple(axis for axis in slots.axes_of("E") if axis in own_axes)
+    slot_axes = tuple(axis for axis in slots.axes_of("C") if axis in own_axes)
+    further_axes = tuple(axis for axis in own_axes if axis not in (*expert_axes, *slot_axes))
     return slots.resharded({"E": (), "C": slot_axes + further_axes + expert_axes} | dict.fromkeys(slots.dims[2:], ()))
 
 

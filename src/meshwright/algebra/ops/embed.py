@@ -19,9 +19,9 @@ def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
 
 def forward(tape: Tape) -> None:
     """Looks rows up in each device's part of the table; further inputs (scales of rows) are sharded as the table is."""
-    numbers, table, *scales = tape.inputs
-    left, right = align(one_hot(numbers, table), table, tape.out)
-    inputs = [tape.move(numbers, numbers.like(left)), tape.move(table, right)]
+    row_numbers, table, *scales = tape.inputs
+    left, right = align(one_hot(row_numbers, table), table, tape.out)
+    inputs = [tape.move(row_numbers, row_numbers.like(left)), tape.move(table, right)]
     inputs += [tape.move(scale, scale.like(right)) for scale in scales]
     result = local_product(left, right, tape.out)
     tape.run(tape.op.kind, inputs, result)
@@ -30,12 +30,12 @@ def forward(tape: Tape) -> None:
 
 def backward(tape: Tape) -> None:
     """Adds cotangents up per row of the table."""
-    numbers, table = tape.inputs
+    row_numbers, table = tape.inputs
     dtable = tape.dinputs[1]
-    left, right = align(one_hot(numbers, table), tape.dout, dtable)
-    local_numbers, dout = tape.move(numbers, numbers.like(left)), tape.move(tape.dout, right)
+    left, right = align(one_hot(row_numbers, table), tape.dout, dtable)
+    local_row_numbers, dout = tape.move(row_numbers, row_numbers.like(left)), tape.move(tape.dout, right)
     result = local_product(left, right, dtable)
-    tape.run("embed_backward", (local_numbers, dout), result)
+    tape.run("embed_backward", (local_row_numbers, dout), result)
     tape.contribute(tape.op.inputs[1], result)
 
 

@@ -35,8 +35,8 @@ def local_logits(step: Step, sizes: OpSizes) -> Number:
 def num_chunks(step: Step, sizes: OpSizes) -> Number:
     """Returns the number of chunks of a loss head on one device, at least 1, not rounded up."""
     local_sizes = sizes.local(*step.inputs[:2])
-    chunks = local_sizes["B"] * local_sizes["T"] / CHUNK_TOKENS
-    return (chunks + 1 + abs(chunks - 1)) / 2  # the larger of chunks and 1
+    exact_chunks = local_sizes["B"] * local_sizes["T"] / CHUNK_TOKENS
+    return (exact_chunks + 1 + abs(exact_chunks - 1)) / 2  # the larger of chunks and 1
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

@@ -29,18 +29,18 @@ class _Head:
 
     def __init__(self, tape: Tape) -> None:
         self.x, self.table, self.labels = tape.inputs
-        declared = tape.declared("logits")
-        self.left, self.right = align(self.x, self.table, declared)
-        self.logits = local_product(self.left, self.right, declared).replace(dtype="fp32")
+        declared_logits = tape.declared("logits")
+        self.left, self.right = align(self.x, self.table, declared_logits)
+        self.logits = local_product(self.left, self.right, declared_logits).replace(dtype="fp32")
         if self.logits.unreduced:
             names = ", ".join(self.logits.unreduced)
             raise InputError(f"D is split over {names}; the loss head needs it whole. Assign {names} to another dim.")
         self.labels_of_logits, self.labels_of_stream = self.labels.like(self.logits), self.labels.like(self.x)
         self.vocabulary_axes = self.logits.axes_of("V")
         row_dims = ("B", "T")
-        axes = tuple(self.logits.axes_of(d) for d in row_dims)
+        row_axes = tuple(self.logits.axes_of(d) for d in row_dims)
         self.peak, self.total, self.picked = (
-            ShardedArray(n, row_dims, axes, self.vocabulary_axes, "fp32") for n in ("peak", "total", "picked")
+            ShardedArray(n, row_dims, row_axes, self.vocabulary_axes, "fp32") for n in ("peak", "total", "picked")
         )
         self.whole_peak = self.peak.replace(unreduced=())
         self.scaled = self.total.replace(name="scaled")
@@ -66,14 +66,14 @@ def forward(tape: Tape) -> None:
         tape.run("einsum", (x, table), head.logits)
         tape.run("logits_statistics", (head.logits, local_labels), *statistics, details=head.details)
     if head.vocabulary_axes:
-        largest = Step(
+        max_step = Step(
             op="all_reduce", inputs=(head.peak,), result=head.whole_peak, axes=head.vocabulary_axes, reduction="max"
         )
-        tape.add(largest)
+        tape.add(max_step)
     tape.run("rescale", (head.total, head.peak, head.whole_peak), head.scaled)
-    per_token = [tape.move(array, head.per_token(array)) for array in (head.whole_peak, head.scaled, head.picked)]
+    token_arrays = [tape.move(array, head.per_token(array)) for array in (head.whole_peak, head.scaled, head.picked)]
     labels = tape.move(head.labels, head.labels_of_stream)
-    tape.run("sum_loss", (*per_token, labels), tape.out.replace(unreduced=head.x.spread), details=head.details)
+    tape.run("sum_loss", (*token_arrays, labels), tape.out.replace(unreduced=head.x.spread), details=head.details)
 
 
 def backward(tape: Tape) -> None:
@@ -90,8 +90,8 @@ def backward(tape: Tape) -> None:
     operands = (head.labels_of_logits, head.whole_peak, *row_cotangents)
     if head.in_chunks:
         tape.need(head.labels_of_logits)
-        results = (dx, dtable) if tape.op.inputs[1] in tape.shardings.differentiated else (dx,)
-        tape.run("chunked_logits_backward", (head.left, head.right, *operands), *results, details=head.details)
+        cotangents = (dx, dtable) if tape.op.inputs[1] in tape.shardings.differentiated else (dx,)
+        tape.run("chunked_logits_backward", (head.left, head.right, *operands), *cotangents, details=head.details)
         tape.contribute(tape.op.inputs[1], dtable)
         tape.contribute(tape.op.inputs[0], dx)
         return

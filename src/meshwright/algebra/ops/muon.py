@@ -77,10 +77,10 @@ def update(weight: Updated) -> tuple[Step, ...]:
 def _joined(weight: Updated, name: str) -> ShardedArray:
     """Returns the stacked array with layers and experts joined in its first dim."""
     array = stacked(weight, name)
-    counted = (weight.layers, *weight.batch)
-    axes = tuple(axis for dim in counted for axis in array.axes_of(dim))
-    dims = [dim for dim in array.dims if dim not in counted]
-    return ShardedArray(name, ("".join(counted), *dims), (axes, *(array.axes_of(dim) for dim in dims)), dtype="fp32")
+    lead_dims = (weight.layers, *weight.batch)
+    axes = tuple(axis for dim in lead_dims for axis in array.axes_of(dim))
+    dims = [dim for dim in array.dims if dim not in lead_dims]
+    return ShardedArray(name, ("".join(lead_dims), *dims), (axes, *(array.axes_of(dim) for dim in dims)), dtype="fp32")
 
 
 # -- counts -----------------------------------------------------------------------------------------------
@@ -89,23 +89,23 @@ def _joined(weight: Updated, name: str) -> ShardedArray:
 def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
     """Returns the number of matrices on a device, padding included, and their smaller and larger side."""
     array = step.inputs[0]
-    local, input_dims = sizes.local(array), array.dims[1 : 1 + step.details.num_inputs]
-    rows, columns = (product(local[dim] for dim in dims) for dims in (input_dims, array.dims[1 + len(input_dims) :]))
+    local, in_dims = sizes.local(array), array.dims[1 : 1 + step.details.num_inputs]
+    num_rows, num_columns = (product(local[dim] for dim in dims) for dims in (in_dims, array.dims[1 + len(in_dims) :]))
     num_matrices = local[array.dims[0]] * padding_factor(step, sizes)
-    return num_matrices, np.minimum(rows, columns), np.maximum(rows, columns)
+    return num_matrices, np.minimum(num_rows, num_columns), np.maximum(num_rows, num_columns)
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
     """Counts X X^T, its square, and the product of their mix with X: 4 n^2 m + 2 n^3 for n x m matrices, n <= m."""
-    num_matrices, small, large = _matrices(step, sizes)
-    return ITERATIONS * num_matrices * (4 * small**2 * large + 2 * small**3)
+    num_matrices, min_side, max_side = _matrices(step, sizes)
+    return ITERATIONS * num_matrices * (4 * min_side**2 * max_side + 2 * min_side**3)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts for each iteration, in float32: X read three times and written, X X^T written and read three times, and
     its mix with its square written and read."""
-    num_matrices, small, large = _matrices(step, sizes)
-    return DTYPE_BYTES["fp32"] * ITERATIONS * num_matrices * (4 * small * large + 6 * small**2)
+    num_matrices, min_side, max_side = _matrices(step, sizes)
+    return DTYPE_BYTES["fp32"] * ITERATIONS * num_matrices * (4 * min_side * max_side + 6 * min_side**2)
 
 
 OP = OpKind(

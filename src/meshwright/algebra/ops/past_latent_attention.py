@@ -30,14 +30,14 @@ def forward(tape: Tape) -> None:
     head_axes = tuple(axis for axis in q.axes_of("N") if axis not in owner_axes)
     further_axes = tuple(axis for axis in q.axes_of("B") if axis not in owner_axes)
     queries = tape.move(q, q.resharded({"B": owner_axes + further_axes, "N": head_axes}))
-    moved = [
+    inputs = [
         array
         if {"Pl", "Q"} & {*array.dims}
         else tape.move(array, array.resharded({dim: head_axes if dim == "N" else () for dim in array.dims}))
         for array in operands
     ]
     result = tape.out.like(queries)
-    tape.run(tape.op.kind, (queries, latents, *moved), result, *statistics(result), details=tape.details(Attention))
+    tape.run(tape.op.kind, (queries, latents, *inputs), result, *statistics(result), details=tape.details(Attention))
     for array, declared in zip((result, *statistics(result)), (tape.out, *statistics(tape.out)), strict=True):
         tape.move(array, declared)
 
@@ -53,21 +53,21 @@ def flops(step: Step, sizes: OpSizes) -> Number:
     queries, latents, shared = step.inputs[:3]
     num_rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
     latent_width, rotated_width, query_width = (sizes.dims[array.dims[-1]] for array in (latents, shared, queries))
-    met = sum(part.past_pairs for part in sizes.sequences) / sum(part.count * part.rows for part in sizes.sequences)
+    num_met = sum(part.past_pairs for part in sizes.sequences) / sum(part.count * part.rows for part in sizes.sequences)
     projected_width = _share(sizes) * latent_width * (query_width - rotated_width + sizes.dims[step.result.dims[-1]])
-    return 2.0 * num_rows * (projected_width + met * (2 * latent_width + rotated_width))
+    return 2.0 * num_rows * (projected_width + num_met * (2 * latent_width + rotated_width))
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts the results, written once; of rows with something before them the queries, the latents and the weights."""
     caches = [array for array in step.inputs if "Pl" in array.dims]
-    num_seen = sum(part.count * part.before for part in sizes.sequences)
-    num_seen = num_seen / product(sizes.mesh[axis] for axis in caches[0].axes[0])
+    num_seen_slots = sum(part.count * part.before for part in sizes.sequences)
+    num_seen_slots = num_seen_slots / product(sizes.mesh[axis] for axis in caches[0].axes[0])
     slot_bytes = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
     operands = [array for array in step.inputs if array not in caches]
-    share = _share(sizes)
-    read_bytes = share * sizes.bytes(operands[0]) + (share > 0) * sizes.total(*operands[1:])
-    return sizes.total(*step.results) + read_bytes + num_seen * slot_bytes
+    row_share = _share(sizes)
+    read_bytes = row_share * sizes.bytes(operands[0]) + (row_share > 0) * sizes.total(*operands[1:])
+    return sizes.total(*step.results) + read_bytes + num_seen_slots * slot_bytes
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:

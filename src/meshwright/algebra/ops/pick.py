@@ -9,15 +9,15 @@ def forward(tape: Tape) -> None:
 
     ``pick(x[B,T,D], number[O])``, of one position a row, picks rows in the same way.
     """
-    (x, number), out = tape.inputs, tape.out
-    if number.dims == ("O",):
+    (x, row_numbers), out = tape.inputs, tape.out
+    if row_numbers.dims == ("O",):
         row_axes = tuple(axis for axis in x.axes_of("B") if axis in out.axes_of("O"))
         summed_axes = tuple(axis for axis in x.axes_of("B") if axis not in row_axes)
         result = out.replace(axes=(row_axes, x.axes_of("D")), unreduced=summed_axes)
-        tape.run("pick", (x, tape.move(number, number.resharded({"O": row_axes}))), result)
+        tape.run("pick", (x, tape.move(row_numbers, row_numbers.resharded({"O": row_axes}))), result)
     else:
         result = out.replace(axes=tuple(x.axes_of(dim) for dim in out.dims), unreduced=x.axes_of("T"))
-        tape.run("pick", (x, tape.move(number, number.like(x))), result)
+        tape.run("pick", (x, tape.move(row_numbers, row_numbers.like(x))), result)
     tape.move(result, out)
 
 

@@ -13,21 +13,21 @@ from meshwright.algebra.tape import Tape
 def statistics(out: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
     """Returns the largest score and the sum of exponentials of each query of an attention's result."""
     dims_and_axes = out.dims[:3], out.axes[:3]
-    peak, total = (ShardedArray(f"{out.name}_{name}", *dims_and_axes, dtype="fp32") for name in ("peak", "total"))
-    return peak, total
+    peak, exp_sum = (ShardedArray(f"{out.name}_{name}", *dims_and_axes, dtype="fp32") for name in ("peak", "total"))
+    return peak, exp_sum
 
 
 def forward(tape: Tape) -> None:
     """Attends with ``prompt_attention(q[B,T,N,H], k[B,T,N,H], v[B,T,N,Hv], first[Q], counts[Q])`` where the sequences
     are; rows that further axes split meet the keys of all rows of their sequences."""
-    q, k, v, first, counts = tape.inputs
-    owner_axes = first.axes_of("Q")
+    q, k, v, first_rows, row_counts = tape.inputs
+    owner_axes = first_rows.axes_of("Q")
     head_axes = tuple(axis for axis in q.axes_of("N") if axis not in owner_axes)
     further_axes = tuple(axis for axis in q.axes_of("B") if axis not in owner_axes)
     queries = tape.move(q, q.resharded({"B": owner_axes + further_axes, "N": head_axes}))
-    keys = (tape.move(array, array.resharded({"B": owner_axes, "N": head_axes})) for array in (k, v))
+    keys_and_values = (tape.move(array, array.resharded({"B": owner_axes, "N": head_axes})) for array in (k, v))
     result = tape.out.like(queries)
-    tape.run(tape.op.kind, (queries, *keys, first, counts), result, *statistics(result))
+    tape.run(tape.op.kind, (queries, *keys_and_values, first_rows, row_counts), result, *statistics(result))
     for array, declared in zip((result, *statistics(result)), (tape.out, *statistics(tape.out)), strict=True):
         tape.move(array, declared)
 
@@ -36,8 +36,8 @@ def flops(step: Step, sizes: OpSizes) -> Number:
     """Returns 2 B T N S (H + Hv), with S the rows of its sequence up to a query in the mean."""
     queries, _, values = step.inputs[:3]
     num_rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
-    met = sum(part.fresh_pairs for part in sizes.sequences) / sum(part.count * part.rows for part in sizes.sequences)
-    return 2.0 * num_rows * met * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
+    n_keys = sum(part.fresh_pairs for part in sizes.sequences) / sum(part.count * part.rows for part in sizes.sequences)
+    return 2.0 * num_rows * n_keys * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
 
 
 OP = OpKind(forward=forward, steps={"prompt_attention": StepKind(flops=flops, group="attention")})

@@ -35,13 +35,13 @@ def _multiply(
     tape: Tape, lhs: ShardedArray, values: ShardedArray, scale: ShardedArray, out: ShardedArray
 ) -> ShardedArray:
     """Adds the steps of a product up to the local one, and returns its result."""
-    *reshards, product = product_steps(lhs, values, out, slice_axes=tape.slice_axes)
+    *reshards, step = product_steps(lhs, values, out, slice_axes=tape.slice_axes)
     tape.add(*reshards)
-    local_scale = scale.like(product.result)
+    local_scale = scale.like(step.result)
     if has_groups(scale):
-        local_scale = scale.resharded({dim: product.inputs[1].axes_of(dim.removesuffix("g")) for dim in scale.dims})
-    tape.run("quantised_einsum", (*product.inputs, tape.move(scale, local_scale)), product.result)
-    return product.result
+        local_scale = scale.resharded({dim: step.inputs[1].axes_of(dim.removesuffix("g")) for dim in scale.dims})
+    tape.run("quantised_einsum", (*step.inputs, tape.move(scale, local_scale)), step.result)
+    return step.result
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

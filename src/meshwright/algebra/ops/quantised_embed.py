@@ -8,9 +8,9 @@ from meshwright.algebra.steps import Step
 
 def row_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts the number, a row and its scale for each token, read, and the row of the result, written."""
-    numbers, table, scale = step.inputs
-    table_row, row_scale = step.result.replace(dtype=table.dtype), numbers.replace(dtype=scale.dtype)
-    return sizes.total(numbers, table_row, row_scale, step.result)
+    row_numbers, table, scale = step.inputs
+    table_row, row_scale = step.result.replace(dtype=table.dtype), row_numbers.replace(dtype=scale.dtype)
+    return sizes.total(row_numbers, table_row, row_scale, step.result)
 
 
 OP = OpKind(forward=forward, steps={"quantised_embed": StepKind(hbm_bytes=row_bytes, group="embedding")})

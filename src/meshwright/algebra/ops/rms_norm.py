@@ -22,8 +22,8 @@ def backward(tape: Tape) -> None:
     """Makes the cotangents of the rows and of the vectors; those of vectors are sums over the device's rows."""
     x, scale, *_ = tape.inputs
     dx, *dvectors = tape.dinputs
-    sums = [_whole(d).replace(unreduced=x.spread) for d in dvectors]
-    tape.run_backward((x, _whole(scale)), zip(tape.op.inputs, (dx, *sums), strict=True))
+    vector_sums = [_whole(d).replace(unreduced=x.spread) for d in dvectors]
+    tape.run_backward((x, _whole(scale)), zip(tape.op.inputs, (dx, *vector_sums), strict=True))
 
 
 def _whole(vector: ShardedArray) -> ShardedArray:

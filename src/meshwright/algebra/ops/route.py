@@ -61,11 +61,11 @@ def backward(tape: Tape) -> None:
     gates, details = tape.out, tape.details(Routing)
     scores = _scores(tape.inputs[0], gates)
     tape.need(scores, chosen_of(gates))
-    totals = [tape.move(counts, ROUTING) for counts in _counts(tape)]
+    total_counts = [tape.move(counts, ROUTING) for counts in _counts(tape)]
     if tape.op.attributes:
         details = msgspec.structs.replace(details, microbatches=tape.shardings.strategy.num_microbatches)
     cotangents = [(tape.op.inputs[0], _scores(tape.dinputs[0], gates))]
-    tape.run_backward((scores, chosen_of(gates), *totals), cotangents, details=details)
+    tape.run_backward((scores, chosen_of(gates), *total_counts), cotangents, details=details)
 
 
 def _scores(scores: ShardedArray, gates: ShardedArray) -> ShardedArray:

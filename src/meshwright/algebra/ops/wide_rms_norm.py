@@ -39,8 +39,8 @@ def _sums(tape: Tape, name: str) -> ShardedArray:
     """Returns the sums over a device's part of each row."""
     x, scale = tape.inputs
     row_dims = tuple(dim for dim in x.dims if dim not in scale.dims)
-    parts = tuple(axis for dim in scale.dims for axis in x.axes_of(dim))
-    return ShardedArray(f"{tape.out.name}_{name}", row_dims, tuple(x.axes_of(dim) for dim in row_dims), parts, "fp32")
+    axes = tuple(axis for dim in scale.dims for axis in x.axes_of(dim))
+    return ShardedArray(f"{tape.out.name}_{name}", row_dims, tuple(x.axes_of(dim) for dim in row_dims), axes, "fp32")
 
 
 _NORM = StepKind(group="normalisation")

@@ -34,13 +34,13 @@ def in_blocks(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
 
     If T is not in the assignment (generation), a sum is cut along its last dim instead.
     """
-    ways, along = shardings.strategy.ring_ways, "T" if "T" in shardings.strategy.rules("activation") else ""
+    ways, dim = shardings.strategy.ring_ways, "T" if "T" in shardings.strategy.rules("activation") else ""
     if not ways:
         return steps
     weights = {variable.name for variable in shardings.program.of_role(*WEIGHTS)}
     passes = ((steps.forward, steps.kept), (steps.backward, ()))
     forward, backward = (
-        with_collective_matmuls(of_pass, ways=ways, kept=kept, weights=weights, along=along) for of_pass, kept in passes
+        with_collective_matmuls(of_pass, ways=ways, kept=kept, weights=weights, along=dim) for of_pass, kept in passes
     )
     return replace(steps, forward=forward, backward=backward)
 
@@ -81,62 +81,62 @@ def _with_gather(units: list[Unit], gather: Step, ways: int, kept: Collection[Sh
     A product that needs a result of another product in the round stays outside, and reads the assembled array.
     """
     units_before, gather_index = _before(units), _place(units, gather)
-    members = {gather_index}
-    for number, unit in enumerate(units):
-        if len(unit) == 1 and _multiplies(unit[0], gather) and _is_convex({*members, number}, units_before):
-            members.add(number)
-    products = [units[number][0] for number in sorted(members - {gather_index})]
+    member_indices = {gather_index}
+    for i, unit in enumerate(units):
+        if len(unit) == 1 and _multiplies(unit[0], gather) and _is_convex({*member_indices, i}, units_before):
+            member_indices.add(i)
+    products = [units[i][0] for i in sorted(member_indices - {gather_index})]
     if not products:
         return units
-    outside_steps = (step for number, unit in enumerate(units) if number not in members for step in unit)
+    outside_steps = (step for i, unit in enumerate(units) if i not in member_indices for step in unit)
     keeps_whole = gather.result in kept or any(gather.result in step.inputs for step in outside_steps)
     parts = sorted(products, key=lambda part: gather.dim not in part.result.dims)
-    passing = gather.inputs[0].replace(name=f"{gather.inputs[0].name}_passing")
+    passing_array = gather.inputs[0].replace(name=f"{gather.inputs[0].name}_passing")
     operands = dict.fromkeys(a for part in parts for a in part.inputs if a != gather.result)
-    results = (*(part.result for part in parts), *([gather.result] if keeps_whole else []))
-    product = _product("all_gather", (passing, *operands), results, parts, gather.dim, ways)
-    return _joined(units, members, (_round(gather, "past", gather.inputs[0], passing, ways), product))
+    result_arrays = (*(part.result for part in parts), *([gather.result] if keeps_whole else []))
+    product_step = _product("all_gather", (passing_array, *operands), result_arrays, parts, gather.dim, ways)
+    return _joined(units, member_indices, (_round(gather, "past", gather.inputs[0], passing_array, ways), product_step))
 
 
 def _multiplies(step: Step, gather: Step) -> bool:
     """True if a step is a product with the gathered array that can be computed block by block."""
-    gathered = gather.result
-    if not _is_einsum(step) or step.inputs.count(gathered) != 1 or step.accumulates:
+    gathered_array = gather.result
+    if not _is_einsum(step) or step.inputs.count(gathered_array) != 1 or step.accumulates:
         return False
     if step.op != "einsum" and gather.dim not in step.result.dims:
         return False
-    return _split_alike(step, gather.dim, gathered.axes_of(gather.dim))
+    return _split_alike(step, gather.dim, gathered_array.axes_of(gather.dim))
 
 
 # -- sums ---------------------------------------------------------------------------------------------------
 
 
-def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[ShardedArray], along: str) -> list[Unit]:
+def _with_sum(units: list[Unit], sum_step: Step, ways: int, kept: Collection[ShardedArray], along: str) -> list[Unit]:
     """Joins the ReduceScatter or AllReduce of a sum with the products that it adds: one round for all addends."""
-    partial = total.inputs[0]
-    dim = total.dim if total.op == "reduce_scatter" else along if along in partial.dims else partial.dims[-1]
-    makers = [number for number, unit in enumerate(units) if any(partial in s.results for s in unit)]
-    users = [step for unit in units for step in unit if partial in step.inputs and step is not total]
-    if users or partial in kept or not makers or total.reduction == "max":
+    partial = sum_step.inputs[0]
+    dim = sum_step.dim if sum_step.op == "reduce_scatter" else along if along in partial.dims else partial.dims[-1]
+    maker_indices = [i for i, unit in enumerate(units) if any(partial in s.results for s in unit)]
+    user_steps = [step for unit in units for step in unit if partial in step.inputs and step is not sum_step]
+    if user_steps or partial in kept or not maker_indices or sum_step.reduction == "max":
         return units
-    parts = [units[number][0] for number in makers]
-    is_alone = all(len(units[number]) == 1 and _is_einsum(part) for number, part in zip(makers, parts, strict=True))
+    parts = [units[i][0] for i in maker_indices]
+    is_alone = all(len(units[i]) == 1 and _is_einsum(part) for i, part in zip(maker_indices, parts, strict=True))
     is_in_turn = [part.accumulates for part in parts] == [False] + [True] * (len(parts) - 1)
     is_even = all(_split_alike(part, dim, partial.axes_of(dim)) for part in parts)
-    members = {_place(units, total), *makers}
-    if not (is_alone and is_in_turn and is_even and _is_convex(members, _before(units))):
+    member_indices = {_place(units, sum_step), *maker_indices}
+    if not (is_alone and is_in_turn and is_even and _is_convex(member_indices, _before(units))):
         return units
-    form: CollectiveForm = "reduce_scatter" if total.op == "reduce_scatter" else "all_reduce"
-    split_axes = {dim: (*total.result.axes_of(dim), *AXES)}
-    split_sum = total.result if form == "reduce_scatter" else total.result.resharded(split_axes)
-    passing = split_sum.replace(name=f"{split_sum.name}_passing")
+    form: CollectiveForm = "reduce_scatter" if sum_step.op == "reduce_scatter" else "all_reduce"
+    split_axes = {dim: (*sum_step.result.axes_of(dim), *AXES)}
+    split_sum = sum_step.result if form == "reduce_scatter" else sum_step.result.resharded(split_axes)
+    passing_array = split_sum.replace(name=f"{split_sum.name}_passing")
     inputs = tuple(dict.fromkeys(a for part in parts for a in part.inputs))
-    product = _product(form, inputs, (passing,), parts, dim, ways)
-    home_round = _round(replace(total, dim=dim), "home", passing, split_sum, ways)
+    product_step = _product(form, inputs, (passing_array,), parts, dim, ways)
+    home_round = _round(replace(sum_step, dim=dim), "home", passing_array, split_sum, ways)
     if form == "reduce_scatter":
-        return _joined(units, members, (product, replace(home_round, accumulates=total.accumulates)))
-    regather = replace(total, op="all_gather", inputs=(split_sum,), dim=dim, critical=True)
-    return _joined(units, members, (product, home_round, regather))
+        return _joined(units, member_indices, (product_step, replace(home_round, accumulates=sum_step.accumulates)))
+    gather = replace(sum_step, op="all_gather", inputs=(split_sum,), dim=dim, critical=True)
+    return _joined(units, member_indices, (product_step, home_round, gather))
 
 
 # -- steps --------------------------------------------------------------------------------------------------
@@ -159,9 +159,9 @@ def _product(
     dim: str,
     ways: int,
 ) -> Step:
-    last, is_recomputed = parts[-1], all(part.phase == "recompute" for part in parts)
+    last_part, is_recomputed = parts[-1], all(part.phase == "recompute" for part in parts)
     return replace(
-        last,
+        last_part,
         op=NAME,
         inputs=inputs,
         result=results[0],
@@ -169,7 +169,7 @@ def _product(
         dim=dim,
         accumulates=False,
         details=Blocks(form=form, axes=AXES, ways=ways),
-        phase="backward" if last.phase == "recompute" and not is_recomputed else last.phase,
+        phase="backward" if last_part.phase == "recompute" and not is_recomputed else last_part.phase,
         parts=tuple(parts),
     )
 
@@ -193,7 +193,7 @@ def _split_alike(step: Step, dim: str, axes: tuple[str, ...]) -> bool:
 
 
 def _place(units: Sequence[Unit], step: Step) -> int:
-    return next(number for number, unit in enumerate(units) if any(member is step for member in unit))
+    return next(index for index, unit in enumerate(units) if any(member is step for member in unit))
 
 
 def _before(units: Sequence[Unit]) -> list[set[int]]:
@@ -201,41 +201,41 @@ def _before(units: Sequence[Unit]) -> list[set[int]]:
     writer_of: dict[ShardedArray, int] = {}
     readers_of: dict[ShardedArray, set[int]] = {}
     predecessors: list[set[int]] = []
-    for number, unit in enumerate(units):
-        writes = {a for step in unit for a in step.results}
-        reads = {a for step in unit for a in step.inputs} | {step.result for step in unit if step.accumulates}
-        earlier = {writer_of[a] for a in reads | writes if a in writer_of}
-        for array in writes:
-            earlier |= readers_of.pop(array, set())
-            writer_of[array] = number
-        for array in reads:
-            readers_of.setdefault(array, set()).add(number)
-        predecessors.append(earlier - {number})
+    for index, unit in enumerate(units):
+        written_arrays = {a for step in unit for a in step.results}
+        read_arrays = {a for step in unit for a in step.inputs} | {step.result for step in unit if step.accumulates}
+        earlier_indices = {writer_of[a] for a in read_arrays | written_arrays if a in writer_of}
+        for array in written_arrays:
+            earlier_indices |= readers_of.pop(array, set())
+            writer_of[array] = index
+        for array in read_arrays:
+            readers_of.setdefault(array, set()).add(index)
+        predecessors.append(earlier_indices - {index})
     return predecessors
 
 
-def _after(members: set[int], before: Sequence[set[int]]) -> set[int]:
+def _after(member_indices: set[int], predecessors: Sequence[set[int]]) -> set[int]:
     """Returns the units outside that must come after one of the members."""
-    later_units: set[int] = set()
-    for number, earlier in enumerate(before):
-        if number not in members and earlier & (members | later_units):
-            later_units.add(number)
-    return later_units
+    later_indices: set[int] = set()
+    for index, earlier_indices in enumerate(predecessors):
+        if index not in member_indices and earlier_indices & (member_indices | later_indices):
+            later_indices.add(index)
+    return later_indices
 
 
-def _is_convex(members: set[int], before: Sequence[set[int]]) -> bool:
+def _is_convex(member_indices: set[int], predecessors: Sequence[set[int]]) -> bool:
     """True if nothing outside comes after one member and before another: then they can be one unit."""
-    later_units = _after(members, before)
-    return not any(before[number] & later_units for number in members)
+    later_indices = _after(member_indices, predecessors)
+    return not any(predecessors[index] & later_indices for index in member_indices)
 
 
-def _joined(units: list[Unit], members: set[int], unit: Unit) -> list[Unit]:
-    """Replaces ``members`` by one unit, at the position of the first or after the last unit that it needs.
+def _joined(units: list[Unit], member_indices: set[int], unit: Unit) -> list[Unit]:
+    """Replaces ``member_indices`` by one unit, at the position of the first or after the last unit that it needs.
 
     Other units keep their order.
     """
     predecessors = _before(units)
-    outside = {*range(len(units))} - members
-    required = {min(members) - 1, *(number for member in members for number in predecessors[member] & outside)}
-    early = {number for number in outside - _after(members, predecessors) if number <= max(required)}
-    return [*(units[number] for number in sorted(early)), unit, *(units[number] for number in sorted(outside - early))]
+    others = {*range(len(units))} - member_indices
+    required_indices = {min(member_indices) - 1, *(i for j in member_indices for i in predecessors[j] & others)}
+    early_indices = {i for i in others - _after(member_indices, predecessors) if i <= max(required_indices)}
+    return [*(units[i] for i in sorted(early_indices)), unit, *(units[i] for i in sorted(others - early_indices))]

@@ -17,16 +17,16 @@ def differentiated(program: Program) -> frozenset[str]:
     all if nothing is frozen."""
     if not any(variable.frozen for variable in program.variables.values()):
         return frozenset(program.variables)
-    names, num_before = {variable.name for variable in trained(program)}, -1
-    while len(names) > num_before:
-        num_before = len(names)
+    needed_names, num_names_before = {variable.name for variable in trained(program)}, -1
+    while len(needed_names) > num_names_before:
+        num_names_before = len(needed_names)
         for block in program.blocks:
             for op in block.ops:
-                if not names.isdisjoint(op.inputs):
-                    names.add(op.out)
-            if block.carry and block.result in names:
-                names.add(block.carry)
-    return frozenset(names)
+                if not needed_names.isdisjoint(op.inputs):
+                    needed_names.add(op.out)
+            if block.carry and block.result in needed_names:
+                needed_names.add(block.carry)
+    return frozenset(needed_names)
 
 
 def needed_steps(steps: Iterable[Step], left: Collection[ShardedArray]) -> tuple[list[Step], set[ShardedArray]]:

@@ -19,29 +19,29 @@ def with_fused_head(block: BlockSteps) -> BlockSteps:
 
     Returns it unchanged if it has no chunked head, or if several devices have parts of its statistics.
     """
-    by_op = {step.op: step for step in (*block.forward, *block.backward)}
-    if "chunked_logits_statistics" not in by_op:
+    step_of = {step.op: step for step in (*block.forward, *block.backward)}
+    if "chunked_logits_statistics" not in step_of:
         return block
-    statistics, loss, back = (by_op[op] for op in ("chunked_logits_statistics", "sum_loss", "chunked_logits_backward"))
-    loss_inputs = (statistics.result, by_op["rescale"].result, statistics.more[1], statistics.inputs[2])
+    statistics, loss, bwd = (step_of[op] for op in ("chunked_logits_statistics", "sum_loss", "chunked_logits_backward"))
+    loss_inputs = (statistics.result, step_of["rescale"].result, statistics.more[1], statistics.inputs[2])
     if loss.inputs != loss_inputs:
         # a part of the statistics is on another device
         return block
-    cotangents = back.results
+    cotangents = bwd.results
     slopes = tuple(array.replace(name=f"{array.name}_slope") for array in cotangents)
-    fused = replace(loss, op="fused_head", inputs=statistics.inputs, more=slopes)
-    dloss = by_op["sum_loss_backward"].inputs[0]
+    fused_step = replace(loss, op="fused_head", inputs=statistics.inputs, more=slopes)
+    dloss = step_of["sum_loss_backward"].inputs[0]
     scale_steps = [
-        replace(back, op="scale", inputs=(slope, dloss), result=array, more=())
+        replace(bwd, op="scale", inputs=(slope, dloss), result=array, more=())
         for slope, array in zip(slopes, cotangents, strict=True)
     ]
-    forward = [fused if step is loss else step for step in block.forward if step.op not in _FORWARD]
+    forward = [fused_step if step is loss else step for step in block.forward if step.op not in _FORWARD]
     backward: list[Step] = []
     for step in block.backward:
-        if step is back:
+        if step is bwd:
             backward += scale_steps
         elif step.op != "sum_loss_backward":
             backward.append(step)
     used_arrays = {array for step in backward for array in step.inputs}
-    kept = (*(array for array in block.kept if array in used_arrays), *slopes)
-    return replace(block, forward=tuple(forward), backward=tuple(backward), kept=kept)
+    kept_arrays = (*(array for array in block.kept if array in used_arrays), *slopes)
+    return replace(block, forward=tuple(forward), backward=tuple(backward), kept=kept_arrays)

@@ -52,26 +52,26 @@ def stage_layers(names: tuple[str, ...], stages: int) -> StageLayers:
     The pattern is the shortest part of ``names`` that can hold the layers of every stage, and stages are as equal as
     it allows; of more stages than layers some have none.
     """
-    for size in range(-(-len(names) // stages), len(names)):
-        for pattern in dict.fromkeys(names[start : start + size] for start in range(len(names) - size + 1)):
-            for even in (True, False):
-                if layers_by_stage := _places(names, stages, pattern, even=even):
+    for num_blocks in range(-(-len(names) // stages), len(names)):
+        for pattern in dict.fromkeys(names[start : start + num_blocks] for start in range(len(names) - num_blocks + 1)):
+            for is_even in (True, False):
+                if layers_by_stage := _places(names, stages, pattern, even=is_even):
                     return StageLayers(pattern, layers_by_stage)
     return StageLayers(names, _places(names, stages, names, even=False))
 
 
 def _places(names: Sequence[str], stages: int, pattern: Sequence[str], *, even: bool) -> tuple[tuple[int, ...], ...]:
     """Returns the places of all layers, () if they do not fit: as many in each stage as fit, or an ``even`` share."""
-    layer, by_stage = 0, []
+    next_layer, layers_by_stage = 0, []
     for stage in range(stages):
-        end = layer + -(-(len(names) - layer) // (stages - stage)) if even else len(names)
+        end_layer = next_layer + -(-(len(names) - next_layer) // (stages - stage)) if even else len(names)
         layers_of_stage = []
         for block in pattern:
-            fits = layer < end and names[layer] == block
-            layers_of_stage.append(layer if fits else -1)
-            layer += fits
-        by_stage.append(tuple(layers_of_stage))
-    return tuple(by_stage) if layer == len(names) else ()
+            fits = next_layer < end_layer and names[next_layer] == block
+            layers_of_stage.append(next_layer if fits else -1)
+            next_layer += fits
+        layers_by_stage.append(tuple(layers_of_stage))
+    return tuple(layers_by_stage) if next_layer == len(names) else ()
 
 
 def is_one_stack(program: Program) -> bool:
@@ -90,13 +90,13 @@ def boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
 
     If the stream is whole over ``tensor``, each device of that axis sends a part, which the next stage gathers.
     """
-    stream = next((block.carry for block in program.blocks if block.carry), "")
-    if not _has_stages(program, shardings) or not stream:
+    stream_name = next((block.carry for block in program.blocks if block.carry), "")
+    if not _has_stages(program, shardings) or not stream_name:
         return ()
     steps: list[Step] = []
     sides: tuple[tuple[Phase, ShardedArray], ...] = (
-        ("forward", shardings.declared(stream)),
-        ("backward", shardings.cotangent(stream)),
+        ("forward", shardings.declared(stream_name)),
+        ("backward", shardings.cotangent(stream_name)),
     )
     for phase, stream_array in sides:
         sent_array = stream_array
@@ -112,12 +112,12 @@ def ends(program: Program, shardings: Shardings) -> tuple[Step, ...]:
     """Returns the sums over stages of the gradients of weights outside the layers; () without stages."""
     if not _has_stages(program, shardings):
         return ()
-    outside = dict.fromkeys(n for block in program.blocks if not block.carry for op in block.ops for n in op.inputs)
+    outer_names = dict.fromkeys(n for block in program.blocks if not block.carry for op in block.ops for n in op.inputs)
     steps = []
-    for name in (n for n in outside if shardings.is_weight(n) and not program.variables[n].frozen):
-        total = shardings.optimizer(name).replace(name=f"d{name}")
-        part = total.replace(unreduced=("pipeline",))
-        steps.append(Step(op="all_reduce", inputs=(part,), result=total, axes=("pipeline",), scope="step"))
+    for name in (n for n in outer_names if shardings.is_weight(n) and not program.variables[n].frozen):
+        gradient = shardings.optimizer(name).replace(name=f"d{name}")
+        partial = gradient.replace(unreduced=("pipeline",))
+        steps.append(Step(op="all_reduce", inputs=(partial,), result=gradient, axes=("pipeline",), scope="step"))
     return tuple(replace(s, block="stage", phase="backward") for s in steps)
 
 

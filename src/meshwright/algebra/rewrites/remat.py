@@ -54,8 +54,8 @@ class SavedSet:
 
 def keeps_logits(strategy: Strategy) -> bool:
     """True if the loss head keeps its logits for the backward pass; else it makes them in chunks."""
-    names = strategy.kept_names
-    return names is None or "logits" in names
+    kept_names = strategy.kept_names
+    return kept_names is None or "logits" in kept_names
 
 
 def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
@@ -67,9 +67,9 @@ def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     forward, rerun_steps = list(steps.forward), list[Step]()
     if shardings.strategy.recomputes_each:
         assert segment != "sqrt"
-        stacks, name = shardings.program.stacks, steps.block.name
-        layers = next((stack.layers for stack in stacks if name in stack.layers), (name,) * steps.repeat)
-        forward, rerun = needed_steps(forward, forward[-1].results)[0], Rerun(name, layers, segment)
+        stacks, block_name = shardings.program.stacks, steps.block.name
+        layers = next((stack.layers for stack in stacks if block_name in stack.layers), (block_name,) * steps.repeat)
+        forward, rerun = needed_steps(forward, forward[-1].results)[0], Rerun(block_name, layers, segment)
     for step in forward:
         is_gather = step.is_collective and shardings.is_weight(step.result.name)
         phase: Phase = "backward" if is_gather else "recompute"

@@ -19,11 +19,11 @@ def repeated_dim(strategy: Strategy) -> str:
 
 def with_repeated_heads(strategy: Strategy) -> Strategy:
     """Returns the strategy with its rules of kv heads for repeated ones: no axis splits K itself then."""
-    new_dim, roles = repeated_dim(strategy), GENERATION_RULES | strategy.assignment
-    renamed = {
-        role: {new_dim if dim == "K" else dim: axes for dim, axes in rules.items()} for role, rules in roles.items()
+    new_dim, old_rules = repeated_dim(strategy), GENERATION_RULES | strategy.assignment
+    new_rules = {
+        role: {new_dim if dim == "K" else dim: axes for dim, axes in rules.items()} for role, rules in old_rules.items()
     }
-    return replace(strategy, assignment=renamed)
+    return replace(strategy, assignment=new_rules)
 
 
 def strategy_of_heads(strategy: Strategy, num_kv_heads: int) -> Strategy:
@@ -38,14 +38,14 @@ def repeating(program: Program, strategy: Strategy) -> Program:
     dim = next((dim for dim in REPEATED_HEADS if dim in strategy.rules("activation")), "")
     if not dim:
         return program
-    caches = {v.name: replace(v, dims=_renamed(v.dims, dim)) for v in program.of_role("cache")}
-    variables = program.variables | caches
+    cache_by_name = {v.name: replace(v, dims=_renamed(v.dims, dim)) for v in program.of_role("cache")}
+    variables = program.variables | cache_by_name
     blocks = tuple(replace(block, ops=_ops(block, variables, dim)) for block in program.blocks)
     return replace(program, blocks=blocks, variables=variables)
 
 
-def _renamed(dims: tuple[str, ...], dim: str) -> tuple[str, ...]:
-    return tuple(dim if old == "K" else old for old in dims)
+def _renamed(dims: tuple[str, ...], new_dim: str) -> tuple[str, ...]:
+    return tuple(new_dim if old_dim == "K" else old_dim for old_dim in dims)
 
 
 def _ops(block: Block, variables: dict[str, Variable], dim: str) -> tuple[Op, ...]:

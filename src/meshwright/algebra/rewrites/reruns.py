@@ -24,19 +24,17 @@ class Rerun(msgspec.Struct, frozen=True):
         """Returns how often ``repeat`` layers of the block run again in one backward pass of all layers, on average if
         these are in ``runs`` runs of a pipeline, each with its own segments; ``runs`` may be an array."""
         distinct_runs, run_indices = np.unique(runs, return_inverse=True)
-        averages = []
+        mean_reruns = []
         for num_runs in distinct_runs:
-            names = stage_layers(self.layers, int(num_runs)).pattern if num_runs > 1 else self.layers
-            averages.append(repeat * self._total(names) / max(names.count(self.block), 1))
-        return np.array(averages)[run_indices].reshape(np.shape(runs)) if np.ndim(runs) else averages[0]
+            layer_names = stage_layers(self.layers, int(num_runs)).pattern if num_runs > 1 else self.layers
+            mean_reruns.append(repeat * self._total(layer_names) / max(layer_names.count(self.block), 1))
+        return np.array(mean_reruns)[run_indices].reshape(np.shape(runs)) if np.ndim(runs) else mean_reruns[0]
 
-    def _total(self, names: tuple[str, ...]) -> int:
+    def _total(self, layer_names: tuple[str, ...]) -> int:
         num_reruns = 0
-        for span in spans(names):
-            size = span.iterations(self.segment) * len(span.pattern)
-            for place in (
-                place for place in range(span.num_layers) if span.pattern[place % len(span.pattern)] == self.block
-            ):
+        for span in spans(layer_names):
+            segment_len = span.iterations(self.segment) * len(span.pattern)
+            for i in (i for i in range(span.num_layers) if span.pattern[i % len(span.pattern)] == self.block):
                 # the layers after it in its segment
-                num_reruns += min(size, span.num_layers - place // size * size) - place % size - 1
+                num_reruns += min(segment_len, span.num_layers - i // segment_len * segment_len) - i % segment_len - 1
         return num_reruns

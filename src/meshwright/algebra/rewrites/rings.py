@@ -36,11 +36,11 @@ def num_moves(step: Step, sizes: OpSizes) -> Number:
     ring = step.details
     if not isinstance(ring, Round):
         return 1
-    size = product(sizes.mesh[axis] for axis in step.axes)
-    moves = size - 1
+    ring_size = product(sizes.mesh[axis] for axis in step.axes)
+    num_sends = ring_size - 1
     if ring.window is not None:
-        moves = np.minimum(moves, np.ceil((ring.window - 1) * size / sizes.dims["T"]))
-    return moves
+        num_sends = np.minimum(num_sends, np.ceil((ring.window - 1) * ring_size / sizes.dims["T"]))
+    return num_sends
 
 
 def num_ways(step: Step, sizes: OpSizes) -> Number:
@@ -61,16 +61,16 @@ def in_ring(step: Step, keys: Sequence[ShardedArray]) -> tuple[Step, ...]:
         return (step,)
     is_forward = not step.op.endswith("_backward")
     num_given = 0 if is_forward else 3
-    passing = tuple(key.replace(name=f"{key.name}_{'passing' if is_forward else 'returning'}") for key in keys)
-    results = () if is_forward else step.more[: len(keys)]
-    collected = tuple(array.replace(name=f"{array.name}_passing") for array in results)
+    passing_keys = tuple(key.replace(name=f"{key.name}_{'passing' if is_forward else 'returning'}") for key in keys)
+    cotangents = () if is_forward else step.more[: len(keys)]
+    passing_cotangents = tuple(array.replace(name=f"{array.name}_passing") for array in cotangents)
     attention = replace(
         step,
-        inputs=(*step.inputs[:num_given], *passing, *step.inputs[num_given:]),
-        more=(*collected, *step.more[len(collected) :]),
+        inputs=(*step.inputs[:num_given], *passing_keys, *step.inputs[num_given:]),
+        more=(*passing_cotangents, *step.more[len(passing_cotangents) :]),
     )
-    past_rounds = (_round(step, *pair, ring="past") for pair in zip(keys, passing, strict=True))
-    home_rounds = (_round(step, *pair, ring="home") for pair in zip(collected, results, strict=True))
+    past_rounds = (_round(step, *pair, ring="past") for pair in zip(keys, passing_keys, strict=True))
+    home_rounds = (_round(step, *pair, ring="home") for pair in zip(passing_cotangents, cotangents, strict=True))
     return (*past_rounds, attention, *home_rounds)
 
 

@@ -25,20 +25,20 @@ def cotangent_of(derived: Derived, name: str) -> ShardedArray:
 
 def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
     """Maps each weight to its gradient as a microbatch leaves it, before the sums that run once per step."""
-    sums_of = step_steps(derived)
+    sum_steps_of = step_steps(derived)
     return {
-        name: sums_of[name][0].inputs[0] if name in sums_of else shard.replace(name=f"d{name}")
+        name: sum_steps_of[name][0].inputs[0] if name in sum_steps_of else shard.replace(name=f"d{name}")
         for name, shard in derived.shards.items()
     }
 
 
 def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
     """Maps a weight to the steps that run once per step on its gradient, during or after the last microbatch."""
-    steps: dict[str, tuple[Step, ...]] = {}
+    steps_by_weight: dict[str, tuple[Step, ...]] = {}
     for step in (step for block in derived.blocks for step in block.backward if step.scope == "step"):
         name = step.result.name.removeprefix("d")
-        steps[name] = (*steps.get(name, ()), step)
-    return steps
+        steps_by_weight[name] = (*steps_by_weight.get(name, ()), step)
+    return steps_by_weight
 
 
 class WeightUpdate(NamedTuple):
@@ -51,14 +51,14 @@ class WeightUpdate(NamedTuple):
 
 def weight_updates(derived: Derived) -> dict[str, WeightUpdate]:
     """Maps each weight to its steps of the update."""
-    updates = {name: WeightUpdate([], [], []) for name in derived.weights}
+    update_by_name = {name: WeightUpdate([], [], []) for name in derived.weights}
     for step in derived.update:
-        name, _, part = step.result.name.partition(".")  # the name alone is the weight itself
-        if name in updates:  # else the sum of a loss or of the norm
-            before, update, after = updates[name]
-            is_move = step.only_moves and not part
-            (update if not is_move else after if update else before).append(step)
-    return updates
+        name, _, suffix = step.result.name.partition(".")  # the name alone is the weight itself
+        if name in update_by_name:  # else the sum of a loss or of the norm
+            moves_before, update_steps, moves_after = update_by_name[name]
+            is_move = step.only_moves and not suffix
+            (update_steps if not is_move else moves_after if update_steps else moves_before).append(step)
+    return update_by_name
 
 
 def state_of_layer(weight: Updated, steps: Iterable[Step]) -> tuple[ShardedArray, ...]:
@@ -93,16 +93,16 @@ def meetings(derived: Derived) -> tuple[Step, ...]:
     """Returns the permutes of a pipeline with two copies of the weights, in which each device has the layers of two
     stages: weights are sent to the device at the other end of the pipeline before a step, and their gradients, summed
     in float32, and router counts are sent back after it."""
-    gradients = gradient_arrays(derived)
-    arrays: list[tuple[ShardedArray, Phase]] = []
+    gradient_of = gradient_arrays(derived)
+    sent_arrays: list[tuple[ShardedArray, Phase]] = []
     for name in dict.fromkeys(n for block in derived.blocks if block.is_layer for n in weights_of(derived, block)):
-        arrays.append((derived.declared[name], "update"))
-        arrays += [(gradients[name], "backward")] if name in gradients else []
+        sent_arrays.append((derived.declared[name], "update"))
+        sent_arrays += [(gradient_of[name], "backward")] if name in gradient_of else []
     for block in derived.blocks:
-        arrays += [(array.replace(name=name), "backward") for name, array in counts_of(block).items()]
+        sent_arrays += [(array.replace(name=name), "backward") for name, array in counts_of(block).items()]
     return tuple(
         Step(op="permute", inputs=(array,), result=array, axes=("pipeline",), block="stage", phase=phase, scope="step")
-        for array, phase in arrays
+        for array, phase in sent_arrays
     )
 
 
@@ -135,9 +135,9 @@ def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
     # not handed over: results of the second part, declared weights, and inputs of the microbatch
     known_arrays = {array for step in steps for array in step.results}
     known_arrays |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
-    gradients = gradient_arrays(derived)
-    arrays = [*(a for step in steps for a in step.inputs), *(gradients[name] for name in trained_of(derived, block))]
+    gradient_of = gradient_arrays(derived)
+    arrays = [*(a for step in steps for a in step.inputs), *(gradient_of[name] for name in trained_of(derived, block))]
     if any(is_at_experts(step) and step.phase == "backward" for step in steps):
         arrays += rounds_begin_with(block.backward)
-    handed = tuple(array for array in dict.fromkeys(arrays) if array not in known_arrays)
-    return SplitBackward(tuple(input_places), tuple(weight_places), handed)
+    handed_arrays = tuple(array for array in dict.fromkeys(arrays) if array not in known_arrays)
+    return SplitBackward(tuple(input_places), tuple(weight_places), handed_arrays)

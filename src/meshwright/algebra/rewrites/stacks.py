@@ -21,7 +21,7 @@ class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
 
 def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]]) -> dict[str, SharedInput]:
     """Returns every `SharedInput` of a program by name. ``steps_of`` returns the steps of both passes of a block."""
-    shared = {}
+    shared_by_name = {}
     for stack in program.stacks:
         for name in stack.inputs:
             steps = [s for block in program.blocks if block.name in stack.layers for s in steps_of(block)]
@@ -31,5 +31,5 @@ def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]])
             if len(read_arrays) != 1 or len(cotangents) != 1:
                 arrays = ", ".join(map(str, read_arrays | cotangents))
                 raise InputError(f"layers need {name} in several shardings: {arrays}. Split heads and widths alike.")
-            shared[name] = SharedInput(given=read_arrays.pop(), cotangent=cotangents.pop())
-    return shared
+            shared_by_name[name] = SharedInput(given=read_arrays.pop(), cotangent=cotangents.pop())
+    return shared_by_name

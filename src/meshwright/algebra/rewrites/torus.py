@@ -62,11 +62,11 @@ def mesh_order(
     ``links`` are from the innermost out. Chips are numbered row-major over them, outermost first: slices, then z, y, x;
     or nodes, then the chips of a domain. On one link the mesh's minor axes are inside.
     """
-    parts = {axis: parts_of(placement, axis) for axis in mesh}
-    placed_parts = [(a, part) for link in reversed(links) for a in mesh for part in parts[a] if part.link == link]
-    numbers = np.arange(math.prod(mesh.values())).reshape([part.size for _, part in placed_parts])
-    dim_order = [placed_parts.index((axis, part)) for axis in mesh for part in parts[axis]]
-    return numbers.transpose(dim_order).reshape(tuple(mesh.values()))
+    axis_parts = {axis: parts_of(placement, axis) for axis in mesh}
+    placed_parts = [(a, part) for link in reversed(links) for a in mesh for part in axis_parts[a] if part.link == link]
+    chip_numbers = np.arange(math.prod(mesh.values())).reshape([part.size for _, part in placed_parts])
+    dim_order = [placed_parts.index((axis, part)) for axis in mesh for part in axis_parts[axis]]
+    return chip_numbers.transpose(dim_order).reshape(tuple(mesh.values()))
 
 
 class Legs(msgspec.Struct, frozen=True, dict=True):
@@ -109,7 +109,7 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
         """For each leg the groups of ranks along it; the ranks of a group run over its parts, major to minor."""
         ranks = np.arange(math.prod(self.parts)).reshape(self.parts)
         end_dims = [range(-len(leg), 0) for leg in self.order]
-        moved_ranks = (np.moveaxis(ranks, leg, end) for leg, end in zip(self.order, end_dims, strict=True))
+        moved_ranks = (np.moveaxis(ranks, leg, to_dims) for leg, to_dims in zip(self.order, end_dims, strict=True))
         return tuple(array.reshape(-1, size).tolist() for array, size in zip(moved_ranks, self.sizes, strict=True))
 
 
@@ -124,12 +124,12 @@ def second_turn(factors: Mapping[str, Sequence[int]], used: Collection[str]) -> 
     slices of 2x2 and of unequal axes of v5e and v6e (2026-11-28).
     """
     links = sorted(factors, key=lambda link: -math.prod(factors[link]))
-    sizes = [math.prod(factors[link]) for link in links]
+    link_sizes = [math.prod(factors[link]) for link in links]
     if len(links) > 2 and len(factors.keys() - used) > 1:
-        return links[2], sizes[2]
-    if len(links) == 2 and not used and sizes[0] == sizes[1] > 2:
-        minor = factors[links[1]][-1]
-        return links[1], next(size for size in range(2, minor + 1) if minor % size == 0)
+        return links[2], link_sizes[2]
+    if len(links) == 2 and not used and link_sizes[0] == link_sizes[1] > 2:
+        minor_size = factors[links[1]][-1]
+        return links[1], next(divisor for divisor in range(2, minor_size + 1) if minor_size % divisor == 0)
     return "", 1
 
 
@@ -140,41 +140,41 @@ def group_legs(strategy: Strategy, axes: tuple[str, ...], *, scatters: bool = Fa
     Each torus axis is a leg, the longest first, and slices follow. If the group does not fill a slice, all torus axes
     can be crossed at once; where it ``scatters``, all but those of its `second_turn`.
     """
-    placed = [(axis, part) for axis in axes for part in parts_of(strategy.placement, axis)]
+    axis_parts = [(axis, part) for axis in axes for part in parts_of(strategy.placement, axis)]
     group_size = math.prod(strategy.mesh[axis] for axis in axes)
-    if not any(part.on_torus for _, part in placed) or math.prod(part.size for _, part in placed) != group_size:
+    if not any(part.on_torus for _, part in axis_parts) or math.prod(part.size for _, part in axis_parts) != group_size:
         return None
     outside_axes = {axis for axis in strategy.mesh if axis not in axes}
     used_links = {part.link for axis in outside_axes for part in parts_of(strategy.placement, axis) if part.on_torus}
-    torus_links = dict.fromkeys(part.link for _, part in placed if part.on_torus)
-    factors = {link: [part.size for _, part in placed if part.link == link] for link in torus_links}
-    last_link, num_last_chips = second_turn(factors, used_links) if scatters else ("", 1)
+    torus_links = dict.fromkeys(part.link for _, part in axis_parts if part.on_torus)
+    sizes_by_link = {link: [part.size for _, part in axis_parts if part.link == link] for link in torus_links}
+    last_link, num_last_chips = second_turn(sizes_by_link, used_links) if scatters else ("", 1)
     pieces: list[tuple[str, PlacedPart, str]] = []
-    for axis, part in reversed(placed):
+    for axis, part in reversed(axis_parts):
         last_size = min(part.size, num_last_chips) if part.link == last_link else 1
         num_last_chips //= last_size
         turns = ((last_size, part.link), (part.size // last_size, "torus" if part.on_torus else part.link))
-        pieces += [(axis, PlacedPart(part.link, size), turn) for size, turn in turns if size > 1]
-    axes_of_parts, parts, turns_of = zip(*reversed(pieces), strict=True)
-    one_by_one, at_once = _order(parts, [part.link for part in parts]), _order(parts, turns_of)
+        pieces += [(axis, PlacedPart(part.link, num_chips), turn) for num_chips, turn in turns if num_chips > 1]
+    axes_of_parts, parts, part_turns = zip(*reversed(pieces), strict=True)
+    order_in_turn, order_at_once = _order(parts, [part.link for part in parts]), _order(parts, part_turns)
     return Legs(
         parts=tuple(part.size for part in parts),
         axes=axes_of_parts,
-        order=one_by_one,
-        at_once=() if at_once == one_by_one or not (used_links or scatters) else at_once,
+        order=order_in_turn,
+        at_once=() if order_at_once == order_in_turn or not (used_links or scatters) else order_at_once,
         fills_slices=not used_links and not all(part.on_torus for part in parts),
     )
 
 
-def _order(parts: Sequence[PlacedPart], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def _order(parts: Sequence[PlacedPart], leg_names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Returns the indices of the parts of each leg, torus axes first and longer ones before shorter; parts of one name
     are one leg."""
-    legs: dict[tuple[bool, str], tuple[int, ...]] = {}
-    for index, (part, link) in enumerate(zip(parts, names, strict=True)):
-        key = (not part.on_torus, link)
-        legs[key] = (*legs.get(key, ()), index)
-    sizes = {key: math.prod(parts[index].size for index in leg) for key, leg in legs.items()}
-    return tuple(legs[key] for key in sorted(legs, key=lambda key: (key[0], -sizes[key])))
+    leg_by_key: dict[tuple[bool, str], tuple[int, ...]] = {}
+    for index, (part, leg_name) in enumerate(zip(parts, leg_names, strict=True)):
+        key = (not part.on_torus, leg_name)
+        leg_by_key[key] = (*leg_by_key.get(key, ()), index)
+    size_by_key = {key: math.prod(parts[index].size for index in leg) for key, leg in leg_by_key.items()}
+    return tuple(leg_by_key[key] for key in sorted(leg_by_key, key=lambda key: (key[0], -size_by_key[key])))
 
 
 def leg_by_leg(steps: Iterable[Step], strategy: Strategy) -> tuple[Step, ...]:
@@ -216,11 +216,11 @@ def crossed_legs(step: Step, full_bytes: int) -> tuple[CrossedLeg, ...]:
     legs = step.details.of(step.op, full_bytes)
     if len(legs.order) == 1:
         return ()
-    in_turn = full_bytes < SMALL_BYTES or legs.is_interleaved or legs.fills_slices
-    if step.op == "all_gather" and not in_turn:
+    is_in_turn = full_bytes < SMALL_BYTES or legs.is_interleaved or legs.fills_slices
+    if step.op == "all_gather" and not is_in_turn:
         return ()
-    sizes = legs.sizes
+    leg_sizes = legs.sizes
     return tuple(
-        CrossedLeg(size, tuple(dict.fromkeys(legs.axes[part] for part in leg)), math.prod(sizes[:index]))
-        for index, (size, leg) in enumerate(zip(sizes, legs.order, strict=True))
+        CrossedLeg(leg_size, tuple(dict.fromkeys(legs.axes[i] for i in leg)), math.prod(leg_sizes[:index]))
+        for index, (leg_size, leg) in enumerate(zip(leg_sizes, legs.order, strict=True))
     )

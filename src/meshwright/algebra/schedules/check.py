@@ -19,18 +19,18 @@ def check(schedule: Schedule, where: Where | None = None) -> Schedule:
     Every F and B must stand once and every W at most once, on the device of its virtual stage, B after its F and W
     after its B. No devices may wait for each other in a ring.
     """
-    where_of = where or (lambda device, number: f"device {device}, op {number + 1}")
+    where_of = where or (lambda device, op_index: f"device {device}, op {op_index + 1}")
     _require_once(schedule, where_of)
     _require_own_order(schedule, where_of)
     simulate(schedule, forward_s=1.0, backward_s=1.0, weight_s=1.0)
     return schedule
 
 
-def _require_once(schedule: Schedule, named: Where) -> None:
+def _require_once(schedule: Schedule, text_of: Where) -> None:
     stage_of, where_of = schedule.virtual_stages(), dict[Result, str]()
     for device, order in enumerate(schedule.orders):
-        for number, op in enumerate(order):
-            where, m = named(device, number), op.microbatch
+        for op_index, op in enumerate(order):
+            where, m = text_of(device, op_index), op.microbatch
             if not 0 <= m < schedule.num_microbatches:
                 raise InputError(f"{where}: {op} is not one of {schedule.num_microbatches} microbatches.")
             stage = stage_of.get((schedule.route_of[m], device, op.chunk))
@@ -53,12 +53,12 @@ def _require_once(schedule: Schedule, named: Where) -> None:
             )
 
 
-def _require_own_order(schedule: Schedule, named: Where) -> None:
+def _require_own_order(schedule: Schedule, text_of: Where) -> None:
     kind_before: dict[PassKind, PassKind] = {"B": "F", "W": "B"}
     for device, order in enumerate(schedule.orders):
         done_ops = set[StagePass]()
-        for number, op in enumerate(order):
-            needed = msgspec.structs.replace(op, kind=kind_before[op.kind]) if op.kind in kind_before else None
-            if needed and needed not in done_ops:
-                raise InputError(f"{named(device, number)}: {op} comes before {needed}. Write {needed} earlier.")
+        for index, op in enumerate(order):
+            needed_op = msgspec.structs.replace(op, kind=kind_before[op.kind]) if op.kind in kind_before else None
+            if needed_op and needed_op not in done_ops:
+                raise InputError(f"{text_of(device, index)}: {op} comes before {needed_op}. Write {needed_op} earlier.")
             done_ops.add(op)

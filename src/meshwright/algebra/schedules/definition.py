@@ -132,14 +132,14 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _requirements(self) -> tuple[Requirement, ...]:
-        own_chunks = Requirement(
+        chunks_rule = Requirement(
             lambda p, m, v: v == self.chunks,
             lambda p, m, v: (
                 f"chunks={v} is not for {self.name}, whose devices hold {self.chunks}. "
                 f"Use chunks={self.chunks}{', or the interleaved schedule' if v > 1 else ''}."
             ),
         )
-        return self.requirements if self.more_chunks else (own_chunks, *self.requirements)
+        return self.requirements if self.more_chunks else (chunks_rule, *self.requirements)
 
     def build(self, stages: int, microbatches: int, chunks: int) -> Schedule:
         """Returns the rows of the schedule. Raises InputError for sizes that it does not exist for."""

@@ -28,31 +28,31 @@ DeviceStreams = tuple[tuple[int, int], tuple[int, int]]
 def dual_order(distance: int, depth: int, per_stream: int, streams: DeviceStreams) -> Iterator[StagePass]:
     """Yields the passes of the device ``distance`` devices from the end where stream 0 enters; after ``depth`` devices
     the streams turn back (V), or cross. A stream is the microbatches of one direction, ``per_stream`` of them."""
-    inner, half, is_odd = depth - 1 - distance, (distance + 1) // 2, distance % 2 == 1
+    num_inner, half, is_odd = depth - 1 - distance, (distance + 1) // 2, distance % 2 == 1
     # F and B of a stream; S is a B whose weight gradients wait for the next W
     words = [
-        *["F0"] * (2 * inner),
+        *["F0"] * (2 * num_inner),
         *["F0", "F1"] * (distance + 1),
-        *["S1", "W", "F1"] * inner,
+        *["S1", "W", "F1"] * num_inner,
         *["F0", "B1", "F1", "B0"] * (per_stream - 2 * depth + distance + 1),
-        *["B1", "F1", "B0"] * inner,
+        *["B1", "F1", "B0"] * num_inner,
     ]
     for turn in range(distance + 1):
         # the second half of these leaves its weight gradients for the idle time to come
         words += ["S1" if turn > half or (turn == half and is_odd) else "B1", "S0" if turn >= half else "B0"]
-    words += [*["W", "S0"] * inner, *["W"] * (distance + 1)]
-    microbatches = {(kind, stream): itertools.count(streams[stream][1]) for kind in "FB" for stream in (0, 1)}
-    pending = deque[StagePass]()
+    words += [*["W", "S0"] * num_inner, *["W"] * (distance + 1)]
+    microbatch_counters = {(kind, stream): itertools.count(streams[stream][1]) for kind in "FB" for stream in (0, 1)}
+    pending_passes = deque[StagePass]()
     for word in words:
         if word == "W":
-            yield pending.popleft()
+            yield pending_passes.popleft()
             continue
         kind: Literal["F", "B"] = "F" if word[0] == "F" else "B"
         stream = int(word[1])
-        op = StagePass(kind, next(microbatches[kind, stream]), streams[stream][0])
+        op = StagePass(kind, next(microbatch_counters[kind, stream]), streams[stream][0])
         yield op
         if word[0] == "S":
-            pending.append(StagePass("W", op.microbatch, op.chunk))
+            pending_passes.append(StagePass("W", op.microbatch, op.chunk))
 
 
 def dual_bubble_seconds(hops: Number, f: Number, b: Number, w: Number) -> Number:
@@ -72,10 +72,10 @@ def published_bubble(formula: str, hops: Callable[[Number], Number]) -> Publishe
 
 
 def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:
-    half = microbatches // 2
-    down, up = (0, 0), (1, half)
+    per_stream = microbatches // 2
+    down, up = (0, 0), (1, per_stream)
     distance = min(device, stages - 1 - device)
-    return dual_order(distance, stages // 2, half, (down, up) if device < stages // 2 else (up, down))
+    return dual_order(distance, stages // 2, per_stream, (down, up) if device < stages // 2 else (up, down))
 
 
 def _even_microbatches(stages: int, microbatches: int, chunks: int) -> str:

@@ -35,8 +35,8 @@ def read_schedule(path: str | Path) -> Schedule:
     placement: PlacementName = "looped"
     orders: list[list[StagePass]] = []
     line_of_op: list[list[str]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        where, content = f"{path}:{number}", line.partition("#")[0].strip()
+    for line_number, line in enumerate(text.splitlines(), start=1):
+        where, content = f"{path}:{line_number}", line.partition("#")[0].strip()
         if match := _SETTING.fullmatch(content):
             key, value = match.groups()
             if key != "placement":
@@ -61,22 +61,22 @@ def read_schedule(path: str | Path) -> Schedule:
     # only a looped placement has more than one chunk, as many as the ops name
     routes = PLACEMENTS[placement].routes(len(orders), 1 + max(op.chunk for order in orders for op in order))
     route_of = microbatch_routes(orders, len(routes))
-    missing = next((m for m in range(max(route_of) + 1) if m not in route_of), None)
-    if missing is not None:
-        raise InputError(f"{path}: microbatch {missing} is missing. Number them from 0 without a gap.")
+    missing_microbatch = next((m for m in range(max(route_of) + 1) if m not in route_of), None)
+    if missing_microbatch is not None:
+        raise InputError(f"{path}: microbatch {missing_microbatch} is missing. Number them from 0 without a gap.")
     schedule = Schedule(
         name=path.stem,
         routes=routes,
         route_of=tuple(route_of[m] for m in sorted(route_of)),
         orders=tuple(map(tuple, orders)),
     )
-    return check(schedule, lambda device, number: line_of_op[device][number])
+    return check(schedule, lambda device, op_index: line_of_op[device][op_index])
 
 
-def _read_op(at: str, word: str) -> StagePass:
+def _read_op(where: str, word: str) -> StagePass:
     match = _OP.fullmatch(word)
     if match is None:
-        raise InputError(f"{at}: {word!r} is no op. Write F0, B0 or W0, and F0/1 for chunk 1.")
+        raise InputError(f"{where}: {word!r} is no op. Write F0, B0 or W0, and F0/1 for chunk 1.")
     return StagePass(match[1], int(match[2]), int(match[3] or 0))  # type: ignore[arg-type]
 
 

@@ -52,24 +52,24 @@ def stage_forms(name: str) -> StageForms:
 
     Sends of simulated and of closed forms differ where microbatches are fewer than twice the stages.
     """
-    defined = definition(name)
-    return defined.forms or _simulated_forms(defined, StageForms, _simulated_stages)
+    schedule = definition(name)
+    return schedule.forms or _simulated_forms(schedule, StageForms, _simulated_stages)
 
 
 def lockstep_forms(name: str) -> LockstepForms:
     """Returns the forms of a schedule as one program runs it on all devices. They equal the tables of `ticks` and their
     simulated time, except for zb-h2 with p stages and more than p but fewer than 2 p - 1 microbatches."""
-    defined = definition(name)
-    return defined.lockstep or _simulated_forms(defined, LockstepForms, _simulated_lockstep)
+    schedule = definition(name)
+    return schedule.lockstep or _simulated_forms(schedule, LockstepForms, _simulated_lockstep)
 
 
 def is_legal(name: str, *, stages: Number, microbatches: Number, chunks: Number = 1) -> Number:
     """True where the schedule exists for these sizes, `registry.build` makes its rows, and they can be priced."""
-    defined = definition(name)
-    legal = defined.is_legal(stages, microbatches, chunks)
-    if defined.forms and defined.lockstep:
-        return legal
-    return legal & (3 * np.asarray(stages) * microbatches * chunks <= MAX_PASSES)
+    schedule = definition(name)
+    exists = schedule.is_legal(stages, microbatches, chunks)
+    if schedule.forms and schedule.lockstep:
+        return exists
+    return exists & (3 * np.asarray(stages) * microbatches * chunks <= MAX_PASSES)
 
 
 # -- one size, simulated ------------------------------------------------------------------------------------
@@ -79,17 +79,17 @@ def is_legal(name: str, *, stages: Number, microbatches: Number, chunks: Number 
 def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, Number]:
     """Returns the values of `StageForms` by name, and ``paths`` [n, 3]: the F, B and W of every longest path beyond the
     passes of all microbatches, in passes over all layers of a device."""
-    schedule, chunks = _rows(definition, size), size[2]
+    schedule, num_chunks = _rows(definition, size), size[2]
 
     def step(f: int, b: int, w: int, send: int = 0) -> int:
         return int(simulate(schedule, forward_s=f, backward_s=b, weight_s=w, send_s=send).makespan_s)
 
     return {
         "paths": _idle_passes(step, size),
-        "stash": round(max(peak_stash(schedule)) / schedule.piece_share) / chunks,
+        "stash": round(max(peak_stash(schedule)) / schedule.piece_share) / num_chunks,
         # a send takes one unit, a pass very many: the remainder counts the sends that no path avoids
         "sends": step(*(3 * (1 << _BITS,)), 1) % (1 << _BITS),
-        "split": max(sum(op.kind == "W" for op in order) for order in schedule.orders) / chunks,
+        "split": max(sum(op.kind == "W" for op in order) for order in schedule.orders) / num_chunks,
     }
 
 
@@ -101,8 +101,8 @@ def _simulated_lockstep(definition: ScheduleDefinition, size: Size) -> dict[str,
     def step(f: int, b: int, w: int) -> int:
         return int(lockstep_seconds(tables, forward_s=f, backward_s=b, weight_s=w, send_s=0))
 
-    slots = {name: getattr(tables.slots, name) for name in Slots.__struct_fields__}
-    return {"paths": _idle_passes(step, size), "ticks": tables.num_ticks, **slots}
+    slots_by_name = {name: getattr(tables.slots, name) for name in Slots.__struct_fields__}
+    return {"paths": _idle_passes(step, size), "ticks": tables.num_ticks, **slots_by_name}
 
 
 def _rows(definition: ScheduleDefinition, size: Size) -> Schedule:
@@ -120,8 +120,8 @@ def too_many_passes(definition: ScheduleDefinition, stages: int, microbatches: i
 
 
 def _idle_passes(step: Callable[[int, int, int], int], size: Size) -> np.ndarray:
-    _, microbatches, chunks = size
-    return np.array(longest_paths(step)) / chunks - microbatches
+    _, num_microbatches, num_chunks = size
+    return np.array(longest_paths(step)) / num_chunks - num_microbatches
 
 
 def longest_paths(step: Callable[[int, int, int], int]) -> list[PathPasses]:
@@ -132,30 +132,30 @@ def longest_paths(step: Callable[[int, int, int], int]) -> list[PathPasses]:
     three known paths tie, or two if a time is 0: between such times the time of a step is linear.
     """
     paths: dict[PathPasses, None] = {}
-    tried: set[PathPasses] = set()
-    scale, mask = 1 << (3 * _BITS), (1 << _BITS) - 1
-    axes: list[PathPasses] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    normals = axes
+    tried_times: set[PathPasses] = set()
+    scale, digit_mask = 1 << (3 * _BITS), (1 << _BITS) - 1
+    axis_normals: list[PathPasses] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    normals = axis_normals
     while True:
         num_found = len(paths)
         for one_normal, other_normal in itertools.combinations(normals, 2):
             times = _cross(one_normal, other_normal)
-            if times is None or times in tried:
+            if times is None or times in tried_times:
                 continue
             known_times = [_time(path, times) for path in paths]
             # a tie of paths that are not the longest there says nothing
-            if normals is not axes and known_times.count(max(known_times)) < 2:
+            if normals is not axis_normals and known_times.count(max(known_times)) < 2:
                 continue
-            tried.add(times)
+            tried_times.add(times)
             # each pass also takes one unit of a digit of its own, too small to change the path
-            total = step(*(time * scale + (1 << (_BITS * kind)) for kind, time in enumerate(times)))
-            path = total & mask, (total >> _BITS) & mask, (total >> 2 * _BITS) & mask
+            total_time = step(*(time * scale + (1 << (_BITS * kind_index)) for kind_index, time in enumerate(times)))
+            path = total_time & digit_mask, (total_time >> _BITS) & digit_mask, (total_time >> 2 * _BITS) & digit_mask
             if _time(path, times) > max(known_times, default=-1):
                 paths[path] = None
         if len(paths) == num_found:
             return list(paths)
         path_pairs = itertools.combinations(paths, 2)
-        normals = axes + [(p[0] - q[0], p[1] - q[1], p[2] - q[2]) for p, q in path_pairs]
+        normals = axis_normals + [(p[0] - q[0], p[1] - q[1], p[2] - q[2]) for p, q in path_pairs]
 
 
 def _cross(one: PathPasses, other: PathPasses) -> PathPasses | None:
@@ -187,18 +187,18 @@ def _simulated_forms(
 
     def read(name: str, *arrays: Number) -> np.ndarray:
         """Returns the value ``name`` of each size, for "paths" the time of the longest."""
-        broadcast = np.broadcast_arrays(*arrays)
-        sizes = np.stack([array.reshape(-1) for array in broadcast[:3]], axis=-1).astype(np.int64)
+        broadcasts = np.broadcast_arrays(*arrays)
+        sizes = np.stack([array.reshape(-1) for array in broadcasts[:3]], axis=-1).astype(np.int64)
         distinct_sizes, index_of_size = np.unique(sizes, axis=0, return_inverse=True)
-        result = np.zeros(len(sizes))
-        for number, (p, m, v) in enumerate(distinct_sizes.tolist()):
+        values = np.zeros(len(sizes))
+        for size_index, (p, m, v) in enumerate(distinct_sizes.tolist()):
             if p > 1:
-                is_of_size, value = index_of_size.reshape(-1) == number, simulated(definition, (p, m, v))[name]
+                is_of_size, value = index_of_size.reshape(-1) == size_index, simulated(definition, (p, m, v))[name]
                 if name == "paths":
-                    value = (value @ np.stack([times.reshape(-1)[is_of_size] for times in broadcast[3:]])).max(axis=0)
-                result[is_of_size] = value
-        return result.reshape(broadcast[0].shape)
+                    value = (value @ np.stack([times.reshape(-1)[is_of_size] for times in broadcasts[3:]])).max(axis=0)
+                values[is_of_size] = value
+        return values.reshape(broadcasts[0].shape)
 
-    names = (name for name in form.__struct_fields__ if name not in ("bubble_s", "waits"))
-    values = {name: functools.partial(read, name) for name in names}
-    return form(bubble_s=functools.partial(read, "paths"), **values)
+    field_names = (name for name in form.__struct_fields__ if name not in ("bubble_s", "waits"))
+    reader_by_name = {name: functools.partial(read, name) for name in field_names}
+    return form(bubble_s=functools.partial(read, "paths"), **reader_by_name)

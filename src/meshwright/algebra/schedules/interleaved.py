@@ -13,7 +13,7 @@ from meshwright.algebra.schedules.table import StagePass
 
 
 def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:
-    groups = [range(first, first + stages) for first in range(0, microbatches, stages)]
+    groups = [range(first_m, first_m + stages) for first_m in range(0, microbatches, stages)]
     forward = [StagePass("F", m, c) for group in groups for c in range(chunks) for m in group]
     backward = [StagePass("B", m, c) for group in groups for c in reversed(range(chunks)) for m in group]
     return alternating(2 * (stages - 1 - device) + (chunks - 1) * stages, forward, backward)

@@ -18,8 +18,8 @@ def definitions() -> dict[str, ScheduleDefinition]:
     modules = (
         importlib.import_module(f"{schedules.__name__}.{m.name}") for m in pkgutil.iter_modules(schedules.__path__)
     )
-    listed = [module.SCHEDULE for module in modules if hasattr(module, "SCHEDULE")]
-    return {schedule.name: schedule for schedule in sorted(listed, key=lambda schedule: (schedule.year, schedule.name))}
+    listed_schedules = [module.SCHEDULE for module in modules if hasattr(module, "SCHEDULE")]
+    return {each.name: each for each in sorted(listed_schedules, key=lambda each: (each.year, each.name))}
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -33,16 +33,16 @@ def searched_schedules(*, every: bool) -> tuple[str, ...]:
     They have ``search="usual"``, or with ``every`` also ``search="full"``.
     """
     searches = ("usual", "full") if every else ("usual",)
-    names = [schedule.name for schedule in definitions().values() if schedule.search in searches]
+    searched_names = [schedule.name for schedule in definitions().values() if schedule.search in searches]
     first_name = next(schedule.name for schedule in definitions().values() if schedule.search == "usual")
-    return first_name, *(name for name in names if name != first_name)
+    return first_name, *(name for name in searched_names if name != first_name)
 
 
 def definition(name: str) -> ScheduleDefinition:
     """Returns the schedule of a name, or of a file at that path. Raises InputError if there is neither."""
-    defined = definitions().get(name)
-    if defined is not None:
-        return defined
+    schedule = definitions().get(name)
+    if schedule is not None:
+        return schedule
     if Path(name).is_file():
         return schedule_of_file(name)
     raise InputError(f"schedule {name!r} is not known.{nearest(name, schedule_names())}")

@@ -32,14 +32,14 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def busy_s(self) -> tuple[float, ...]:
         """Time in which each device runs passes."""
-        rows = zip(self.start_s, self.end_s, strict=True)
-        return tuple(sum(end - start for start, end in zip(*row, strict=True)) for row in rows)
+        device_times = zip(self.start_s, self.end_s, strict=True)
+        return tuple(sum(end_s - start_s for start_s, end_s in zip(*row, strict=True)) for row in device_times)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
         """Idle time of each device before the barrier."""
-        makespan = self.makespan_s
-        return tuple(makespan - busy for busy in self.busy_s)
+        makespan_s = self.makespan_s
+        return tuple(makespan_s - busy_s for busy_s in self.busy_s)
 
     @property
     def span_s(self) -> tuple[float, ...]:
@@ -78,15 +78,15 @@ def simulate(
     its own takes both. A result reaches another device ``send_s`` after it is ready; sending keeps neither busy.
     Raises InputError where the order cannot run.
     """
-    times = pass_times(schedule, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
+    seconds_by_kind = pass_times(schedule, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
     ready_s: dict[Result, float] = {}
-    waiting: dict[Result, int] = {}
+    waiting_device: dict[Result, int] = {}
     start_s: list[list[float]] = [[] for _ in schedule.orders]
     end_s: list[list[float]] = [[] for _ in schedule.orders]
-    awake, zero_s = list(range(schedule.num_devices)), 0 * times["F"][0]
+    awake_devices, zero_s = list(range(schedule.num_devices)), 0 * seconds_by_kind["F"][0]
     # a device runs until a result is missing; the device that makes the result wakes it up
-    while awake:
-        device = awake.pop()
+    while awake_devices:
+        device = awake_devices.pop()
         tasks, starts, ends = schedule.tasks[device], start_s[device], end_s[device]
         now_s = ends[-1] if ends else zero_s
         while len(ends) < len(tasks):
@@ -94,22 +94,22 @@ def simulate(
             if needs:
                 arrival_s = ready_s.get(needs)
                 if arrival_s is None:
-                    waiting[needs] = device
+                    waiting_device[needs] = device
                     break
                 if is_sent:
                     arrival_s += send_s
                 now_s = arrival_s if arrival_s > now_s else now_s
             starts.append(now_s)
-            now_s += times[takes][makes.stage]
+            now_s += seconds_by_kind[takes][makes.stage]
             ends.append(now_s)
             ready_s[makes] = now_s
-            if makes in waiting:
-                awake.append(waiting.pop(makes))
+            if makes in waiting_device:
+                awake_devices.append(waiting_device.pop(makes))
     rows = enumerate(zip(schedule.orders, end_s, strict=True))
-    stuck = [f"device {device} before {order[len(ends)]}" for device, (order, ends) in rows if len(ends) < len(order)]
-    if stuck:
+    stuck_texts = [f"device {device} before {ops[len(ends)]}" for device, (ops, ends) in rows if len(ends) < len(ops)]
+    if stuck_texts:
         raise InputError(
-            f"schedule {schedule.name} cannot run: devices wait for each other ({', '.join(stuck[:4])}). "
+            f"schedule {schedule.name} cannot run: devices wait for each other ({', '.join(stuck_texts[:4])}). "
             f"Move an op that others wait for to an earlier place."
         )
     return Simulation(schedule=schedule, start_s=tuple(map(tuple, start_s)), end_s=tuple(map(tuple, end_s)))
@@ -120,21 +120,21 @@ def pass_times(
 ) -> dict[str, list[float]]:
     """Maps ``takes`` of a task to its seconds in each virtual stage."""
     num_stages = schedule.num_virtual_stages
-    forward = _of_each(forward_s, num_stages, "forward")
-    backward, weight = _of_each(backward_s, num_stages, "backward"), _of_each(weight_s, num_stages, "weight")
-    backward_and_weight = [inputs_s + weights_s for inputs_s, weights_s in zip(backward, weight, strict=True)]
-    return {"F": forward, "B": backward, "W": weight, "BW": backward_and_weight}
+    f_times = _of_each(forward_s, num_stages, "forward")
+    b_times, w_times = _of_each(backward_s, num_stages, "backward"), _of_each(weight_s, num_stages, "weight")
+    bw_times = [inputs_s + weights_s for inputs_s, weights_s in zip(b_times, w_times, strict=True)]
+    return {"F": f_times, "B": b_times, "W": w_times, "BW": bw_times}
 
 
-def _of_each(seconds: Seconds, count: int, what: str) -> list[float]:
+def _of_each(seconds: Seconds, num_stages: int, pass_name: str) -> list[float]:
     # Real, not float: a scalar of NumPy is one time as well.
-    times = [seconds] * count if isinstance(seconds, Real) else list(seconds)  # type: ignore[arg-type]
+    times = [seconds] * num_stages if isinstance(seconds, Real) else list(seconds)  # type: ignore[arg-type]
     # Whole numbers stay exact: `forms` counts passes with them.
-    times = [time if isinstance(time, int) else float(time) for time in times]
-    if len(times) != count:
-        raise InputError(f"{len(times)} {what} times for {count} virtual stages. Give one, or one for each.")
-    if any(not 0 <= time < float("inf") for time in times):
-        raise InputError(f"{what} times {times} must be numbers of at least 0.")
+    times = [pass_s if isinstance(pass_s, int) else float(pass_s) for pass_s in times]
+    if len(times) != num_stages:
+        raise InputError(f"{len(times)} {pass_name} times for {num_stages} virtual stages. Give one, or one for each.")
+    if any(not 0 <= pass_s < float("inf") for pass_s in times):
+        raise InputError(f"{pass_name} times {times} must be numbers of at least 0.")
     return times
 
 

@@ -109,8 +109,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def virtual_stages(self) -> dict[tuple[int, int, int], int]:
         """Maps (route, device, chunk) to the virtual stage."""
         return {
-            (number, place.device, place.chunk): stage
-            for number, route in enumerate(self.routes)
+            (route_index, place.device, place.chunk): stage
+            for route_index, route in enumerate(self.routes)
             for stage, place in enumerate(route)
         }
 
@@ -121,8 +121,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def tasks(self) -> tuple[tuple[Task, ...], ...]:
         """The ops of every device in their order, by virtual stage."""
-        stage_of, last = self.virtual_stages(), self.num_virtual_stages - 1
-        by_device = []
+        stage_of, last_stage = self.virtual_stages(), self.num_virtual_stages - 1
+        tasks_by_device = []
         for device, order in enumerate(self.orders):
             split_passes = {(op.microbatch, op.chunk) for op in order if op.kind == "W"}
             tasks = []
@@ -133,12 +133,12 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 if kind == "F":
                     needs = Result("F", stage - 1, m) if stage else None
                 elif kind == "B":
-                    needs = Result("B", stage + 1, m) if stage < last else Result("F", stage, m)
+                    needs = Result("B", stage + 1, m) if stage < last_stage else Result("F", stage, m)
                 is_sent = needs is not None and self.place(needs.stage, m).device != device
                 is_whole = kind == "B" and (m, op.chunk) not in split_passes
                 tasks.append(Task(Result(kind, stage, m), needs, is_sent, "BW" if is_whole else kind))
-            by_device.append(tuple(tasks))
-        return tuple(by_device)
+            tasks_by_device.append(tuple(tasks))
+        return tuple(tasks_by_device)
 
 
 class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,16 +166,16 @@ devices in chunk 0 and up again in chunk 1, so that device 0 holds the first pie
 devices in chunk 0, and up them in chunk 1: device d holds the pieces d and devices - 1 - d."""
 
 
-def _down(devices: int, chunk: int) -> Route:
-    return tuple(StagePlace(device, chunk) for device in range(devices))
+def _down(num_devices: int, chunk: int) -> Route:
+    return tuple(StagePlace(device, chunk) for device in range(num_devices))
 
 
 def microbatch_routes(orders: Sequence[Sequence[StagePass]], num_routes: int) -> dict[int, int]:
     """Returns the route of each microbatch: with two routes, the one whose chunk its first op is in."""
     if num_routes == 1:
         return dict.fromkeys((op.microbatch for order in orders for op in order), 0)
-    routes: dict[int, int] = {}
+    route_of: dict[int, int] = {}
     for order in orders:
         for op in order:
-            routes.setdefault(op.microbatch, min(op.chunk, num_routes - 1))
-    return routes
+            route_of.setdefault(op.microbatch, min(op.chunk, num_routes - 1))
+    return route_of

@@ -131,8 +131,8 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def peak_stash(self) -> tuple[float, ...]:
         """Most stashes of each device that are alive at once, as in `simulation.peak_stash`."""
-        rows = zip(*self.ticks, strict=True)
-        return tuple(self.schedule.piece_share * most_alive(itertools.chain(*row)) for row in rows)
+        device_rows = zip(*self.ticks, strict=True)
+        return tuple(self.schedule.piece_share * most_alive(itertools.chain(*row)) for row in device_rows)
 
     @property
     def has_backward(self) -> bool:
@@ -171,18 +171,18 @@ def lockstep_seconds(
 
     Times are as in `simulation.simulate`; the messages of every tick take ``send_s``.
     """
-    times = pass_times(tables.schedule, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
-    neighbours = [{device} for device in range(tables.schedule.num_devices)]
+    times_by_kind = pass_times(tables.schedule, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
+    neighbours_of = [{device} for device in range(tables.schedule.num_devices)]
     for sender, receiver in (pair for channel in tables.x_channels for pair in channel.pairs):
-        neighbours[sender].add(receiver)
-        neighbours[receiver].add(sender)
-    awaited_by = [near - {device} or near for device, near in enumerate(neighbours)]
-    end_s: list[float] = [0] * len(neighbours)
-    for number, tick in enumerate(tables.ticks):
-        sent_s = send_s if number else 0
+        neighbours_of[sender].add(receiver)
+        neighbours_of[receiver].add(sender)
+    awaited_by = [near_devices - {device} or near_devices for device, near_devices in enumerate(neighbours_of)]
+    end_s: list[float] = [0] * len(neighbours_of)
+    for tick_index, tick in enumerate(tables.ticks):
+        sent_s = send_s if tick_index else 0
         end_s = [
             max(end_s[device], *(end_s[neighbour] + sent_s for neighbour in awaited_by[device]))
-            + sum(times[task.takes][task.makes.stage] for task in tasks)
+            + sum(times_by_kind[task.takes][task.makes.stage] for task in tasks)
             for device, tasks in enumerate(tick)
         ]
     return max(end_s)
@@ -195,29 +195,29 @@ def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
     and the B. Forward passes may run ahead, because a message now takes a tick each way, until a device holds twice its
     peak stash less one: for 1F1B 2 (stages - 1 - device) + 1 microbatches.
     """
-    stashes = zip(schedule.tasks, peak_stash(schedule), strict=True)
-    queues = [_Queue(tasks, 2 * round(stash / schedule.piece_share) - 1) for tasks, stash in stashes]
+    tasks_and_stash = zip(schedule.tasks, peak_stash(schedule), strict=True)
+    queues = [_Queue(tasks, 2 * round(stash / schedule.piece_share) - 1) for tasks, stash in tasks_and_stash]
     devices_needing: dict[Result | None, list[int]] = {}
     for device, tasks in enumerate(schedule.tasks):
         for task in tasks:
             devices_needing.setdefault(task.needs, []).append(device)
-    results: set[Result] = set()
+    made_results: set[Result] = set()
     # only a device that ran in the last tick, or is sent something, can have something new to run
-    awake, num_left = set(range(len(queues))), sum(map(len, schedule.tasks))
+    awake_devices, num_tasks_left = set(range(len(queues))), sum(map(len, schedule.tasks))
     for num_ticks in itertools.count(1):
-        if not num_left:
+        if not num_tasks_left:
             return
         if num_ticks * len(queues) > MAX_CELLS:
             raise InputError(f"{schedule.name}: more than {num_ticks:,} ticks of {len(queues):,} devices. Shorten it.")
         tick: list[tuple[Task, ...]] = [()] * len(queues)
-        for device in awake:
-            tick[device] = queues[device].take(results)
-        devices_run = {device for device in awake if tick[device]}
+        for device in awake_devices:
+            tick[device] = queues[device].take(made_results)
+        devices_run = {device for device in awake_devices if tick[device]}
         assert devices_run, f"no op of {schedule.name} can run: check the schedule first"
         new_results = [task.makes for device in devices_run for task in tick[device]]
-        results.update(new_results)
-        num_left -= len(new_results)
-        awake = devices_run.union(*(devices_needing.get(result, ()) for result in new_results))
+        made_results.update(new_results)
+        num_tasks_left -= len(new_results)
+        awake_devices = devices_run.union(*(devices_needing.get(result, ()) for result in new_results))
         yield tuple(tick)
 
 
@@ -247,14 +247,14 @@ class _Queue:
                 self._alive += (kind == "F") - (task.takes in ("W", "BW"))
         return tuple(tasks)
 
-    def _next(self, kind: PassKind, made: set[Result], taken: list[Task]) -> Task | None:
+    def _next(self, kind: PassKind, made: set[Result], tasks: list[Task]) -> Task | None:
         num_done = self._done[kind]
         if num_done == len(self._tasks[kind]) or (kind == "F" and self._alive >= self._limit):
             return None
         task = self._tasks[kind][num_done]
         if any(self._done[earlier] < least for earlier, least in zip(PASSES, self._after[task.makes], strict=False)):
             return None
-        is_ready = task.needs is None or task.needs in made or any(task.needs == prior.makes for prior in taken)
+        is_ready = task.needs is None or task.needs in made or any(task.needs == prior.makes for prior in tasks)
         return task if is_ready else None
 
 
@@ -280,17 +280,17 @@ class _Builder:
         self.at = {task.makes: n for n, tick in enumerate(self.ticks) for tasks in tick for task in tasks}
 
     def tables(self) -> TickTables:
-        coloured = {name: _coloured(values) for name, values in self._values().items()}
-        slot_of = {name: slots for name, (slots, _) in coloured.items()}
+        colouring_of = {name: _coloured(values) for name, values in self._values().items()}
+        slots_of = {name: slots for name, (slots, _) in colouring_of.items()}
         has_backward = any(result.kind == "B" for result in self.at)
         x_channels = self._channels(forwards=True)
         dx_channels = self._channels(forwards=False) if has_backward else ()
         columns = Columns(
-            self._columns("F", ForwardColumns, slot_of),
-            self._columns("B", BackwardColumns, slot_of),
-            self._columns("W", WeightColumns, slot_of),
-            tuple(self._arrivals("F", channel, slot_of["x"]) for channel in x_channels),
-            tuple(self._arrivals("B", channel, slot_of["dx"]) for channel in dx_channels),
+            self._columns("F", ForwardColumns, slots_of),
+            self._columns("B", BackwardColumns, slots_of),
+            self._columns("W", WeightColumns, slots_of),
+            tuple(self._arrivals("F", channel, slots_of["x"]) for channel in x_channels),
+            tuple(self._arrivals("B", channel, slots_of["dx"]) for channel in dx_channels),
         )
         return TickTables(
             schedule=self.schedule,
@@ -298,12 +298,12 @@ class _Builder:
             columns=columns,
             x_channels=x_channels,
             dx_channels=dx_channels,
-            live={name: tuple(used[d] for d in range(self.shape[1])) for name, (_, used) in coloured.items()},
+            live={name: tuple(counts[d] for d in range(self.shape[1])) for name, (_, counts) in colouring_of.items()},
         )
 
     def _values(self) -> dict[str, list[_Value]]:
         """Returns the values of each buffer, each live from the pass that makes it to the pass that needs it."""
-        values: dict[str, list[_Value]] = {name: [] for name in Slots.__struct_fields__}
+        values_by_buffer: dict[str, list[_Value]] = {name: [] for name in Slots.__struct_fields__}
         for m, stage in itertools.product(range(self.schedule.num_microbatches), range(self.last + 1)):
             forward, backward, weight = (Result(kind, stage, m) for kind in PASSES)
             ends_of = {
@@ -317,36 +317,36 @@ class _Builder:
                 if source in self.at and reader in self.at:
                     written_at = 4 * self.at[source] + (_ARRIVES if name in ("x", "dx") else _MOMENT[source.kind])
                     read_at, device = 4 * self.at[reader] + _MOMENT[reader.kind], self.schedule.place(stage, m).device
-                    values[name].append(_Value(device, written_at, read_at, (stage, m)))
-        return values
+                    values_by_buffer[name].append(_Value(device, written_at, read_at, (stage, m)))
+        return values_by_buffer
 
-    def _columns(self, kind: PassKind, form: type[OfPass], slot_of: dict[str, dict[tuple[int, int], int]]) -> OfPass:
-        columns = {field: np.full(self.shape, IDLE, np.int32) for field in form._fields}
+    def _columns(self, kind: PassKind, form: type[OfPass], slots_of: dict[str, dict[tuple[int, int], int]]) -> OfPass:
+        column_of = {field: np.full(self.shape, IDLE, np.int32) for field in form._fields}
         for (of_kind, stage, m), tick in self.at.items():
             if of_kind == kind:
                 place = self.schedule.place(stage, m)
-                entries = {f"{name}_slot": slots.get((stage, m), IDLE) for name, slots in slot_of.items()}
-                entries |= {"microbatch": m, "chunk": place.chunk}
-                entries |= {"is_first": int(stage == 0), "is_last": int(stage == self.last)}
-                for field, column in columns.items():
-                    column[tick, place.device] = entries[field]
-        return form(**columns)
+                entry_of = {f"{name}_slot": slots.get((stage, m), IDLE) for name, slots in slots_of.items()}
+                entry_of |= {"microbatch": m, "chunk": place.chunk}
+                entry_of |= {"is_first": int(stage == 0), "is_last": int(stage == self.last)}
+                for field, column in column_of.items():
+                    column[tick, place.device] = entry_of[field]
+        return form(**column_of)
 
     def _channels(self, *, forwards: bool) -> tuple[MessageChannel, ...]:
-        pairs: dict[int, set[tuple[int, int]]] = {}
+        pairs_by_offset: dict[int, set[tuple[int, int]]] = {}
         for route in self.schedule.routes:
             for sender, receiver in itertools.pairwise(route if forwards else route[::-1]):
                 offset = (receiver.device - sender.device) % self.shape[1]
-                pairs.setdefault(offset, set()).add((sender.device, receiver.device))
-        return tuple(MessageChannel(offset, tuple(sorted(edges))) for offset, edges in sorted(pairs.items()))
+                pairs_by_offset.setdefault(offset, set()).add((sender.device, receiver.device))
+        return tuple(MessageChannel(offset, tuple(sorted(pairs))) for offset, pairs in sorted(pairs_by_offset.items()))
 
-    def _arrivals(self, kind: PassKind, channel: MessageChannel, slots: dict[tuple[int, int], int]) -> np.ndarray:
+    def _arrivals(self, kind: PassKind, channel: MessageChannel, slot_of: dict[tuple[int, int], int]) -> np.ndarray:
         """Returns the slot in which each device puts the message of this channel."""
         to_previous, column = 1 if kind == "F" else -1, np.full(self.shape, IDLE, np.int32)
-        for (stage, m), slot in slots.items():
-            source, device = self.schedule.place(stage - to_previous, m).device, self.schedule.place(stage, m).device
-            if (device - source) % self.shape[1] == channel.offset:
-                column[self.at[Result(kind, stage - to_previous, m)], device] = slot
+        for (stage, m), slot in slot_of.items():
+            sender, receiver = self.schedule.place(stage - to_previous, m).device, self.schedule.place(stage, m).device
+            if (receiver - sender) % self.shape[1] == channel.offset:
+                column[self.at[Result(kind, stage - to_previous, m)], receiver] = slot
         return column
 
 
@@ -357,15 +357,15 @@ def _coloured(values: list[_Value]) -> tuple[dict[tuple[int, int], int], Counter
     """
     slot_of: dict[tuple[int, int], int] = {}
     num_slots = Counter[int]()
-    by_time = sorted(values, key=lambda value: (value.device, value.written))
-    for device, device_values in itertools.groupby(by_time, key=lambda value: value.device):
-        free, busy = list[int](), list[tuple[int, int]]()
+    sorted_values = sorted(values, key=lambda value: (value.device, value.written))
+    for device, device_values in itertools.groupby(sorted_values, key=lambda value: value.device):
+        free_slots, busy_slots = list[int](), list[tuple[int, int]]()
         for value in device_values:
-            while busy and busy[0][0] < value.written:
-                heappush(free, heappop(busy)[1])
-            if not free:
-                free.append(num_slots[device])
+            while busy_slots and busy_slots[0][0] < value.written:
+                heappush(free_slots, heappop(busy_slots)[1])
+            if not free_slots:
+                free_slots.append(num_slots[device])
                 num_slots[device] += 1
-            slot_of[value.key] = slot = heappop(free)
-            heappush(busy, (value.read, slot))
+            slot_of[value.key] = slot = heappop(free_slots)
+            heappush(busy_slots, (value.read, slot))
     return slot_of, num_slots

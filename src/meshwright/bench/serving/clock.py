@@ -82,10 +82,10 @@ class EngineClock(Clock):
         return shape_s + read_s + np.minimum(num_decoding, 1) * self.served_s + num_decoding * self.token_s
 
 
-def _at_shape(rows: Sequence[int], seconds: Sequence[float], needed: NDArray[np.float64]) -> NDArray[np.float64]:
+def _at_shape(rows: Sequence[int], seconds: Sequence[float], needed_rows: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the seconds of the first shape with the rows; beyond all shapes, of several of the largest."""
-    shape_index = np.minimum(np.searchsorted(rows, needed), len(rows) - 1)
-    return np.asarray(seconds)[shape_index] * np.maximum(np.ceil(needed / rows[-1]), 1)
+    shape_index = np.minimum(np.searchsorted(rows, needed_rows), len(rows) - 1)
+    return np.asarray(seconds)[shape_index] * np.maximum(np.ceil(needed_rows / rows[-1]), 1)
 
 
 def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequence[TimedStep]) -> EngineClock:
@@ -109,12 +109,12 @@ def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequ
     column_scale = np.maximum(matrix.max(axis=0), 1)
     solution, _ = nnls(matrix / column_scale / median_s[:, None], np.ones(len(median_s)), maxiter=10_000)
     relative_errors = np.abs(matrix / column_scale @ solution / median_s - 1)
-    start_s, *more_s, cached_s, pair_s = (solution / column_scale).tolist()
+    start_s, *extra_s, cached_s, pair_s = (solution / column_scale).tolist()
     return EngineClock(
         decode_rows=tuple(decode_rows),
         chunk_rows=tuple(chunk_rows),
-        decode_s=tuple((start_s + np.cumsum(more_s[: width - 1])).tolist()),
-        chunk_s=tuple((start_s + np.cumsum(more_s[width - 1 :])).tolist()),
+        decode_s=tuple((start_s + np.cumsum(extra_s[: width - 1])).tolist()),
+        chunk_s=tuple((start_s + np.cumsum(extra_s[width - 1 :])).tolist()),
         cached_s=cached_s,
         pair_s=pair_s,
         error=float(np.median(relative_errors)),
@@ -148,31 +148,31 @@ class StepTimer:
         for prompt, output in prompts:
             self.submit(prompt, output)
         previous_load: tuple[int, int, int, float] | None = None
-        num_steps, last_s = 0, time.perf_counter()
+        num_steps, last_return_s = 0, time.perf_counter()
         while self.engine.has_work or more:
             if more and (num_steps > 1 or not prompts):
                 max_prompt_len = self.engine.max_len - 1
-                for submitted in range(0, each, max_prompt_len):
-                    self.submit(min(max_prompt_len, each - submitted), 1)
+                for submitted_tokens in range(0, each, max_prompt_len):
+                    self.submit(min(max_prompt_len, each - submitted_tokens), 1)
                 more -= 1
-            planned = self._mirror.plan()
+            step = self._mirror.plan()
             self.engine.step()
             now_s = time.perf_counter()
-            if planned.repeats:
-                self._mirror.commit(planned)
-            if previous_load is not None and planned.repeats and num_steps > 1:
+            if step.repeats:
+                self._mirror.commit(step)
+            if previous_load is not None and step.repeats and num_steps > 1:
                 decode, cached, tokens, past = previous_load
                 kind = (decode, tokens and decode + tokens, *(round(np.log2(1 + length)) for length in (cached, past)))
                 self.steps.append(
                     TimedStep(
                         num_decode=decode, cached_tokens=cached, prefill_tokens=tokens, prefill_past=past,
-                        seconds=now_s - last_s, kind=kind,
+                        seconds=now_s - last_return_s, kind=kind,
                     )
                 )  # fmt: skip
             if num_steps == 0:
-                self.host_s.append(now_s - last_s)
-            load = len(planned.decode), planned.cached_tokens, planned.prefill_tokens, planned.prefill_past
-            previous_load, last_s, num_steps = load if planned.repeats else None, now_s, num_steps + 1
+                self.host_s.append(now_s - last_return_s)
+            step_load = len(step.decode), step.cached_tokens, step.prefill_tokens, step.prefill_past
+            previous_load, last_return_s, num_steps = step_load if step.repeats else None, now_s, num_steps + 1
 
 
 def measure_clock(engine: Engine, *, rounds: int = ROUNDS) -> EngineClock:
@@ -209,38 +209,38 @@ def simulate_engine(traffic: RequestTraffic, limits: SchedulerLimits, clock: Eng
     `batching.simulation` plans a step when the one before it has ended. Here the host plans and dispatches it while
     that one runs, so that a request which arrives meanwhile waits for one step more, unless the engine was idle.
     """
-    scheduler, times, log = Scheduler(limits), RequestTimes(len(traffic)), StepsLog(1)
-    token_s = list[list[float]]([] for _ in range(len(traffic)))
+    scheduler, request_times, steps_log = Scheduler(limits), RequestTimes(len(traffic)), StepsLog(1)
+    token_at_s = list[list[float]]([] for _ in range(len(traffic)))
     arrivals = traffic.requests()
     next_arrival = next(arrivals, None)
-    host_s = free_s = 0.0  # when the host and the devices are free
+    host_free_s = devices_free_s = 0.0  # when the host and the devices are free
     running_step: tuple[float, list[int]] | None = None  # when it ends, and the requests that get a token
     while next_arrival or scheduler.load or running_step:
         if not scheduler.load and not running_step and next_arrival:
-            host_s = max(host_s, next_arrival[0] + clock.request_s / 2)
-        while next_arrival and next_arrival[0] + clock.request_s / 2 <= host_s:
+            host_free_s = max(host_free_s, next_arrival[0] + clock.request_s / 2)
+        while next_arrival and next_arrival[0] + clock.request_s / 2 <= host_free_s:
             scheduler.submit(next_arrival[1])
             next_arrival = next(arrivals, None)
         step, dispatched_step = scheduler.plan(), None
         if step.repeats:
             for active in step.admitted:
-                if np.isnan(times.admitted_s[active.request.number]):
-                    times.admitted_s[active.request.number] = host_s
+                if np.isnan(request_times.admitted_s[active.request.number]):
+                    request_times.admitted_s[active.request.number] = host_free_s
             for active in step.preempted:
-                times.num_preempted[active.request.number] += 1
-            prefilled, _ = scheduler.commit(step)
-            host_s += clock.host_s
-            start_s, decode_load = max(host_s, free_s), (len(step.decode), step.cached_tokens)
-            free_s = start_s + float(clock.step_s(*decode_load, step.prefill_tokens, step.prefill_past))
-            log.add_run(start_s, free_s, len(scheduler.running), len(step.decode))
-            dispatched_step = free_s, [active.request.number for active in (*step.decode, *prefilled)]
+                request_times.num_preempted[active.request.number] += 1
+            prefilled_requests, _ = scheduler.commit(step)
+            host_free_s += clock.host_s
+            start_s, decode_load = max(host_free_s, devices_free_s), (len(step.decode), step.cached_tokens)
+            devices_free_s = start_s + float(clock.step_s(*decode_load, step.prefill_tokens, step.prefill_past))
+            steps_log.add_run(start_s, devices_free_s, len(scheduler.running), len(step.decode))
+            dispatched_step = devices_free_s, [active.request.number for active in (*step.decode, *prefilled_requests)]
         if running_step:
-            host_s = max(host_s, running_step[0])
-            for number in running_step[1]:
-                if len(token_s[number]) < traffic.output[number]:  # a static batch also computes what has ended
-                    token_s[number].append(host_s + clock.request_s / 2)
+            host_free_s = max(host_free_s, running_step[0])
+            for index in running_step[1]:
+                if len(token_at_s[index]) < traffic.output[index]:  # a static batch also computes what has ended
+                    token_at_s[index].append(host_free_s + clock.request_s / 2)
         running_step = dispatched_step
-    return token_record(traffic, token_s, times=times, log=log, page_len=limits.page_len)
+    return token_record(traffic, token_at_s, times=request_times, log=steps_log, page_len=limits.page_len)
 
 
 def capacity_per_s(traffic: RequestTraffic, limits: SchedulerLimits, clock: EngineClock) -> float:

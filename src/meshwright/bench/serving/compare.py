@@ -47,19 +47,19 @@ class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
         """Returns so many requests, ``rate_per_s`` in the mean."""
         if not 0 < self.burstiness < np.inf:
             raise InputError(f"burstiness is {self.burstiness:g}. Give 1 for Poisson's arrivals, less for bursts.")
-        generator = np.random.default_rng(self.seed)
-        gaps = generator.gamma(self.burstiness, 1 / self.burstiness, count)
-        arrival_s = np.cumsum(gaps) - gaps[0]
-        traffic = traffic_of(arrival_s, self.prompt(generator, count), self.output(generator, count))
+        rng = np.random.default_rng(self.seed)
+        unit_gaps = rng.gamma(self.burstiness, 1 / self.burstiness, count)
+        arrival_s = np.cumsum(unit_gaps) - unit_gaps[0]
+        traffic = traffic_of(arrival_s, self.prompt(rng, count), self.output(rng, count))
         return traffic.at_rate(rate_per_s)
 
 
 def check_lengths(traffic: RequestTraffic, facts: ServerFacts) -> None:
     """Raises InputError for a request that is too long for the server."""
-    num_tokens = int((traffic.prompt + traffic.output).max())
-    if facts.max_len is not None and num_tokens > facts.max_len:
+    max_tokens = int((traffic.prompt + traffic.output).max())
+    if facts.max_len is not None and max_tokens > facts.max_len:
         raise InputError(
-            f"a request of {num_tokens:,} tokens is too long for the server, which has {facts.max_len:,} positions. "
+            f"a request of {max_tokens:,} tokens is too long for the server, which has {facts.max_len:,} positions. "
             f"Give shorter --prompt and --output, or a longer --max-len."
         )
 
@@ -70,31 +70,31 @@ async def over_http(client: LoadClient, facts: ServerFacts, clock: EngineClock, 
     Requests that decode together, few up to ``most``, have longer steps than the engine alone: host and devices share
     processors, and threads the interpreter.
     """
-    counts = sorted({1, max(most // 4, 1), max(most // 2, 1), most})
-    gaps_s: dict[int, list[float]] = {count: [] for count in counts}
-    for count in counts * ROUNDS:
-        gaps_s[count] += await _burst(client, facts, count)
-    served = np.array([np.median(gaps) for gaps in gaps_s.values()])
-    alone = np.array([_burst_s(clock, count) for count in counts])
-    matrix = np.stack([np.ones(len(counts)), counts], axis=1) / served[:, None]
-    served_s, token_s = nnls(matrix, np.maximum(served - alone, 0) / served)[0].tolist()
-    one_by_one = traffic_of(np.zeros(9), np.full(9, PROMPT), np.full(9, 1))
-    ttft_s = np.median((await client.send(one_by_one, facts, concurrency=1)).record.ttft_s)
+    burst_sizes = sorted({1, max(most // 4, 1), max(most // 2, 1), most})
+    gaps_by_size: dict[int, list[float]] = {burst_size: [] for burst_size in burst_sizes}
+    for burst_size in burst_sizes * ROUNDS:
+        gaps_by_size[burst_size] += await _burst(client, facts, burst_size)
+    served_step_s = np.array([np.median(gaps) for gaps in gaps_by_size.values()])
+    engine_step_s = np.array([_burst_s(clock, burst_size) for burst_size in burst_sizes])
+    matrix = np.stack([np.ones(len(burst_sizes)), burst_sizes], axis=1) / served_step_s[:, None]
+    served_s, token_s = nnls(matrix, np.maximum(served_step_s - engine_step_s, 0) / served_step_s)[0].tolist()
+    single_traffic = traffic_of(np.zeros(9), np.full(9, PROMPT), np.full(9, 1))
+    ttft_s = np.median((await client.send(single_traffic, facts, concurrency=1)).record.ttft_s)
     request_s = float(ttft_s) - clock.host_s - float(clock.step_s(0, 0, PROMPT, (PROMPT - 1) / 2))
     return replace(clock, served_s=served_s, token_s=token_s, request_s=max(request_s, 0.0))
 
 
-async def _burst(client: LoadClient, facts: ServerFacts, count: int) -> list[float]:
+async def _burst(client: LoadClient, facts: ServerFacts, burst_size: int) -> list[float]:
     """Returns the gaps between tokens of requests that decode together."""
-    burst = traffic_of(np.zeros(count), np.full(count, PROMPT), np.full(count, OUTPUT))
-    gaps = (await client.send(burst, facts)).record.gaps
+    burst_traffic = traffic_of(np.zeros(burst_size), np.full(burst_size, PROMPT), np.full(burst_size, OUTPUT))
+    gaps = (await client.send(burst_traffic, facts)).record.gaps
     gaps_s: list[float] = gaps.gap_s[gaps.end_s > np.quantile(gaps.end_s, 0.25)].tolist()
     return gaps_s
 
 
-def _burst_s(clock: EngineClock, count: int) -> float:
+def _burst_s(clock: EngineClock, burst_size: int) -> float:
     """Returns the seconds of the steps of a burst."""
-    return float(clock.step_s(count, count * (PROMPT + OUTPUT / 2), 0, 0.0))
+    return float(clock.step_s(burst_size, burst_size * (PROMPT + OUTPUT / 2), 0, 0.0))
 
 
 async def compare(
@@ -107,19 +107,19 @@ async def compare(
     """Sends the requests, and simulates those that were answered on the server's engine, if it is known."""
     facts, drift = await client.facts(), None
     if server is not None:
-        count = max(server.limits.max_requests // 4, 1)
-        drift = float(np.median(await _burst(client, facts, count))) / _burst_s(server.clock, count) - 1
+        burst_size = max(server.limits.max_requests // 4, 1)
+        drift = float(np.median(await _burst(client, facts, burst_size))) / _burst_s(server.clock, burst_size) - 1
     on_sent(f"{len(traffic):,} requests, {traffic.rate_per_s:.3g} a second, for {traffic.arrival_s[-1]:.0f} s")
-    load = await client.send(traffic, facts)
-    predicted = None
+    measured_load = await client.send(traffic, facts)
+    predicted_summary = None
     if server is not None:
-        record = simulate_engine(load.record.traffic, server.limits, server.clock)
-        predicted = record.summary(targets)
+        simulated_record = simulate_engine(measured_load.record.traffic, server.limits, server.clock)
+        predicted_summary = simulated_record.summary(targets)
     return RateResult(
         rate_per_s=traffic.rate_per_s,
         num_requests=len(traffic),
-        predicted=predicted,
-        measured=load.record.summary(targets),
-        failures=load.failures,
+        predicted=predicted_summary,
+        measured=measured_load.record.summary(targets),
+        failures=measured_load.failures,
         drift=drift,
     )

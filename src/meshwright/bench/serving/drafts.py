@@ -27,14 +27,14 @@ def measure_drafts(engine: Engine | EngineGroup, requests: Sequence[TokenRequest
     """Runs prompts to their ends, after once that does not count and leaves their prefixes in the cache."""
     engine.run(requests)
     state_before, started_s = engine.state(), time.perf_counter()
-    outputs = engine.run(requests)
-    seconds, state_after = time.perf_counter() - started_s, engine.state()
-    num_tokens = sum(output.token is not None for request in outputs for output in request)
+    outputs_by_request = engine.run(requests)
+    run_s, state_after = time.perf_counter() - started_s, engine.state()
+    num_tokens = sum(output.token is not None for request_outputs in outputs_by_request for output in request_outputs)
     num_drafted, num_accepted = state_after.drafted - state_before.drafted, state_after.accepted - state_before.accepted
     return DraftResult(
         num_drafts=engine.limits.num_drafts,
-        tokens_per_s=num_tokens / seconds,
-        step_s=seconds / (state_after.steps - state_before.steps),
+        tokens_per_s=num_tokens / run_s,
+        step_s=run_s / (state_after.steps - state_before.steps),
         accepted=num_accepted / num_drafted if num_drafted else np.nan,
         step_tokens=num_tokens / max(num_tokens - num_accepted, 1),
     )
@@ -43,6 +43,6 @@ def measure_drafts(engine: Engine | EngineGroup, requests: Sequence[TokenRequest
 def predicted_speedups(results: Sequence[DraftResult]) -> list[float]:
     """Returns how many times faster each result should be than the first, which is without drafts: tokens of a step by
     `expected_tokens`, with the probability that explains the second result, over the measured times of steps."""
-    acceptances, plain_s, drafted = np.linspace(0, 1, 1001), results[0].step_s, results[1]
-    acceptance = np.interp(drafted.step_tokens, expected_tokens(acceptances, drafted.num_drafts), acceptances)
-    return [float(expected_tokens(acceptance, result.num_drafts)) * plain_s / result.step_s for result in results]
+    acceptances, plain_step_s, draft_result = np.linspace(0, 1, 1001), results[0].step_s, results[1]
+    acceptance = np.interp(draft_result.step_tokens, expected_tokens(acceptances, draft_result.num_drafts), acceptances)
+    return [float(expected_tokens(acceptance, result.num_drafts)) * plain_step_s / result.step_s for result in results]

@@ -77,12 +77,12 @@ class _Connection(asyncio.Protocol):
             return
         lines = (self._partial + body).split(b"\n")
         self._partial = lines.pop()
-        now = self._clock()
+        now_s = self._clock()
         for line in lines:
             if line.startswith(_ERROR):
                 self.body += line
             elif line.startswith(_EVENT) and not line.startswith(_DONE):
-                self.events_s.append(now)
+                self.events_s.append(now_s)
 
     def on_message_complete(self) -> None:
         if not self._parser.should_keep_alive():
@@ -119,8 +119,8 @@ class LoadClient:
     async def facts(self) -> ServerFacts:
         """Asks the server what it has. Raises CannotRunError if it does not answer as OpenAI's do."""
         try:
-            card = msgspec.json.decode(await self._get("/v1/models"))["data"][0]
-            name, max_len, vocab_size = card["id"], card.get("max_model_len"), _USUAL_VOCAB
+            model_card = msgspec.json.decode(await self._get("/v1/models"))["data"][0]
+            name, max_len, vocab_size = model_card["id"], model_card.get("max_model_len"), _USUAL_VOCAB
         except (msgspec.DecodeError, KeyError, IndexError, TypeError):
             raise CannotRunError(f"{self.url}/v1/models lists no models. Name a server with OpenAI's routes.") from None
         with suppress(CannotRunError, msgspec.DecodeError, KeyError, TypeError):
@@ -133,18 +133,18 @@ class LoadClient:
         Prompts are random tokens; those that share a prefix begin alike. ITL counts events of the stream, which are
         tokens unless the server holds some back or joins them. Raises CannotRunError if no request is answered.
         """
-        requests = zip(_prompts(traffic, facts), traffic.output.tolist(), strict=True)
-        bodies = [_body(facts, prompt, output) for prompt, output in requests]
-        heads = [self._head("POST", "/v1/completions", body) for body in bodies]
+        prompts_and_lens = zip(_prompts(traffic, facts), traffic.output.tolist(), strict=True)
+        bodies = [_body(facts, prompt, output_len) for prompt, output_len in prompts_and_lens]
+        http_heads = [self._head("POST", "/v1/completions", body) for body in bodies]
         sent_s, events_s = traffic.arrival_s.copy(), list[list[float]]([] for _ in bodies)
-        failures, room = dict[int, str](), asyncio.Semaphore(int(min(concurrency, len(bodies))))
+        failures, free_slots = dict[int, str](), asyncio.Semaphore(int(min(concurrency, len(bodies))))
         self._zero_s = time.perf_counter()
 
         async def one(number: int) -> None:
             try:
                 connection = await self._connection()
                 sent_s[number] = self._now()
-                status = await connection.exchange(heads[number] + bodies[number], streams=True)
+                status = await connection.exchange(http_heads[number] + bodies[number], streams=True)
                 self._keep(connection)
                 if status != 200 or connection.body or not connection.events_s:
                     failures[number] = f"status {status}: {bytes(connection.body[:200]).decode(errors='replace')}"
@@ -152,14 +152,14 @@ class LoadClient:
             except OSError as error:
                 failures[number] = str(error)
             finally:
-                room.release()
+                free_slots.release()
 
         tasks = []
-        for number, arrival_s in enumerate(traffic.arrival_s.tolist()):
+        for request_index, arrival_s in enumerate(traffic.arrival_s.tolist()):
             if (wait_s := arrival_s - self._now()) > 0:
                 await asyncio.sleep(wait_s)
-            await room.acquire()
-            tasks.append(asyncio.create_task(one(number)))
+            await free_slots.acquire()
+            tasks.append(asyncio.create_task(one(request_index)))
         await asyncio.gather(*tasks)
         self.close()
         return _measured(replace(traffic, arrival_s=sent_s), events_s, failures)
@@ -174,8 +174,8 @@ class LoadClient:
 
     async def _connection(self) -> _Connection:
         while self._idle:
-            if (idle := self._idle.pop()).is_open:
-                return idle
+            if (idle_connection := self._idle.pop()).is_open:
+                return idle_connection
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
             lambda: _Connection(self._now), self._host, self._port, ssl=self._is_tls or None
@@ -187,9 +187,9 @@ class LoadClient:
             self._idle.append(connection)
 
     def _head(self, method: str, path: str, body: bytes = b"") -> bytes:
-        key = f"Authorization: Bearer {self._key}\r\n" if self._key else ""
+        auth_header = f"Authorization: Bearer {self._key}\r\n" if self._key else ""
         return (
-            f"{method} {self._path}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{key}"
+            f"{method} {self._path}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{auth_header}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         ).encode()
 
@@ -208,35 +208,35 @@ class LoadClient:
 def _prompts(traffic: RequestTraffic, facts: ServerFacts) -> list[list[int]]:
     """Returns random tokens for every request, others in every call, so that no cache of prefixes has them; those of a
     prefix are the same."""
-    generator = np.random.default_rng()
-    seed = int(generator.integers(2**32))
+    rng = np.random.default_rng()
+    seed = int(rng.integers(2**32))
     min_token = min(_FIRST_TOKEN, facts.vocab_size - 1)
     prompts = []
     for _, request in traffic.requests():
-        tokens = generator.integers(min_token, facts.vocab_size, request.prompt)
+        prompt_tokens = rng.integers(min_token, facts.vocab_size, request.prompt)
         if request.prefix is not None:
-            prefix_generator = np.random.default_rng([seed, request.prefix])
-            tokens[: request.prefix_len] = prefix_generator.integers(min_token, facts.vocab_size, request.prefix_len)
-        prompts.append(tokens.tolist())
+            prefix_rng = np.random.default_rng([seed, request.prefix])
+            prompt_tokens[: request.prefix_len] = prefix_rng.integers(min_token, facts.vocab_size, request.prefix_len)
+        prompts.append(prompt_tokens.tolist())
     return prompts
 
 
-def _body(facts: ServerFacts, prompt: list[int], output: int) -> bytes:
-    fields = {"model": facts.name, "prompt": prompt, "max_tokens": output, "temperature": 0}
+def _body(facts: ServerFacts, prompt: list[int], max_tokens: int) -> bytes:
+    request_fields = {"model": facts.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     # a special token without text would make no event
-    return msgspec.json.encode({**fields, "stream": True, "ignore_eos": True, "skip_special_tokens": False})
+    return msgspec.json.encode({**request_fields, "stream": True, "ignore_eos": True, "skip_special_tokens": False})
 
 
-def _measured(traffic: RequestTraffic, events_s: list[list[float]], failures: dict[int, str]) -> MeasuredLoad:
+def _measured(traffic: RequestTraffic, events_s: list[list[float]], failure_by_index: dict[int, str]) -> MeasuredLoad:
     """Returns the record of the requests without a failure."""
-    answered_numbers = [number for number in range(len(traffic)) if number not in failures]
-    if not answered_numbers:
-        raise CannotRunError(f"no request was answered: {next(iter(failures.values()))}")
-    answered_numbers.sort(key=lambda number: traffic.arrival_s[number])
+    answered_indices = [index for index in range(len(traffic)) if index not in failure_by_index]
+    if not answered_indices:
+        raise CannotRunError(f"no request was answered: {next(iter(failure_by_index.values()))}")
+    answered_indices.sort(key=lambda index: traffic.arrival_s[index])
     traffic_fields = ("arrival_s", "prompt", "output", "prefix", "prefix_len")
-    answered_traffic = RequestTraffic(**{name: getattr(traffic, name)[answered_numbers] for name in traffic_fields})
-    record = token_record(answered_traffic, [events_s[number] for number in answered_numbers])
-    return MeasuredLoad(record=record, failures=tuple(failures.values()))
+    answered_traffic = RequestTraffic(**{field: getattr(traffic, field)[answered_indices] for field in traffic_fields})
+    record = token_record(answered_traffic, [events_s[index] for index in answered_indices])
+    return MeasuredLoad(record=record, failures=tuple(failure_by_index.values()))
 
 
 def token_record(
@@ -250,8 +250,8 @@ def token_record(
     """Returns the record of an engine from the seconds at which each request got its tokens; ``times`` and ``log`` have
     what else is known, such as admissions and runs of steps."""
     times, log = times or RequestTimes(len(traffic)), log or StepsLog(1)
-    for number, seconds in enumerate(token_s):
-        times.first_token_s[number], times.ended_s[number] = seconds[0], seconds[-1]
-        for before_s, at_s in pairwise(seconds):
+    for request_index, request_token_s in enumerate(token_s):
+        times.first_token_s[request_index], times.ended_s[request_index] = request_token_s[0], request_token_s[-1]
+        for before_s, at_s in pairwise(request_token_s):
             log.add_gap(at_s - before_s, at_s, 1)
     return ServingRecord(traffic=traffic, times=times, page_len=page_len, logs=(log,), spans=())

@@ -39,10 +39,10 @@ def benched_server(
     process.start()
     their_pipe.close()
     try:
-        answer = our_pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        yield answer
+        server_or_error = our_pipe.recv()
+        if isinstance(server_or_error, Exception):
+            raise server_or_error
+        yield server_or_error
     except EOFError:
         process.join()
         raise CannotRunError(f"the server ended with code {process.exitcode} before it answered.") from None

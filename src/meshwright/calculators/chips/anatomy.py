@@ -33,8 +33,8 @@ def mxu_padding(chip: Chip, rows: int, inner: int, columns: int) -> float:
     """
     if chip.mxu_dim is None:
         return 1.0
-    tiles = ((8, chip.mxu_dim, chip.mxu_dim), (chip.mxu_dim, chip.mxu_dim, 8))
-    return min(tile_expansion((rows, inner, columns), tile) for tile in tiles)
+    tile_shapes = ((8, chip.mxu_dim, chip.mxu_dim), (chip.mxu_dim, chip.mxu_dim, 8))
+    return min(tile_expansion((rows, inner, columns), tile) for tile in tile_shapes)
 
 
 def gpu_peak_from_anatomy(chip: Chip) -> float:
@@ -81,8 +81,8 @@ def full_die(chip: Chip) -> GpuAnatomy | None:
     if chip.die is None or chip.die_gpcs is None or chip.die_tpcs_per_gpc is None:
         return None
     tpcs = chip.die_gpcs * chip.die_tpcs_per_gpc
-    fields = {"num_tpcs": tpcs, "num_sms": tpcs * int(known(chip, "sms_per_tpc")), "l2_bytes": chip.die_l2_bytes}
-    return gpu_anatomy(msgspec.structs.replace(chip, name=chip.die, **fields))
+    die_values = {"num_tpcs": tpcs, "num_sms": tpcs * int(known(chip, "sms_per_tpc")), "l2_bytes": chip.die_l2_bytes}
+    return gpu_anatomy(msgspec.structs.replace(chip, name=chip.die, **die_values))
 
 
 def share_after_speedup(share: Number, speedup: Number) -> Number:

@@ -77,9 +77,9 @@ def parse_op(text: str) -> LocalOp:
         raise InputError(f"{text!r} is no op. Write A[I,J] * B[J,K] -> C[I,K], A[I] + B[I] -> C[I], softmax(A[I]).")
     if match is not None:
         operand = parse_array(match[2])
-        out, steps = parse_array(match[3]) if match[3] else operand.replace(name="Out"), ROW_STEPS[match[1]]
-        last_dim = operand.replace(dims=operand.dims[-1:], axes=operand.axes[-1:])
-        op = LocalOp((operand, *(last_dim.replace(name=s) for s in steps if s in ("scale", "shift")), out), steps)
+        out, step_names = parse_array(match[3]) if match[3] else operand.replace(name="Out"), ROW_STEPS[match[1]]
+        row = operand.replace(dims=operand.dims[-1:], axes=operand.axes[-1:])
+        op = LocalOp((operand, *(row.replace(name=s) for s in step_names if s in ("scale", "shift")), out), step_names)
         if operand.dims != out.dims:
             raise InputError(f"{match[1]} keeps the dims of {operand}, and the result has others. Write the same dims.")
     elif _PLUS.search(left_text):
@@ -89,10 +89,10 @@ def parse_op(text: str) -> LocalOp:
         op = LocalOp(distinct_names(*addends, out), ("add",))
     else:
         arrays = parse_einsum(text)
-        lhs, rhs, out_dims = (set(a.dims) for a in arrays)
-        matrix_dims = (lhs - rhs, lhs & rhs - out_dims, rhs - lhs)
-        steps = ("multiply", "add")[: 1 + bool((lhs | rhs) - out_dims)]
-        op = LocalOp(arrays, steps, matrix_dims if matrix_dims[1] and lhs ^ rhs else None)
+        lhs_dims, rhs_dims, out_dims = (set(a.dims) for a in arrays)
+        matrix_dims = (lhs_dims - rhs_dims, lhs_dims & rhs_dims - out_dims, rhs_dims - lhs_dims)
+        step_names = ("multiply", "add")[: 1 + bool((lhs_dims | rhs_dims) - out_dims)]
+        op = LocalOp(arrays, step_names, matrix_dims if matrix_dims[1] and lhs_dims ^ rhs_dims else None)
     for array in op.arrays:
         if array.spread or array.unreduced:
             raise InputError(f"{array} is sharded; roofline is for one chip. Use meshwright shard for a mesh.")

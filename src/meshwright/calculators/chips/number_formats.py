@@ -58,8 +58,8 @@ class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
         if not self.exponent_bits:
             return Fraction(code)
         exponent, mantissa = divmod(code, 2**self.mantissa_bits)
-        leading = 2**self.mantissa_bits if exponent else 0
-        return (leading + mantissa) * Fraction(2) ** (max(exponent, 1) - self.bias - self.mantissa_bits)
+        hidden_bit = 2**self.mantissa_bits if exponent else 0
+        return (hidden_bit + mantissa) * Fraction(2) ** (max(exponent, 1) - self.bias - self.mantissa_bits)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -67,10 +67,10 @@ class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
 
         ``epsilon`` is the step from 1 to the next number; ``num_finite`` counts distinct finite values, zero once.
         """
-        largest, is_integer = self.magnitude(self.top_code), self.kind == "integer"
+        max_value, is_integer = self.magnitude(self.top_code), self.kind == "integer"
         return {
-            "max": float(largest),
-            "min": float(-largest - is_integer),
+            "max": float(max_value),
+            "min": float(-max_value - is_integer),
             "min_normal": float(self.magnitude(2**self.mantissa_bits)),
             "min_subnormal": float(self.magnitude(1)),
             "epsilon": 2.0**-self.mantissa_bits,
@@ -108,7 +108,7 @@ FORMATS: dict[str, NumberFormat] = {
 
 def number_format(name: str) -> NumberFormat:
     """Returns the format of a name or alias. Raises InputError with the nearest name."""
-    format_by_name = {word: form for form in FORMATS.values() for word in (form.name, *form.aliases)}
+    format_by_name = {known_name: form for form in FORMATS.values() for known_name in (form.name, *form.aliases)}
     if name.lower() not in format_by_name:
         raise InputError(f"number format {name!r} is not known.{nearest(name.lower(), format_by_name)}")
     return format_by_name[name.lower()]
@@ -129,12 +129,12 @@ def round_to(form: NumberFormat, value: Fraction) -> Rounded:
     code = code_below if twice_distance < 0 or (twice_distance == 0 and code_below % 2 == 0) else code_above
     if form.specials == "none":
         code = min(code, last_code)
-    bits = code + is_minus * 2 ** (form.bits - 1) if form.exponent_bits else (-1) ** is_minus * code % 2**form.bits
+    pattern = code + is_minus * 2 ** (form.bits - 1) if form.exponent_bits else (-1) ** is_minus * code % 2**form.bits
     if code > last_code:
-        return Rounded(code=bits, value=decode(form, bits), relative_error=None)
+        return Rounded(code=pattern, value=decode(form, pattern), relative_error=None)
     rounded_value = (-1) ** is_minus * form.magnitude(code)
-    error = 0.0 if rounded_value == value else abs(float((rounded_value - value) / value))
-    return Rounded(code=bits, value=float(rounded_value), relative_error=error)
+    relative_error = 0.0 if rounded_value == value else abs(float((rounded_value - value) / value))
+    return Rounded(code=pattern, value=float(rounded_value), relative_error=relative_error)
 
 
 def decode(form: NumberFormat, code: int) -> float:
@@ -152,7 +152,7 @@ def decode(form: NumberFormat, code: int) -> float:
 
 def bit_text(form: NumberFormat, code: int) -> str:
     """Returns the pattern as sign, exponent and mantissa: ``"0 01111011 1001101"``; two's complement of an integer."""
-    text = f"{code:0{form.bits}b}"
+    bit_string = f"{code:0{form.bits}b}"
     if form.kind == "integer":
-        return text
-    return f"{text[0]} {text[1 : 1 + form.exponent_bits]} {text[1 + form.exponent_bits :]}"
+        return bit_string
+    return f"{bit_string[0]} {bit_string[1 : 1 + form.exponent_bits]} {bit_string[1 + form.exponent_bits :]}"

@@ -92,8 +92,8 @@ class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Returns what a kernel prefetches: a row per coordinate in alphabetical order, then two of 0 or 1: whether the
         accumulators start at a step, and whether they are complete after it."""
         is_complete = self.moves[self.results[0].name]
-        rows = [self.steps[dim] for dim in sorted(self.steps)]
-        return np.array([*rows, np.roll(is_complete, 1), is_complete], np.int32)
+        index_rows = [self.steps[dim] for dim in sorted(self.steps)]
+        return np.array([*index_rows, np.roll(is_complete, 1), is_complete], np.int32)
 
     def times(self, peak_flops: float, bytes_per_s: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Returns for each step the second at which it ends, and whether compute binds it.
@@ -116,29 +116,29 @@ def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool
     backward pass has k's tiles outside and q's inside, and keeps dq whole in VMEM. With ``causal`` tiles above the
     diagonal are left out. Raises InputError where ``block`` does not divide a tiled size, or steps are too many.
     """
-    nest_dims, *arrays, products_text = _LOOPS[name]
+    nest_dims, *array_texts, products_text = _LOOPS[name]
     sizes = {dim: 1 if dim == "1" else seq if dim in "tsT" else width for dim in "1tsTfdH"}
-    tiles = {dim: block if dim in nest_dims else size for dim, size in sizes.items()}
-    num_blocks = [sizes[dim] // block for dim in nest_dims]
-    if any(sizes[dim] % block for dim in nest_dims) or math.prod(num_blocks) > MAX_STEPS:
+    tile_sizes = {dim: block if dim in nest_dims else size for dim, size in sizes.items()}
+    blocks_per_dim = [sizes[dim] // block for dim in nest_dims]
+    if any(sizes[dim] % block for dim in nest_dims) or math.prod(blocks_per_dim) > MAX_STEPS:
         words = " and ".join(str(size) for size in dict.fromkeys(sizes[dim] for dim in nest_dims))
         raise InputError(f"tiles of {block} must divide {words}, in at most {MAX_STEPS:,} steps. Use another --block.")
-    steps = dict(zip(nest_dims, np.indices(num_blocks).reshape(len(nest_dims), -1), strict=True))
-    if causal and "s" in steps:
-        steps = {dim: indices[steps["s"] <= steps["t"]] for dim, indices in steps.items()}
+    indices_of = dict(zip(nest_dims, np.indices(blocks_per_dim).reshape(len(nest_dims), -1), strict=True))
+    if causal and "s" in indices_of:
+        indices_of = {dim: indices[indices_of["s"] <= indices_of["t"]] for dim, indices in indices_of.items()}
 
     def array(name: str, dims: str) -> TiledArray:
-        (rows, cols), tile = ([size_of[dim] for dim in dims] for size_of in (sizes, tiles))
-        return TiledArray(name, dims, (rows, cols), (tile[0], tile[1]), 4 if name in FP32 else 2)
+        (rows, cols), tile_shape = ([size_of[dim] for dim in dims] for size_of in (sizes, tile_sizes))
+        return TiledArray(name, dims, (rows, cols), (tile_shape[0], tile_shape[1]), 4 if name in FP32 else 2)
 
-    tiled_arrays = [[array(*word.split(":")) for word in text.split()] for text in arrays]
+    tiled_arrays = [[array(*word.split(":")) for word in text.split()] for text in array_texts]
     factor_names = [tuple(product.split()) for product in products_text.split(", ")]
     return TiledLoop(
         operands=tuple(tiled_arrays[0]),
         results=tuple(tiled_arrays[1]),
         sums={a.name: a.tile for a in tiled_arrays[2]},
-        num_steps=len(steps[nest_dims[0]]),
-        steps=steps,
+        num_steps=len(indices_of[nest_dims[0]]),
+        steps=indices_of,
         products=tuple(factor_names),
         flops_per_step=2 * block * block * (block if name == "matmul" else width) * len(factor_names),
     )

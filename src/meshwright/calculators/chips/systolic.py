@@ -86,9 +86,9 @@ class SystolicArray:
         self._period = tile_period(self.num_inputs, rows=rows)
         self.last_cycle = systolic_cycles(self.num_inputs, depth, width, rows=rows, cols=cols).total
         self.cycle = 0
-        zeros = np.zeros((rows, cols), np.int64)
-        self.activation = self.sums = self.held = self.moving = zeros
-        self.tag = zeros - 1  # which input a cell works on, counted over all tiles; -1 for none
+        zero_cells = np.zeros((rows, cols), np.int64)
+        self.activation = self.sums = self.held = self.moving = zero_cells
+        self.tag = zero_cells - 1  # which input a cell works on, counted over all tiles; -1 for none
         self._sums_out = np.zeros((self.num_inputs, tile_cols * cols), np.int64)
         self._width = width
 
@@ -121,12 +121,12 @@ class SystolicArray:
 
     def inputs_at(self, cycle: int) -> tuple[Matrix, Matrix]:
         """Returns the tag (-1 for none) and the value of the input that enters each row at the left in a cycle."""
-        rows = np.arange(self.rows)
-        tile, input_number = np.divmod(cycle - self.rows - rows, self._period)
-        is_entering = (tile >= 0) & (tile < len(self._tiles)) & (input_number < self.num_inputs)
-        block = tile % self._inputs.shape[1]
-        value = self._inputs[np.minimum(input_number, self.num_inputs - 1), block, rows]
-        return np.where(is_entering, tile * self.num_inputs + input_number, -1), np.where(is_entering, value, 0)
+        row_indices = np.arange(self.rows)
+        tile_index, input_index = np.divmod(cycle - self.rows - row_indices, self._period)
+        is_entering = (tile_index >= 0) & (tile_index < len(self._tiles)) & (input_index < self.num_inputs)
+        tile_row = tile_index % self._inputs.shape[1]
+        inputs = self._inputs[np.minimum(input_index, self.num_inputs - 1), tile_row, row_indices]
+        return np.where(is_entering, tile_index * self.num_inputs + input_index, -1), np.where(is_entering, inputs, 0)
 
     def weights_at(self, cycle: int) -> tuple[Matrix, Matrix]:
         """Returns cycles since each column began to load (-1: none enters), and the weight that enters it from above.
@@ -134,9 +134,9 @@ class SystolicArray:
         The bottom row's weight comes first.
         """
         cols = np.arange(self.cols)
-        tile, rows_moved = np.divmod(cycle - cols, self._period)
-        is_entering = (tile >= 0) & (tile < len(self._tiles)) & (rows_moved < self.rows)
-        value = self._tiles[tile % len(self._tiles), self.rows - 1 - np.minimum(rows_moved, self.rows - 1), cols]
+        tile_index, rows_moved = np.divmod(cycle - cols, self._period)
+        is_entering = (tile_index >= 0) & (tile_index < len(self._tiles)) & (rows_moved < self.rows)
+        value = self._tiles[tile_index % len(self._tiles), self.rows - 1 - np.minimum(rows_moved, self.rows - 1), cols]
         return np.where(is_entering, rows_moved, -1), value
 
 
@@ -150,5 +150,5 @@ def simulate(inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> tuple[
         raise InputError(
             f"{array.last_cycle:,} cycles of {rows}x{cols} cells are too many to run. Give fewer inputs or weights."
         )
-    busy_cells = tuple(array.step() for _ in range(array.last_cycle))
-    return array.result, busy_cells
+    busy_per_cycle = tuple(array.step() for _ in range(array.last_cycle))
+    return array.result, busy_per_cycle

@@ -23,8 +23,8 @@ def leg_moves(kind: DrawnKind, leg: Leg, *, two_way: bool = True) -> list[tuple[
     if leg.level == "ici":
         return (exchange_moves if is_exchange else gather_moves)(len(devices), wraps=leg.wraps, two_way=two_way)
     if is_exchange or leg.hops == 1:
-        pairs = [(source, target) for source in devices for target in devices if source != target]
-        return [tuple(Move(source=s, target=t, block=t if is_exchange else s) for s, t in pairs)]
+        device_pairs = [(source, target) for source in devices for target in devices if source != target]
+        return [tuple(Move(source=s, target=t, block=t if is_exchange else s) for s, t in device_pairs)]
     return [
         tuple(
             Move(source=device, target=(device + distance) % len(devices), block=(device - offset) % len(devices))
@@ -60,11 +60,11 @@ def exchange_moves(size: int, *, wraps: bool, two_way: bool) -> list[tuple[Move,
 
 def _hops(size: int, routes: list[tuple[int, int, int, int]]) -> list[tuple[Move, ...]]:
     """Returns the moves of each step for routes of a source, a direction, a number of hops and a block."""
-    steps: list[set[tuple[int, int, int]]] = [set() for _ in range(max(hops for _, _, hops, _ in routes))]
+    moves_by_hop: list[set[tuple[int, int, int]]] = [set() for _ in range(max(hops for _, _, hops, _ in routes))]
     for source, direction, hops, block in routes:
         for hop in range(hops):
-            steps[hop].add(((source + direction * hop) % size, (source + direction * (hop + 1)) % size, block))
-    return [tuple(Move(source=s, target=t, block=b) for s, t, b in sorted(step)) for step in steps]
+            moves_by_hop[hop].add(((source + direction * hop) % size, (source + direction * (hop + 1)) % size, block))
+    return [tuple(Move(source=s, target=t, block=b) for s, t, b in sorted(hop_moves)) for hop_moves in moves_by_hop]
 
 
 def collective_frames(kind: DrawnKind, size: int, moves: list[tuple[Move, ...]]) -> tuple[RingFrame, ...]:
@@ -75,25 +75,25 @@ def collective_frames(kind: DrawnKind, size: int, moves: list[tuple[Move, ...]])
     steps: list[tuple[Literal["gather", "reduce", "exchange"], tuple[Move, ...]]] = []
     if kind in ("reduce_scatter", "all_reduce"):
         steps += [
-            ("reduce", tuple(Move(source=m.target, target=m.source, block=m.block) for m in step))
-            for step in reversed(moves)
+            ("reduce", tuple(Move(source=m.target, target=m.source, block=m.block) for m in step_moves))
+            for step_moves in reversed(moves)
         ]
     if kind != "reduce_scatter":
-        steps += [("exchange" if kind == "all_to_all" else "gather", step) for step in moves]
+        steps += [("exchange" if kind == "all_to_all" else "gather", step_moves) for step_moves in moves]
     data_held: list[list[tuple[int, ...]]] = [
         [(device,) if kind != "all_gather" or block == device else () for block in range(size)]
         for device in range(size)
     ]
     frames = [RingFrame(step=0, moves=(), held=tuple(map(tuple, data_held)), phase="start")]
-    for number, (phase, step) in enumerate(steps, start=1):
-        sent_data = [data_held[m.source][m.block] for m in step]
+    for step_index, (phase, step_moves) in enumerate(steps, start=1):
+        sent_data = [data_held[m.source][m.block] for m in step_moves]
         if phase != "gather":
-            for m in step:
+            for m in step_moves:
                 data_held[m.source][m.block] = ()
-        for m, data in zip(step, sent_data, strict=True):
+        for m, data in zip(step_moves, sent_data, strict=True):
             data_there = data_held[m.target][m.block] if phase != "gather" else ()
             if not data or (phase == "reduce" and not data_there):
                 raise AssertionError(f"block {m.block} is not where device {m.source} or {m.target} needs it")
             data_held[m.target][m.block] = tuple(sorted((*data_there, *data)))
-        frames.append(RingFrame(step=number, moves=step, held=tuple(map(tuple, data_held)), phase=phase))
+        frames.append(RingFrame(step=step_index, moves=step_moves, held=tuple(map(tuple, data_held)), phase=phase))
     return tuple(frames)

@@ -46,17 +46,17 @@ def parse_place(text: str, cluster: Cluster) -> RouteEnd:
     place_match = _PLACE.fullmatch(text.replace(" ", ""))
     if place_match is None:
         raise InputError(f"place {text!r} is not understood. Write {_EXAMPLES}.")
-    host, slice_text, numbers = place_match.groups()
-    shape, chip, slice_number = cluster.shape, tuple(map(int, numbers.split(","))), int(slice_text or 0)
-    if len(chip) == 1 and chip[0] < math.prod(shape):
-        chip = tuple(map(int, np.unravel_index(chip[0], shape, order="F")))
-    chip += (0,) * (len(shape) - len(chip))
-    is_off = len(chip) != len(shape) or any(coordinate >= size for coordinate, size in zip(chip, shape, strict=True))
-    if is_off or slice_number >= cluster.num_slices:
+    host_prefix, slice_text, indices_text = place_match.groups()
+    shape, coords, slice_number = cluster.shape, tuple(map(int, indices_text.split(","))), int(slice_text or 0)
+    if len(coords) == 1 and coords[0] < math.prod(shape):
+        coords = tuple(map(int, np.unravel_index(coords[0], shape, order="F")))
+    coords += (0,) * (len(shape) - len(coords))
+    is_outside = len(coords) != len(shape) or any(coord >= size for coord, size in zip(coords, shape, strict=True))
+    if is_outside or slice_number >= cluster.num_slices:
         raise InputError(
             f"place {text!r} is not on {cluster.short_name}: coordinates count from 0 below {times(shape)}."
         )
-    return RouteEnd(in_host=host is not None, slice_number=slice_number, chip=chip)
+    return RouteEnd(in_host=host_prefix is not None, slice_number=slice_number, chip=coords)
 
 
 def route(
@@ -117,12 +117,12 @@ def _link_leg(link: Link, num_bytes: float, *, lanes: int = 1, hops: int = 1, na
 def _chip_to_chip(cluster: Cluster, source: tuple[int, ...], target: tuple[int, ...], num_bytes: float) -> TransferLeg:
     links = physical_links(cluster)
     if cluster.kind == "torus":
-        link, path_choices = links[0], disjoint_paths(cluster, source, target)
+        link, hop_choices = links[0], disjoint_paths(cluster, source, target)
         # shares arrive together, when the longest path of those that are used delivers
-        hops = min(path_choices, key=lambda paths: max(paths) * link.hop_s + num_bytes / len(paths) / link.bytes_per_s)
-        lengths_text = " and ".join(f"{n}" for n in sorted(set(hops)))
-        name = f"{len(hops)} path{'s' * (len(hops) > 1)}, {lengths_text} hop{'s' * (max(hops) > 1)}"
-        return _link_leg(link, num_bytes, lanes=len(hops), hops=max(hops), name=name)
+        path_hops = min(hop_choices, key=lambda hops: max(hops) * link.hop_s + num_bytes / len(hops) / link.bytes_per_s)
+        lengths_text = " and ".join(f"{n}" for n in sorted(set(path_hops)))
+        name = f"{len(path_hops)} path{'s' * (len(path_hops) > 1)}, {lengths_text} hop{'s' * (max(path_hops) > 1)}"
+        return _link_leg(link, num_bytes, lanes=len(path_hops), hops=max(path_hops), name=name)
     used_links = [link for link, a, b in zip(links, source, target, strict=False) if a != b]
     crossed_links = [link for link in used_links if link.level == used_links[-1].level]
     slowest_link = min(crossed_links, key=lambda link: link.bytes_per_s)
@@ -154,27 +154,27 @@ def disjoint_paths(cluster: Cluster, source: Coordinates, target: Coordinates) -
     the new one would pass it the other way (successive shortest paths of the cheapest flow).
     """
     used_hops: set[tuple[Coordinates, Coordinates]] = set()
-    path_hops: list[tuple[int, ...]] = []
-    while target in (previous_chip := _shortest_paths(cluster, source, used_hops)[1]):
+    hop_choices: list[tuple[int, ...]] = []
+    while target in (previous_of := _shortest_paths(cluster, source, used_hops)[1]):
         path = [target]
         while path[-1] != source:
-            path.append(previous_chip[path[-1]])
+            path.append(previous_of[path[-1]])
         for chip_before, chip_after in itertools.pairwise(path):
             if (chip_before, chip_after) in used_hops:
                 used_hops.remove((chip_before, chip_after))
             else:
                 used_hops.add((chip_after, chip_before))
-        next_chips: dict[Coordinates, list[Coordinates]] = {}
+        next_chips_of: dict[Coordinates, list[Coordinates]] = {}
         for chip_after, chip_before in used_hops:
-            next_chips.setdefault(chip_after, []).append(chip_before)
+            next_chips_of.setdefault(chip_after, []).append(chip_before)
         hops_of_paths = []
-        for chip in next_chips[source]:
+        for chip in next_chips_of[source]:
             num_hops = 1
             while chip != target:
-                chip, num_hops = next_chips[chip].pop(), num_hops + 1
+                chip, num_hops = next_chips_of[chip].pop(), num_hops + 1
             hops_of_paths.append(num_hops)
-        path_hops.append(tuple(sorted(hops_of_paths)))
-    return path_hops
+        hop_choices.append(tuple(sorted(hops_of_paths)))
+    return hop_choices
 
 
 def torus_hops(cluster: Cluster, source: Coordinates) -> dict[Coordinates, int]:
@@ -183,32 +183,32 @@ def torus_hops(cluster: Cluster, source: Coordinates) -> dict[Coordinates, int]:
 
 
 def _shortest_paths(
-    cluster: Cluster, source: Coordinates, used: set[tuple[Coordinates, Coordinates]]
+    cluster: Cluster, source: Coordinates, used_hops: set[tuple[Coordinates, Coordinates]]
 ) -> tuple[dict[Coordinates, int], dict[Coordinates, Coordinates]]:
     """Returns the fewest hops to each chip over links that are free, and the chip before it on the way there.
 
-    To pass a ``used`` link the other way gives it back, and its hop.
+    To pass a link of ``used_hops`` the other way gives it back, and its hop.
     """
-    length_to, previous_chip, queue = {source: 0}, dict[Coordinates, Coordinates](), deque([source])
+    hops_to, previous_of, queue = {source: 0}, dict[Coordinates, Coordinates](), deque([source])
     while queue:
         chip = queue.popleft()
         for neighbour in neighbours(cluster, chip):
-            new_length = length_to[chip] + (-1 if (neighbour, chip) in used else 1)
-            if (chip, neighbour) not in used and new_length < length_to.get(neighbour, new_length + 1):
-                length_to[neighbour], previous_chip[neighbour] = new_length, chip
+            new_hops = hops_to[chip] + (-1 if (neighbour, chip) in used_hops else 1)
+            if (chip, neighbour) not in used_hops and new_hops < hops_to.get(neighbour, new_hops + 1):
+                hops_to[neighbour], previous_of[neighbour] = new_hops, chip
                 queue.append(neighbour)
-    return length_to, previous_chip
+    return hops_to, previous_of
 
 
 def neighbours(cluster: Cluster, chip: Coordinates) -> Iterator[Coordinates]:
     """Yields the neighbours of a chip; a twisted axis leads around to the middle of the longer ones."""
-    shape, largest, twist = cluster.shape, max(cluster.shape), min(cluster.shape)
-    for axis, step in itertools.product(range(len(shape)), (1, -1)):
-        place, coordinate = list(chip), chip[axis] + step
+    shape, max_len, twist = cluster.shape, max(cluster.shape), min(cluster.shape)
+    for axis, direction in itertools.product(range(len(shape)), (1, -1)):
+        place, coordinate = list(chip), chip[axis] + direction
         place[axis] = coordinate % shape[axis]
         if coordinate != place[axis]:
             if not cluster.wraps[axis]:
                 continue
-            if cluster.twisted and shape[axis] < largest:
-                place = [(n + twist) % largest if size == largest else n for n, size in zip(place, shape, strict=True)]
+            if cluster.twisted and shape[axis] < max_len:
+                place = [(n + twist) % max_len if size == max_len else n for n, size in zip(place, shape, strict=True)]
         yield tuple(place)

@@ -109,18 +109,18 @@ def parse_leg(text: str, chip: Chip, *, num_bytes: float, dtype: str = "bf16") -
     leg_match = _LEG.fullmatch(text.strip())
     if leg_match is None:
         raise InputError(f"leg {text!r} is not [AMOUNT@]CHANNEL[*LANES][:HOPS]. Write for example 15GB@ici*2:6hops.")
-    amount_text, channel, lanes, hops = leg_match.groups()
+    amount_text, channel, lanes_text, hops_text = leg_match.groups()
     if channel == "compute" and amount_text is None:
         raise InputError(f"leg {text!r} needs its FLOPs. Write for example 275GFLOP@compute.")
     if amount_text is not None:
         num_bytes = parse_bytes(amount_text.strip().removesuffix("FLOPs").removesuffix("FLOP"))
-    return channel_leg(chip, channel, num_bytes, lanes=int(lanes or 1), hops=int(hops or 0), dtype=dtype)
+    return channel_leg(chip, channel, num_bytes, lanes=int(lanes_text or 1), hops=int(hops_text or 0), dtype=dtype)
 
 
 def array_bytes(text: str) -> float:
     """Returns bytes of ``"15GB"``, or of an array ``"bf16[8,128,8192]"`` (sizes such as 128Ki are read)."""
-    match = re.fullmatch(r"\s*([a-z]+\d*)\[([^\]]+)\]\s*", text)
-    if match is None:
+    array_match = re.fullmatch(r"\s*([a-z]+\d*)\[([^\]]+)\]\s*", text)
+    if array_match is None:
         return parse_bytes(text)
-    sizes = [parse_count(part.strip(), what=f"size of {text!r}") for part in match.group(2).split(",")]
-    return math.prod(sizes) * dtype_bytes(match.group(1))
+    dim_sizes = [parse_count(part.strip(), what=f"size of {text!r}") for part in array_match.group(2).split(",")]
+    return math.prod(dim_sizes) * dtype_bytes(array_match.group(1))

@@ -86,8 +86,8 @@ class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
         c is the time of a draft's step, v that of a step that checks K + 1 tokens, both over the model's own step: it
         takes the FLOPs of as many, and reads weights and caches once. Source: Leviathan et al. 2022, theorem 3.8.
         """
-        checked_s = msgspec.structs.replace(self, active_params=self.active_params * (DRAFTS + 1)).time_s
-        return np.asarray(expected_tokens(acceptance, DRAFTS) / (checked_s / self.time_s + DRAFTS * draft_cost))
+        check_step_s = msgspec.structs.replace(self, active_params=self.active_params * (DRAFTS + 1)).time_s
+        return np.asarray(expected_tokens(acceptance, DRAFTS) / (check_step_s / self.time_s + DRAFTS * draft_cost))
 
 
 class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,13 +141,13 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
     def critical_batch(self) -> float:
         """Sequences from which products with weights, of which all experts' are read, are bound by FLOPs."""
         sparsity = num_params(self.model) / self.active_params if self.model and self.model.num_experts else 1
-        weight_width = dtype_bytes(self.weights)
-        return critical_batch(self.peak_flops, self.hbm_bytes_per_s, weight_bytes=weight_width, num_experts=sparsity)
+        bytes_per_param = dtype_bytes(self.weights)
+        return critical_batch(self.peak_flops, self.hbm_bytes_per_s, weight_bytes=bytes_per_param, num_experts=sparsity)
 
     def usd_per_million_tokens(self, tokens_per_s: float) -> float | None:
         """Returns the dollars of a million tokens at this rate of all chips; None where a chip has no price."""
-        num_chips, price = self.cluster.num_chips, self.price_usd_per_hour or self.cluster.chip.price_usd_per_hour
-        return price and cost_usd(1e6 / tokens_per_s, num_chips=num_chips, price_usd_per_hour=price)
+        num_chips, hour_usd = self.cluster.num_chips, self.price_usd_per_hour or self.cluster.chip.price_usd_per_hour
+        return hour_usd and cost_usd(1e6 / tokens_per_s, num_chips=num_chips, price_usd_per_hour=hour_usd)
 
     def kv_bytes(self, num_positions: Number) -> Number:
         """Returns the bytes of one cache of that many positions. Source: section 7.1.6."""
@@ -165,19 +165,19 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         max_batch = int(self.free_bytes // kv_bytes)
         if max_batch > 0:
             return max_batch
-        smallest = smallest_slice(self.cluster.chip, self.weight_bytes + kv_bytes)
+        min_cluster = smallest_slice(self.cluster.chip, self.weight_bytes + kv_bytes)
         raise CannotRunError(
             f"weights of {self.weight_bytes / 1e9:,.3g} GB and a cache of {kv_bytes / 1e9:,.3g} GB do not fit "
-            f"{self.cluster.short_name}. Use {smallest.short_name}, fewer positions, or narrower --weights and --kv."
+            f"{self.cluster.short_name}. Use {min_cluster.short_name}, fewer positions, or narrower --weights and --kv."
         )
 
     def step(self, batch_seqs: Number, kv_bytes: Number) -> DecodeStep:
         """Returns one step of generation; of experts, those that the batch reaches in the mean are read."""
         read_share: Number = 1.0
         if self.model and self.model.num_experts:
-            experts, num_active = self.model.num_experts, self.model.experts_per_token
-            unread = 1 - experts_read(batch_seqs, num_experts=experts, active_experts=num_active) / experts
-            read_share = 1 - params_by_part(self.model)["experts"] / num_params(self.model) * unread
+            num_experts, num_active = self.model.num_experts, self.model.experts_per_token
+            unread_part = 1 - experts_read(batch_seqs, num_experts=num_experts, active_experts=num_active) / num_experts
+            read_share = 1 - params_by_part(self.model)["experts"] / num_params(self.model) * unread_part
         return DecodeStep(
             batch_seqs=batch_seqs,
             kv_bytes=kv_bytes,
@@ -198,9 +198,9 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         Source: How to Scale Your Model, section 8.2, whose interactive figures these are.
         """
         step = self.step(np.asarray(batches), kv_bytes)
-        figures = ("weights_s", "kv_s", "flops_s", "time_s", "tokens_per_s", "tokens_per_s_per_chip", "longest")
-        arrays = {name: np.broadcast_to(getattr(step, name), step.batch_seqs.shape) for name in figures}
-        return {"batch": step.batch_seqs, **arrays, "fits": step.batch_seqs <= self.batch_that_fits(kv_bytes)}
+        figure_names = ("weights_s", "kv_s", "flops_s", "time_s", "tokens_per_s", "tokens_per_s_per_chip", "longest")
+        array_by_name = {name: np.broadcast_to(getattr(step, name), step.batch_seqs.shape) for name in figure_names}
+        return {"batch": step.batch_seqs, **array_by_name, "fits": step.batch_seqs <= self.batch_that_fits(kv_bytes)}
 
 
 def request_rates(
@@ -219,16 +219,16 @@ def request_rates(
     token takes T + T_prefill (B - 1) / G in the mean. Source: sections 8.1.1 and 8.1.2.
     """
     generation_s, finished_per_step = output_len * step_s, batch_seqs / output_len
-    per_s = batch_seqs / generation_s
+    requests_per_s = batch_seqs / generation_s
     return {
         "tpot_interleaved_s": step_s + waiting_s(prefill_s, batch=batch_seqs, output_len=output_len),
         "generation_s": generation_s,
-        "per_s": per_s,
-        "per_s_per_chip": per_s / num_chips,
+        "per_s": requests_per_s,
+        "per_s_per_chip": requests_per_s / num_chips,
         "tokens_per_s_per_chip": batch_seqs / step_s / num_chips,
         "finished_per_step": finished_per_step,
         "evicted_per_step": finished_per_step * (prompt_len + output_len),
-        "prefill_servers": per_s * prefill_s,
+        "prefill_servers": requests_per_s * prefill_s,
     }
 
 
@@ -237,18 +237,18 @@ def smallest_slice(chip: Chip, num_bytes: float) -> Cluster:
 
     Raises CannotRunError if a pod is too small. Source: section 8.1.1.
     """
-    min_count = max(1, min_chips(num_bytes, known(chip, "memory_bytes")))
-    num_chips, max_count, domain_chips = 2 ** math.ceil(math.log2(min_count)), chip.max_chips, chip.domain_chips
+    fewest_chips = max(1, min_chips(num_bytes, known(chip, "memory_bytes")))
+    num_chips, max_chips, domain_chips = 2 ** math.ceil(math.log2(fewest_chips)), chip.max_chips, chip.domain_chips
     if chip.topology != "torus":
-        if domain_chips is None or min_count <= domain_chips:
+        if domain_chips is None or fewest_chips <= domain_chips:
             return make_cluster(chip, (min(domain_chips or num_chips, num_chips),))
-        return make_cluster(chip, (domain_chips, 2 ** math.ceil(math.log2(min_count / domain_chips))))
-    while max_count is None or num_chips <= max_count:
+        return make_cluster(chip, (domain_chips, 2 ** math.ceil(math.log2(fewest_chips / domain_chips))))
+    while max_chips is None or num_chips <= max_chips:
         cluster = slice_shapes(chip, num_chips)[0]
         if is_offered(chip, cluster.shape):
             return cluster
         num_chips *= 2
-    raise CannotRunError(f"{num_bytes:.3g} bytes need {min_count:,} chips; no slice of {chip.name} has as many.")
+    raise CannotRunError(f"{num_bytes:.3g} bytes need {fewest_chips:,} chips; no slice of {chip.name} has as many.")
 
 
 def uncached_share(cached_tokens: Number, num_tokens: Number) -> Number:
@@ -267,10 +267,10 @@ def lru_hit_share(num_cached: float, popularity: Sequence[float]) -> float:
         raise InputError("a cache of prefixes needs room of at least 0 and popularities above 0.")
     if num_cached >= len(shares):
         return 1.0
-    low, high = 0.0, 1.0
-    while -np.expm1(-shares * high).sum() < num_cached:
-        high *= 2
+    t_low, t_high = 0.0, 1.0
+    while -np.expm1(-shares * t_high).sum() < num_cached:
+        t_high *= 2
     for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if -np.expm1(-shares * middle).sum() < num_cached else (low, middle)
-    return float(-shares @ np.expm1(-shares * high))
+        t_mid = (t_low + t_high) / 2
+        t_low, t_high = (t_mid, t_high) if -np.expm1(-shares * t_mid).sum() < num_cached else (t_low, t_mid)
+    return float(-shares @ np.expm1(-shares * t_high))

@@ -67,8 +67,8 @@ class WeightStationary(msgspec.Struct, frozen=True, kw_only=True):
 
         Three axes and F = 4 D give sqrt(128 / N) B D / W.
         """
-        wide_dim, narrow_dim = self.d_model / (self.wide_axes * over_d), self.d_ff * over_d / self.num_chips
-        return 4 * batch_seqs * (wide_dim + narrow_dim) / axis_bytes_per_s
+        d_model_shard, d_ff_shard = self.d_model / (self.wide_axes * over_d), self.d_ff * over_d / self.num_chips
+        return 4 * batch_seqs * (d_model_shard + d_ff_shard) / axis_bytes_per_s
 
     def tensor_comms_s(self, batch_seqs: Number, *, axis_bytes_per_s: Number) -> Number:
         """Returns the seconds of the gather and scatter if F alone is split, over all axes: 4 B D / (M W)."""
@@ -91,32 +91,32 @@ def sharding(replica: ServingReplica, batch_seqs: int) -> Facts | None:
         link, hop_s = chip.ici_link_bytes_per_s, chip.ici_hop_s
     if replica.model is None or link is None or num_chips == 1:
         return None
-    rate, axes, hbm = width.bytes_per_s if width else link, sum(width.axes) if width else 1, replica.hbm_bytes_per_s
-    d_model, d_ff, weight_width = replica.model.d_model, feed_forward_width(replica.model), dtype_bytes(replica.weights)
+    rate, num_axes, hbm = width.bytes_per_s if width else link, sum(width.axes) if width else 1, replica.hbm_bytes_per_s
+    d_model, d_ff, weight_bytes = replica.model.d_model, feed_forward_width(replica.model), dtype_bytes(replica.weights)
     product = DecodeStep(
-        batch_seqs=batch_seqs, kv_bytes=0, weight_bytes=weight_width * d_model * d_ff, active_params=d_model * d_ff,
+        batch_seqs=batch_seqs, kv_bytes=0, weight_bytes=weight_bytes * d_model * d_ff, active_params=d_model * d_ff,
         num_chips=num_chips, peak_flops=replica.peak_flops, hbm_bytes_per_s=hbm,
     )  # fmt: skip
-    layer = WeightStationary(d_model=d_model, d_ff=d_ff, num_chips=num_chips, num_axes=axes)
-    beta, best_size = hbm_over_link(hbm, rate), layer.best_size
-    max_tensor = decode_max_tensor(d_ff, batch_seqs, beta=beta, weight_element_bytes=weight_width)
+    layer = WeightStationary(d_model=d_model, d_ff=d_ff, num_chips=num_chips, num_axes=num_axes)
+    beta, best_over_d = hbm_over_link(hbm, rate), layer.best_size
+    max_tensor = decode_max_tensor(d_ff, batch_seqs, beta=beta, weight_element_bytes=weight_bytes)
     max_shards = 2 * batch_seqs * d_model / (link * hop_s)
-    over_d_text, over_f_text = ("((M - 1) D)", "((M - 1) F)") if axes > 1 else ("D", "F")
-    bounds = {
-        "tensor, prefill": ("< M F / alpha", tensor_max_size(d_ff, ici_intensity(replica.peak_flops, rate), axes)),
+    over_d_text, over_f_text = ("((M - 1) D)", "((M - 1) F)") if num_axes > 1 else ("D", "F")
+    bound_of = {
+        "tensor, prefill": ("< M F / alpha", tensor_max_size(d_ff, ici_intensity(replica.peak_flops, rate), num_axes)),
         "tensor, generation": ("< w F / (2 B beta)", max_tensor),
         "chips, two dims send less": (f"> 4 M^2 F / {over_d_text}", layer.min_chips),
-        "shards over D, two dims": (f"= sqrt(N D / {over_f_text})", best_size),
+        "shards over D, two dims": (f"= sqrt(N D / {over_f_text})", best_over_d),
         "shards, gather not by latency": ("< 2 B D / (W hop)", max_shards),
     }
     return {
-        "letters": {"alpha": ici_intensity(replica.peak_flops, rate), "beta": beta, "M": axes, "N": num_chips,
-                    "D": d_model, "F": d_ff, "B": batch_seqs, "w": weight_width, "W": rate, "hop": hop_s},
+        "letters": {"alpha": ici_intensity(replica.peak_flops, rate), "beta": beta, "M": num_axes, "N": num_chips,
+                    "D": d_model, "F": d_ff, "B": batch_seqs, "w": weight_bytes, "W": rate, "hop": hop_s},
         "beta": beta,
-        "bounds": [{"name": name, "formula": formula, "bound": bound} for name, (formula, bound) in bounds.items()],
+        "bounds": [{"name": name, "formula": formula, "bound": bound} for name, (formula, bound) in bound_of.items()],
         "product": {"links_s": product_link_s(batch_seqs, d_model, axis_bytes_per_s=rate),
                     "hbm_s": product.weights_s, "math_s": product.flops_s},
         "layer": {"tensor_s": layer.tensor_comms_s(batch_seqs, axis_bytes_per_s=rate),
-                  "two_dims_s": layer.comms_s(batch_seqs, over_d=best_size, axis_bytes_per_s=rate)},
+                  "two_dims_s": layer.comms_s(batch_seqs, over_d=best_over_d, axis_bytes_per_s=rate)},
         "latency_bound_bytes": latency_bound_bytes(link, hop_s=hop_s, num_shards=num_chips),
     }  # fmt: skip

@@ -45,19 +45,19 @@ def tricks(
     # as many kv heads as heads, no windows; latent attention stays
     head_fields = {} if model.latent_attention else {"num_kv_heads": model.num_heads}
     dense_model = replace(model, **head_fields, sliding_window=None, sliding_layers=())
-    plain_way = combined = _Way(**asdict(at) | {"model": dense_model, "weights": "bf16", "kv": "bf16"})
+    plain_way = combined_way = _Way(**asdict(at) | {"model": dense_model, "weights": "bf16", "kv": "bf16"})
     way_by_trick = {"none of these": plain_way}
     for name, change in _changes(model).items():
         way_by_trick[name] = plain_way.changed(*change)
         if not name.startswith("one kv head") and name != "int8 weights":
-            combined = combined.changed(*change)
-    way_by_trick["all together*"] = combined
-    base_rate, rows = None, []
+            combined_way = combined_way.changed(*change)
+    way_by_trick["all together*"] = combined_way
+    base_tokens_per_s, rows = None, []
     for name, trick_way in way_by_trick.items():
         row = {"trick": name, **_figures(trick_way, prompt_len, output_len, acceptance, draft_cost)}
         tokens_per_s = row["tokens_per_s_per_chip"]
-        base_rate = tokens_per_s if name == "none of these" else base_rate
-        rows.append({**row, "times": tokens_per_s / base_rate if tokens_per_s and base_rate else None})
+        base_tokens_per_s = tokens_per_s if name == "none of these" else base_tokens_per_s
+        rows.append({**row, "times": tokens_per_s / base_tokens_per_s if tokens_per_s and base_tokens_per_s else None})
     return rows
 
 
@@ -83,22 +83,22 @@ def _changes(model: Model) -> dict[str, tuple[Facts, Facts]]:
     }
 
 
-def _figures(at: _Way, prompt_len: int, output_len: int, acceptance: float, draft_cost: float) -> Facts:
+def _figures(way: _Way, prompt_len: int, output_len: int, acceptance: float, draft_cost: float) -> Facts:
     """Returns the figures of one row."""
     max_positions = prompt_len + output_len
     # in the steady state a sequence has made half of its output, and its last page is half full
-    kv_bytes = at.kv_bytes(prompt_len + output_len / 2 + PAGE_LEN / 2 if at.paged else max_positions)
-    row: Facts = {"kv_token_bytes": at.kv_bytes(max_positions) / max_positions, "largest_batch": 0, "drafts": 0}
+    kv_bytes = way.kv_bytes(prompt_len + output_len / 2 + PAGE_LEN / 2 if way.paged else max_positions)
+    row: Facts = {"kv_token_bytes": way.kv_bytes(max_positions) / max_positions, "largest_batch": 0, "drafts": 0}
     try:
-        batch = at.batch_that_fits(kv_bytes)
+        batch = way.batch_that_fits(kv_bytes)
     except CannotRunError:
         return row | dict.fromkeys(FIGURES)
-    step = at.step(batch, kv_bytes)
+    step = way.step(batch, kv_bytes)
     token_s, num_drafts = step.time_s, 0
-    if at.drafts:
+    if way.drafts:
         speedups = step.speedups(acceptance, draft_cost=draft_cost)
         num_drafts = int(speedups.argmax())
         token_s = step.time_s / speedups[num_drafts]
     tokens_per_s = batch / token_s
-    figures = (step.time_s, token_s, tokens_per_s / at.cluster.num_chips, at.usd_per_million_tokens(tokens_per_s))
+    figures = (step.time_s, token_s, tokens_per_s / way.cluster.num_chips, way.usd_per_million_tokens(tokens_per_s))
     return row | {"largest_batch": batch, "drafts": num_drafts} | dict(zip(FIGURES, figures, strict=True))

@@ -43,10 +43,10 @@ def block_of(array: ShardedArray, mesh: Mesh, device: int) -> tuple[int, ...]:
 
 def holders(array: ShardedArray, mesh: Mesh) -> dict[tuple[int, ...], list[int]]:
     """Returns block index -> devices that hold this block (of an unreduced array: an addend of it)."""
-    devices_of: dict[tuple[int, ...], list[int]] = {}
+    devices_by_block: dict[tuple[int, ...], list[int]] = {}
     for device in range(num_devices(mesh)):
-        devices_of.setdefault(block_of(array, mesh, device), []).append(device)
-    return dict(sorted(devices_of.items()))
+        devices_by_block.setdefault(block_of(array, mesh, device), []).append(device)
+    return dict(sorted(devices_by_block.items()))
 
 
 def groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
@@ -67,12 +67,12 @@ def split(value: np.ndarray, array: ShardedArray, mesh: Mesh) -> list[np.ndarray
     An unreduced array is dealt out as addends that differ from device to device, so that a sum that is left
     out or done twice shows. Their factors are whole numbers with sum 1: whole numbers stay exact.
     """
-    shape = local_shape(array, dict(zip(array.dims, value.shape, strict=True)), mesh)
-    addends = range(2, product(mesh[a] for a in array.unreduced) + 1)
-    factors = [1 - sum(addends), *addends]
+    block_shape = local_shape(array, dict(zip(array.dims, value.shape, strict=True)), mesh)
+    other_factors = range(2, product(mesh[a] for a in array.unreduced) + 1)
+    factors = [1 - sum(other_factors), *other_factors]
     blocks = []
     for device in range(num_devices(mesh)):
-        block = value[_region(block_of(array, mesh, device), shape)]
+        block = value[_region(block_of(array, mesh, device), block_shape)]
         blocks.append(block * factors[_position(array.unreduced, mesh, device)] if array.unreduced else block)
     return blocks
 
@@ -83,13 +83,13 @@ def join(blocks: BlockSet, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 
     Raises AssertionError when two devices that should hold the same block differ by more than ``rel_tol``
     of its largest element: the steps or their execution are wrong then, not the user's input.
     """
-    num_shards = [product(mesh[a] for a in axes) for axes in array.axes]
-    shape = tuple(size * shards for size, shards in zip(blocks[0].shape, num_shards, strict=True))
-    addends = np.zeros((product(mesh[a] for a in array.unreduced), *shape), blocks[0].dtype)
-    first_holder: dict[tuple[int, tuple[int, ...]], int] = {}
+    shards_by_dim = [product(mesh[a] for a in axes) for axes in array.axes]
+    whole_shape = tuple(size * shards for size, shards in zip(blocks[0].shape, shards_by_dim, strict=True))
+    addends = np.zeros((product(mesh[a] for a in array.unreduced), *whole_shape), blocks[0].dtype)
+    first_holder_of: dict[tuple[int, tuple[int, ...]], int] = {}
     for device in range(num_devices(mesh)):
         addend_and_block = (_position(array.unreduced, mesh, device), block_of(array, mesh, device))
-        holder = first_holder.setdefault(addend_and_block, device)
+        holder = first_holder_of.setdefault(addend_and_block, device)
         if holder == device:
             addends[_region((addend_and_block[0], *addend_and_block[1]), (1, *blocks[device].shape))] = blocks[device]
         elif np.any(np.abs(blocks[holder] - blocks[device]) > rel_tol * np.abs(blocks[holder]).max(initial=0)):
@@ -123,12 +123,12 @@ def execute(
 
 
 def _einsum(step: Step, blocks: list[np.ndarray]) -> np.ndarray:
-    letter_of = {d: n for n, d in enumerate(dict.fromkeys(d for a in step.inputs for d in a.dims))}
+    label_of = {d: n for n, d in enumerate(dict.fromkeys(d for a in step.inputs for d in a.dims))}
     operands: list[Any] = []
     for array, block in zip(step.inputs, blocks, strict=True):
-        operands += [block, [letter_of[d] for d in array.dims]]
+        operands += [block, [label_of[d] for d in array.dims]]
     # The search for a contraction order brings in BLAS, and costs more than a small product.
-    return np.einsum(*operands, [letter_of[d] for d in step.result.dims], optimize=max(b.size for b in blocks) > 4096)
+    return np.einsum(*operands, [label_of[d] for d in step.result.dims], optimize=max(b.size for b in blocks) > 4096)
 
 
 _LOCAL: dict[str, Callable[[Step, list[np.ndarray]], np.ndarray]] = {
@@ -147,16 +147,16 @@ def _exchange(step: Step, blocks: BlockSet, mesh: Mesh) -> list[np.ndarray]:
     return results
 
 
-def _exchange_in_group(step: Step, parts: list[np.ndarray]) -> list[np.ndarray]:
-    group_size, dims = len(parts), step.result.dims
+def _exchange_in_group(step: Step, blocks: list[np.ndarray]) -> list[np.ndarray]:
+    group_size, dims = len(blocks), step.result.dims
     dim = dims.index(step.dim) if step.dim else 0
     if step.op == "all_gather":
-        return [np.concatenate(parts, dim)] * group_size
+        return [np.concatenate(blocks, dim)] * group_size
     if step.op == "slice":
-        return [np.split(part, group_size, dim)[n] for n, part in enumerate(parts)]
+        return [np.split(block, group_size, dim)[n] for n, block in enumerate(blocks)]
     if step.op == "all_to_all":
-        pieces_by_device = [np.split(part, group_size, dims.index(step.to_dim)) for part in parts]
+        pieces_by_device = [np.split(block, group_size, dims.index(step.to_dim)) for block in blocks]
         return [np.concatenate([pieces[n] for pieces in pieces_by_device], dim) for n in range(group_size)]
     is_max = step.reduction == "max"
-    reduced = np.stack(parts).max(axis=0) if is_max else sum(parts[1:], start=parts[0])
-    return np.split(reduced, group_size, dim) if step.op == "reduce_scatter" else [reduced] * group_size
+    reduced_block = np.stack(blocks).max(axis=0) if is_max else sum(blocks[1:], start=blocks[0])
+    return np.split(reduced_block, group_size, dim) if step.op == "reduce_scatter" else [reduced_block] * group_size

@@ -71,11 +71,11 @@ def shardings(array: ShardedArray, dims: Sizes, mesh: Mapping[str, int]) -> tupl
     axes = [axis for axis, size in mesh.items() if size > 1]
     layouts: list[ShardedArray] = []
     for dim_by_axis in itertools.product((None, *array.dims), repeat=len(axes)):
-        by_dim = [[a for a, dim_of in zip(axes, dim_by_axis, strict=True) if dim_of == dim] for dim in array.dims]
-        shards_by_dim = [product(mesh[axis] for axis in group) for group in by_dim]
+        dim_axes = [[a for a, dim_of in zip(axes, dim_by_axis, strict=True) if dim_of == dim] for dim in array.dims]
+        shards_by_dim = [product(mesh[axis] for axis in group) for group in dim_axes]
         if any(dims[dim] % size for dim, size in zip(array.dims, shards_by_dim, strict=True)):
             continue
-        layouts.extend(array.replace(axes=orders) for orders in itertools.product(*map(itertools.permutations, by_dim)))
+        layouts.extend(array.replace(axes=perms) for perms in itertools.product(*map(itertools.permutations, dim_axes)))
     return tuple(layouts)
 
 
@@ -92,8 +92,8 @@ def parse_chain(
     An array written with a mesh axis keeps that sharding; one of ``fixed`` keeps the sharding written there.
     Raises InputError if the products are no chain, an array is used twice, or a size is missing.
     """
-    if (several := sum(size > 1 for size in mesh.values())) > MAX_AXES:
-        raise InputError(f"the mesh has {several} axes above 1; a chain is searched on at most {MAX_AXES}. Merge some.")
+    if (n_axes := sum(size > 1 for size in mesh.values())) > MAX_AXES:
+        raise InputError(f"the mesh has {n_axes} axes above 1; a chain is searched on at most {MAX_AXES}. Merge some.")
     products: list[ChainProduct] = []
     pinned: dict[str, ShardedArray] = {}
     for text in texts:
@@ -116,13 +116,13 @@ def parse_chain(
     return Chain(products=tuple(products), dims=dims, mesh=mesh, choices=choices, fixed=frozenset(pinned))
 
 
-def _product(text: str, before: ShardedArray | None, kept: dict[str, ShardedArray], dtype: str) -> ChainProduct:
+def _product(text: str, before: ShardedArray | None, pinned: dict[str, ShardedArray], dtype: str) -> ChainProduct:
     arrays = parse_einsum(text)
     if any(a.dtype for a in arrays) or not all(a.name in text for a in arrays) or any(a.unreduced for a in arrays):
         raise InputError(
             f"{text!r}: give each array of a chain a name of its own, nothing unreduced and no dtype but --dtype."
         )
-    lhs, rhs, out = (_whole(a, kept, dtype) for a in arrays)
+    lhs, rhs, out = (_whole(a, pinned, dtype) for a in arrays)
     if before is None or lhs.name == before.name:
         carried, other, is_swapped = lhs, rhs, False
     elif rhs.name == before.name:
@@ -136,12 +136,12 @@ def _product(text: str, before: ShardedArray | None, kept: dict[str, ShardedArra
     )
 
 
-def _whole(array: ShardedArray, kept: dict[str, ShardedArray], dtype: str) -> ShardedArray:
+def _whole(array: ShardedArray, pinned: dict[str, ShardedArray], dtype: str) -> ShardedArray:
     typed_array = array.replace(dtype=dtype)
     if array.spread:
-        if kept.get(array.name, typed_array) != typed_array:
-            raise InputError(f"{array} is also written as {kept[array.name]}. Give it one sharding.")
-        kept[array.name] = typed_array
+        if pinned.get(array.name, typed_array) != typed_array:
+            raise InputError(f"{array} is also written as {pinned[array.name]}. Give it one sharding.")
+        pinned[array.name] = typed_array
     return typed_array.replace(axes=((),) * len(array.dims))
 
 
@@ -223,8 +223,8 @@ class Graph:
         """Returns the nodes that follow a node, each with the part of the path that leads there."""
         if node.index == len(self.chain.products):
             return []
-        edges_by_stage = {"stored": self._move_carried, "moved": self._multiply, "multiplied": self._store}
-        return list(edges_by_stage[node.stage](node))
+        method_by_stage = {"stored": self._move_carried, "moved": self._multiply, "multiplied": self._store}
+        return list(method_by_stage[node.stage](node))
 
     def _move_carried(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
         """Yields the carried array moved to every sharding in which blocks can be multiplied."""
@@ -256,18 +256,18 @@ class Graph:
         A mesh axis splits at most one dim of the product, alike in both operands.
         """
         chain_product = self.chain.products[index]
-        layouts: dict[ShardedArray, list[ShardedArray]] = {}
-        unsharded = ShardedArray("layout", chain_product.dims, ((),) * len(chain_product.dims))
-        for layout in shardings(unsharded, self.chain.dims, self.chain.mesh):
+        others_of: dict[ShardedArray, list[ShardedArray]] = {}
+        unsharded_array = ShardedArray("layout", chain_product.dims, ((),) * len(chain_product.dims))
+        for layout in shardings(unsharded_array, self.chain.dims, self.chain.mesh):
             axes = dict(zip(layout.dims, layout.axes, strict=True))
-            layouts.setdefault(chain_product.carried.resharded(axes), []).append(chain_product.other.resharded(axes))
-        return layouts
+            others_of.setdefault(chain_product.carried.resharded(axes), []).append(chain_product.other.resharded(axes))
+        return others_of
 
-    def _find_inputs(self, one: ChainProduct, target: ShardedArray) -> list[Label]:
+    def _find_inputs(self, chain_product: ChainProduct, target: ShardedArray) -> list[Label]:
         """Returns the paths of the other operand to a sharding, from each that it may be stored in."""
         return [
             Label(input_bytes=self.bytes(array), arrays=(array,)).then(self._move(array, target, stays=True))
-            for array in self.chain.choices[one.other.name]
+            for array in self.chain.choices[chain_product.other.name]
         ]
 
     def _store(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
@@ -277,10 +277,10 @@ class Graph:
             next_node = ChainNode(node.index + 1, "stored", array)
             stored_label = Label(arrays=(array,))
             yield next_node, stored_label.then(self._move(node.array, array, stays=False))
-            reduced = node.array.replace(unreduced=())
-            if reduced not in (node.array, array):
-                sum_label = self._move(node.array, reduced, stays=False)
-                yield next_node, stored_label.then(sum_label.then(self._move(reduced, array, stays=False)))
+            reduced_array = node.array.replace(unreduced=())
+            if reduced_array not in (node.array, array):
+                sum_label = self._move(node.array, reduced_array, stays=False)
+                yield next_node, stored_label.then(sum_label.then(self._move(reduced_array, array, stays=False)))
 
     def _moved(self, source: ShardedArray, target: ShardedArray, *, stays: bool) -> Label:
         """Returns the path from one sharding to another; of an array that ``stays`` only copies count as alive."""

@@ -77,12 +77,12 @@ def search_chain(
         if len(assignments) == top:
             return tuple(assignments.values())
     if not assignments:
-        (least_memory,) = search_chain(chain, rates, memory_bytes=float("inf"), objective="memory")
+        (least_assignment,) = search_chain(chain, rates, memory_bytes=float("inf"), objective="memory")
         # the least number of three digits that is enough
-        rounding_unit = 10.0 ** max(0, math.floor(math.log10(least_memory.memory_bytes)) - 2)
-        needed = format_bytes(math.ceil(least_memory.memory_bytes / rounding_unit) * rounding_unit)
+        rounding_bytes = 10.0 ** max(0, math.floor(math.log10(least_assignment.memory_bytes)) - 2)
+        min_text = format_bytes(math.ceil(least_assignment.memory_bytes / rounding_bytes) * rounding_bytes)
         raise CannotRunError(
-            f"no shardings of the chain fit in {format_bytes(memory_bytes)} of a device: the least is {needed}. Give "
+            f"no shardings of the chain fit in {format_bytes(memory_bytes)} of a device: the least is {min_text}. Give "
             f"--memory of that or more, or a larger mesh."
         )
     return tuple(assignments.values())
@@ -92,25 +92,25 @@ def _labels(graph: Graph, memory_bytes: float, *, keep: int, objective: Objectiv
     """Yields labels at the end of the chain, best first; ``keep`` different histories are kept in each node."""
     counter = itertools.count()
     queue: list[tuple[tuple[float, float], int, ChainNode, Label]] = []
-    settled: dict[ChainNode, list[tuple[Signature, Label]]] = {}
+    labels_of: dict[ChainNode, list[tuple[Signature, Label]]] = {}
 
     def push(node: ChainNode, label: Label) -> None:
         memory = label.input_bytes + label.alive_bytes + graph.inputs_to_go[node.index + (node.stage == "multiplied")]
         if memory <= memory_bytes:
             # rounded, so that equal times summed in another order stay equal and memory decides
             time_s = float(f"{label.time_s + graph.time_to_go(node):.12g}") if objective == "time" else label.time_s
-            key = (time_s, memory) if objective == "time" else (memory, time_s)
-            heapq.heappush(queue, (key, next(counter), node, label))
+            priority = (time_s, memory) if objective == "time" else (memory, time_s)
+            heapq.heappush(queue, (priority, next(counter), node, label))
 
     for node, label in graph.starts():
         push(node, label)
     while queue:
         _, _, node, label = heapq.heappop(queue)
         new_signature = _signature(label, {})
-        better_signatures = {signature for signature, earlier in settled.get(node, ()) if earlier.matches(label)}
+        better_signatures = {signature for signature, old_label in labels_of.get(node, ()) if old_label.matches(label)}
         if new_signature in better_signatures or len(better_signatures) >= keep:
             continue
-        settled.setdefault(node, []).append((new_signature, label))
+        labels_of.setdefault(node, []).append((new_signature, label))
         if node.index == len(graph.chain.products):
             yield label
         for next_node, edge_label in graph.edges(node):
@@ -135,7 +135,7 @@ def _renamings(chain: Chain, rates: EinsumRates) -> list[dict[str, str]]:
 
     return [
         renaming
-        for renaming in (dict(zip(axes, permuted, strict=True)) for permuted in itertools.permutations(axes))
+        for renaming in (dict(zip(axes, permuted_axes, strict=True)) for permuted_axes in itertools.permutations(axes))
         if all(chain.mesh[a] == chain.mesh[b] and (a == b or not {a, b} & fixed_axes) for a, b in renaming.items())
         and all(rate(group) == rate(renaming[axis] for axis in group) for group in axis_groups)
     ]

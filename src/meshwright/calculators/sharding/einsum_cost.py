@@ -38,8 +38,8 @@ def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> dict[st
     rule_steps = einsum_steps(lhs, rhs, out)
     sequences = {steps for layout in _layouts(lhs, rhs, out) for steps in _steps(layout, lhs, rhs, out)} - {rule_steps}
     steps_by_name = {_name(steps): steps for steps in sequences}
-    ordered = sorted(steps_by_name.items(), key=lambda way: (sum(s.is_collective for s in way[1]), len(way[1]), way[0]))
-    return {_name(rule_steps): rule_steps, **dict(ordered)}
+    ways = sorted(steps_by_name.items(), key=lambda way: (sum(s.is_collective for s in way[1]), len(way[1]), way[0]))
+    return {_name(rule_steps): rule_steps, **dict(ways)}
 
 
 def _layouts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Iterator[Layout]:
@@ -61,8 +61,8 @@ def _steps(layout: Layout, lhs: ShardedArray, rhs: ShardedArray, out: ShardedArr
         return
     steps = (*reshard(lhs, lhs_in), *reshard(rhs, rhs_in), Step(op="einsum", inputs=(lhs_in, rhs_in), result=result))
     yield (*steps, *reshard(result, out))
-    reduced = result.replace(unreduced=out.unreduced)
-    yield (*steps, *reshard(result, reduced), *reshard(reduced, out))
+    reduced_array = result.replace(unreduced=out.unreduced)
+    yield (*steps, *reshard(result, reduced_array), *reshard(reduced_array, out))
 
 
 def _name(steps: tuple[Step, ...]) -> str:
@@ -126,8 +126,8 @@ def _price(step: Step, sizes: OpSizes, rates: EinsumRates | None) -> StepPrice:
         if rates is None:
             return StepPrice(flops=0.0, num_bytes=num_bytes, time_s=None)
         group = group_rates(rates.laid, step.axes, rates.calibration)
-        seconds, bound_by = float(collective_time(kind, num_bytes, group)), collective_bound_by(kind, num_bytes, group)
-        return StepPrice(flops=0.0, num_bytes=num_bytes, time_s=seconds, bound_by=bound_by)
+        time_s, bound_by = float(collective_time(kind, num_bytes, group)), collective_bound_by(kind, num_bytes, group)
+        return StepPrice(flops=0.0, num_bytes=num_bytes, time_s=time_s, bound_by=bound_by)
     flops, num_bytes = float(op_flops(step, sizes)), float(op_hbm_bytes(step, sizes))
     if rates is None:
         return StepPrice(flops=flops, num_bytes=num_bytes, time_s=None)
@@ -142,5 +142,5 @@ def _price(step: Step, sizes: OpSizes, rates: EinsumRates | None) -> StepPrice:
 
 def total_time(prices: Sequence[StepPrice]) -> float | None:
     """Returns seconds of the steps one after the other; None if one is unknown."""
-    times = [price.time_s for price in prices if price.time_s is not None]
-    return sum(times) if len(times) == len(prices) else None
+    times_s = [price.time_s for price in prices if price.time_s is not None]
+    return sum(times_s) if len(times_s) == len(prices) else None

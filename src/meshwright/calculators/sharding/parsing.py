@@ -21,14 +21,14 @@ _TIMES = re.compile(r"\]\s*(\{[^\]]*?\})?\s*[*.@·]\s*")
 def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
     """Returns (lhs, rhs, out) of ``In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]``; the product sign may be * . @ or ·."""
     text = compact(text)
-    sides = _ARROW.split(text)
-    if len(sides) != 2:
+    side_texts = _ARROW.split(text)
+    if len(side_texts) != 2:
         raise InputError(f"{text!r} is not one product. Write A[I,J] * B[J,K] -> C[I,K].")
-    product_sign = _TIMES.search(sides[0])
+    product_sign = _TIMES.search(side_texts[0])
     if product_sign is None:
-        raise InputError(f"{sides[0]!r} is not a product of two arrays. Write A[I,J] * B[J,K] before the arrow.")
-    lhs = parse_array(sides[0][: product_sign.start() + 1] + (product_sign.group(1) or ""))
-    rhs, out = parse_array(sides[0][product_sign.end() :]), parse_array(sides[1])
+        raise InputError(f"{side_texts[0]!r} is not a product of two arrays. Write A[I,J] * B[J,K] before the arrow.")
+    lhs = parse_array(side_texts[0][: product_sign.start() + 1] + (product_sign.group(1) or ""))
+    rhs, out = parse_array(side_texts[0][product_sign.end() :]), parse_array(side_texts[1])
     for dim in out.dims:
         if dim not in lhs.dims and dim not in rhs.dims:
             raise InputError(f"dim {dim} of {out} is in neither {lhs} nor {rhs}; an output dim comes from an input.")
@@ -37,8 +37,8 @@ def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
 
 def distinct_names(*arrays: ShardedArray) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
     """Returns arrays named by their dtype, or all alike, get the names A, B, C."""
-    names = [a.name for a in arrays]
-    if len(set(names)) == 3 and not any(a.dtype for a in arrays):
+    array_names = [a.name for a in arrays]
+    if len(set(array_names)) == 3 and not any(a.dtype for a in arrays):
         return arrays[0], arrays[1], arrays[2]
     lhs, rhs, out = (a.replace(name=n) for a, n in zip(arrays, ("A", "B", "C"), strict=True))
     return lhs, rhs, out
@@ -72,13 +72,13 @@ class ShardQuestion(msgspec.Struct, frozen=True, kw_only=True):
 def parse_asked(text: str, *, dtype: str) -> ShardQuestion:
     """Returns the product, array or resharding of the text; arrays without a dtype get ``dtype``."""
     text = compact(text)
-    sides = _ARROW.split(text)
-    if len(sides) > 2 or text.count("[") not in (1, 2):
+    side_texts = _ARROW.split(text)
+    if len(side_texts) > 2 or text.count("[") not in (1, 2):
         lhs, rhs, out = (_typed(a, dtype) for a in parse_einsum(text))
         return ShardQuestion(title=text, arrays=(lhs, rhs, out), steps=einsum_steps(lhs, rhs, out), factors=(lhs, rhs))
-    if len(sides) == 1:
+    if len(side_texts) == 1:
         return ShardQuestion(title=text, arrays=(_typed(parse_array(text), dtype),), steps=())
-    source, target = (parse_array(side) for side in sides)
+    source, target = (parse_array(side) for side in side_texts)
     if source.dims != target.dims:
         raise InputError(
             f"{source} and {target} differ in their dims: an array that moves keeps them. "

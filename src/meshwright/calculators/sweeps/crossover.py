@@ -149,9 +149,9 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> Facts:
         """Returns plain data; the meshes only where they differ."""
-        fields = {**msgspec.structs.asdict(self), "axes": self.mesh, "total_s": self.total_s}
-        del fields["tokens"], fields["mesh"]
-        return fields | {"meshes": None if self.mesh else self.meshes}
+        value_by_field = {**msgspec.structs.asdict(self), "axes": self.mesh, "total_s": self.total_s}
+        del value_by_field["tokens"], value_by_field["mesh"]
+        return value_by_field | {"meshes": None if self.mesh else self.meshes}
 
 
 # -- curves ---------------------------------------------------------------------------------------------
@@ -198,10 +198,10 @@ def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -
     """
     log_ratio, log_tokens = np.log(curve.ratio), np.log(curve.tokens)
     formula, closed_tokens = closed.get(curve.name, ("", None))
-    rising = np.flatnonzero((log_ratio[:-1] < 0) & (log_ratio[1:] >= 0))
+    rising_indices = np.flatnonzero((log_ratio[:-1] < 0) & (log_ratio[1:] >= 0))
     tokens = None
-    if len(rising):
-        last_rise = rising[-1]
+    if len(rising_indices):
+        last_rise = rising_indices[-1]
         fraction = -log_ratio[last_rise] / (log_ratio[last_rise + 1] - log_ratio[last_rise])
         tokens = float(np.exp(log_tokens[last_rise] + fraction * (log_tokens[last_rise + 1] - log_tokens[last_rise])))
     return {"name": curve.name, "tokens": tokens, "formula": formula, "closed_form": closed_tokens}
@@ -249,17 +249,17 @@ def _priced(
         if not placements:
             continue
         rates = step_rates(cluster, placements, groups, Strategy(mesh={}), calibration=calibration)
-        for index, placement in enumerate(placements):
+        for placement_index, placement in enumerate(placements):
             mesh = {axis: float(size) for axis, size in placement.mesh.items()}
-            sizes, placement_rates = work.sizes(tokens, mesh, cluster), select(rates, index)
+            sizes, placement_rates = work.sizes(tokens, mesh, cluster), select(rates, placement_index)
             compute_s, flops_s, comms_s = np.zeros(len(tokens)), np.zeros(len(tokens)), dict[str, Array]()
             for step, repeats in work.steps():
                 cost = price_step(step, sizes, placement_rates, num_microbatches=1)
                 if not step.is_collective:
                     compute_s, flops_s = compute_s + cost.local_s * repeats, flops_s + cost.math_s * repeats
                 elif long_axes := [axis for axis in step.axes if placement.mesh[axis] > 1]:
-                    name = "+".join(long_axes)
-                    comms_s[name] = comms_s.get(name, np.zeros(len(tokens))) + cost.network_s * repeats
+                    axes_name = "+".join(long_axes)
+                    comms_s[axes_name] = comms_s.get(axes_name, np.zeros(len(tokens))) + cost.network_s * repeats
             curves.append(
                 Curve(
                     name="",
@@ -277,26 +277,26 @@ def _priced(
     return curves
 
 
-def _best(name: str, mesh: dict[str, int] | None, found: Sequence[Curve]) -> Curve:
+def _best(name: str, mesh: dict[str, int] | None, curves: Sequence[Curve]) -> Curve:
     """Returns the curve that at every batch is the one with the least communication."""
-    fastest = np.argmin([curve.total_s for curve in found], axis=0)
-    batch_indices = range(len(fastest))
-    zeros = np.zeros(len(fastest))
+    fastest_indices = np.argmin([curve.total_s for curve in curves], axis=0)
+    batch_indices = range(len(fastest_indices))
+    zeros = np.zeros(len(fastest_indices))
 
     def picked(rows: Sequence[Array]) -> Array:
-        return np.stack(rows)[fastest, batch_indices]
+        return np.stack(rows)[fastest_indices, batch_indices]
 
     comms_s = {
-        axis: picked([curve.comms_s.get(axis, zeros) for curve in found])
-        for axis in dict.fromkeys(axis for curve in found for axis in curve.comms_s)
+        axis: picked([curve.comms_s.get(axis, zeros) for curve in curves])
+        for axis in dict.fromkeys(axis for curve in curves for axis in curve.comms_s)
     }
     return Curve(
         name=name,
         mesh=mesh,
-        tokens=found[0].tokens,
-        compute_s=picked([curve.compute_s for curve in found]),
-        flops_s=picked([curve.flops_s for curve in found]),
+        tokens=curves[0].tokens,
+        compute_s=picked([curve.compute_s for curve in curves]),
+        flops_s=picked([curve.flops_s for curve in curves]),
         comms_s={axis: seconds for axis, seconds in comms_s.items() if seconds.any()},
-        meshes=[found[curve_index].meshes[batch] for batch, curve_index in zip(batch_indices, fastest, strict=True)],
-        shapes=[found[curve_index].shapes[batch] for batch, curve_index in zip(batch_indices, fastest, strict=True)],
+        meshes=[curves[curve_index].meshes[i] for i, curve_index in zip(batch_indices, fastest_indices, strict=True)],
+        shapes=[curves[curve_index].shapes[i] for i, curve_index in zip(batch_indices, fastest_indices, strict=True)],
     )

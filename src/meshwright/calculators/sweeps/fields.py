@@ -48,20 +48,20 @@ def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] =
     swept_models = [model_or_size(name) for name in _listed(models)]
     clusters = sweep_clusters(on)
     # clusters are named by their chips, where these tell them apart
-    chip_texts = [f"{cluster.num_chips:,}" for cluster in clusters]
-    unique = len({cluster.chip.name for cluster in clusters}) == 1 and len({*chip_texts}) == len(chip_texts)
+    labels = [f"{cluster.num_chips:,}" for cluster in clusters]
+    is_unique = len({cluster.chip.name for cluster in clusters}) == 1 and len({*labels}) == len(labels)
     fields: SweptFields = {
         "model": {model.name: model for model in swept_models},
-        "on": dict(zip(chip_texts if unique else (cluster.short_name for cluster in clusters), clusters, strict=True)),
+        "on": dict(zip(labels if is_unique else (cluster.short_name for cluster in clusters), clusters, strict=True)),
     }
     for text in texts:
-        name, equals, _ = text.partition("=")
+        name, equals_sign, _ = text.partition("=")
         section, field = field_name(name)
         name = field if SECTION_OF.get(field, "") == section else name.strip()
-        if equals and "." not in name and name not in known_names:
-            options = ", ".join((*own[2:], "or a field of the model"))
-            raise InputError(f"sweep has no field {name!r}.{nearest(name, known_names)} Use {options}.")
-        values = split_values(text, what="sweep") if equals else _usual(name, swept_models[0], clusters[-1])
+        if equals_sign and "." not in name and name not in known_names:
+            options_text = ", ".join((*own[2:], "or a field of the model"))
+            raise InputError(f"sweep has no field {name!r}.{nearest(name, known_names)} Use {options_text}.")
+        values = split_values(text, what="sweep") if equals_sign else _usual(name, swept_models[0], clusters[-1])
         if name in fields:
             raise InputError(f"{name} is given twice. Give all its values in one list.")
         fields[name] = {_shown(value): value for value in values}
@@ -80,11 +80,11 @@ def combinations(fields: SweptFields) -> list[tuple[dict[str, str], Facts]]:
     num_points = math.prod(map(len, fields.values()))
     if num_points > MAX_POINTS:
         raise InputError(f"{num_points:,} points are too many for one sweep. Give at most {MAX_POINTS}.")
-    pairs = []
+    points = []
     for items in itertools.product(*(values.items() for values in fields.values())):
         texts, values = zip(*items, strict=True)
-        pairs.append((dict(zip(fields, texts, strict=True)), dict(zip(fields, values, strict=True))))
-    return pairs
+        points.append((dict(zip(fields, texts, strict=True)), dict(zip(fields, values, strict=True))))
+    return points
 
 
 def _listed(text: str) -> list[str]:
@@ -184,12 +184,12 @@ def sweep_clusters(text: str) -> tuple[Cluster, ...]:
     4x4x8, 4x8x8, ... 16x16x16. Raises InputError for a range that is none, and for more than 64 clusters.
     """
     clusters: list[Cluster] = []
-    chip = ""
+    chip_name = ""
     for item in _listed(text):
         range_match = _RANGE.fullmatch(item)
         end_texts = range_match.groups() if range_match else (item, item)
-        chip = end_texts[0].rpartition(":")[0].rpartition("*")[2].strip() or chip
-        first_cluster, last_cluster = (_named(end, chip) for end in end_texts)
+        chip_name = end_texts[0].rpartition(":")[0].rpartition("*")[2].strip() or chip_name
+        first_cluster, last_cluster = (_named(end, chip_name) for end in end_texts)
         clusters += _between(first_cluster, last_cluster) if range_match else [first_cluster]
     if len(clusters) > MAX_VALUES:
         raise InputError(f"{text} is {len(clusters)} clusters. Give at most {MAX_VALUES}.")
@@ -202,10 +202,10 @@ def require_links(text: str, clusters: Sequence[Cluster]) -> None:
         raise InputError(f"{text} is one chip: there is nothing to send. Give a larger cluster.")
 
 
-def _named(text: str, chip: str) -> Cluster:
+def _named(text: str, chip_name: str) -> Cluster:
     """Returns the cluster of a text that may leave the chip out: ``"8x4"``."""
     text = text.strip()
-    return parse_cluster(f"{chip}:{text}" if text[:1].isdigit() and ":" not in text else text)
+    return parse_cluster(f"{chip_name}:{text}" if text[:1].isdigit() and ":" not in text else text)
 
 
 def _between(first: Cluster, last: Cluster) -> list[Cluster]:

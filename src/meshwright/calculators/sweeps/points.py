@@ -112,19 +112,19 @@ def sweep_points(
 
 
 def _point(
-    values: Mapping[str, str], at: Mapping[str, Any], rates: Mapping[str, Calibration | None], first: Cluster
+    values: Mapping[str, str], point: Mapping[str, Any], rates: Mapping[str, Calibration | None], first: Cluster
 ) -> SweepPoint:
     """Returns the point of one combination of values; the batch per chip is that of the ``first`` cluster."""
-    cluster, seq_len = at["on"], parse_count(at["seq_len"], what="seq_len", least=1)
-    by_section = parse_fields([f"{name}={value}" for name, value in at.items() if name not in OWN], sections=PLANNED)
+    cluster, seq_len = point["on"], parse_count(point["seq_len"], what="seq_len", least=1)
+    by_section = parse_fields([f"{name}={value}" for name, value in point.items() if name not in OWN], sections=PLANNED)
     mesh_axes = take_axes(None, by_section["strategy"])
     strategy: Strategy | None = None
-    if "micro" in at:
+    if "micro" in point:
         strategy = with_fields(Strategy(mesh=filled_mesh(cluster, mesh_axes)), "strategy", by_section["strategy"])
-        replicas = int(product(strategy.mesh[axis] for axis in BATCH_AXES))
-        batch_seqs = parse_count(at["micro"], what="micro", least=1) * replicas * strategy.num_microbatches
+        num_replicas = int(product(strategy.mesh[axis] for axis in BATCH_AXES))
+        batch_seqs = parse_count(point["micro"], what="micro", least=1) * num_replicas * strategy.num_microbatches
     else:
-        first_seqs = parse_batch(at["batch"], seq_len=seq_len)
+        first_seqs = parse_batch(point["batch"], seq_len=seq_len)
         batch_seqs, remainder = divmod(first_seqs * cluster.num_chips, first.num_chips)
         if remainder:
             raise InputError(
@@ -134,7 +134,7 @@ def _point(
     job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", by_section["job"])
     require_training(job, "sweep")
     setting = Setting(
-        with_fields(at["model"], "model", by_section["model"]),
+        with_fields(point["model"], "model", by_section["model"]),
         cluster,
         job,
         rates.get(cluster.chip.name),
@@ -167,17 +167,17 @@ def _searched(values: Mapping[str, str], setting: Setting, space: Space) -> Swee
     return SweepPoint(values=values, setting=setting, best=None, reason=reason, least_bytes=least_bytes)
 
 
-def _too_large(need: float, setting: Setting) -> str:
-    return f"does not fit: {format_bytes(need)} of {format_bytes(setting.memory_limit)}"
+def _too_large(need_bytes: float, setting: Setting) -> str:
+    return f"does not fit: {format_bytes(need_bytes)} of {format_bytes(setting.memory_limit)}"
 
 
 def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
     """Returns the mesh of all chips, with fsdp on those that ``axes`` leave, or data if these say how many fsdp has.
     Raises InputError if sizes do not fit."""
     mesh = make_mesh(axes)
-    num_named, rest_axis = math.prod(mesh.values()), "data" if "fsdp" in axes else "fsdp"
-    if rest_axis not in axes and cluster.num_chips % num_named == 0:
-        mesh[rest_axis] = cluster.num_chips // num_named
+    num_named_chips, rest_axis = math.prod(mesh.values()), "data" if "fsdp" in axes else "fsdp"
+    if rest_axis not in axes and cluster.num_chips % num_named_chips == 0:
+        mesh[rest_axis] = cluster.num_chips // num_named_chips
     if math.prod(mesh.values()) != cluster.num_chips:
         axes_text = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         raise InputError(

@@ -56,26 +56,26 @@ def two_streams(
     strategy = Strategy(
         mesh=make_mesh({"fsdp": setting.cluster.num_chips}), assignment=standard_assignment(zero=way.zero), remat=remat
     )
-    priced = price_strategy(setting, strategy)
-    lanes = _Passes(priced, way, bucket_bytes)
-    block = max(priced.costs.layers, key=lambda block: block.steps.repeat)
+    priced_strategy = price_strategy(setting, strategy)
+    lanes = _Passes(priced_strategy, way, bucket_bytes)
+    block = max(priced_strategy.costs.layers, key=lambda block: block.steps.repeat)
     input_names = {name for op in block.steps.block.ops for name in op.inputs}
-    update = [cost for cost in priced.costs.once if cost.step.result.name in input_names]
+    update_costs = [cost for cost in priced_strategy.costs.once if cost.step.result.name in input_names]
     passes = [("forward", layer, block.forward) for layer in range(layers)]
-    recompute, backward, segment = block.again, block.backward[len(block.again) :], strategy.segment
+    redo_costs, back_costs, segment_len = block.again, block.backward[len(block.again) :], strategy.segment
     for layer in reversed(range(layers)):
-        first = layer // segment * segment if recompute and isinstance(segment, int) else layer
-        passes += [*(("recompute", before, recompute) for before in range(first, layer)), ("backward", layer, backward)]
-    for index, (kind, layer, costs) in enumerate(passes):
-        passes_ahead = passes[index + 1 : index + 2] if index else passes[:2]
-        for _, next_layer, gathers in passes_ahead:
-            for cost in (cost for cost in gathers if cost.gathers_weights):
-                key = (id(gathers), next_layer, cost.step.result)
+        first_layer = layer // segment_len * segment_len if redo_costs and isinstance(segment_len, int) else layer
+        passes += [*(("recompute", i, redo_costs) for i in range(first_layer, layer)), ("backward", layer, back_costs)]
+    for pass_index, (kind, layer, costs) in enumerate(passes):
+        passes_ahead = passes[pass_index + 1 : pass_index + 2] if pass_index else passes[:2]
+        for _, next_layer, next_costs in passes_ahead:
+            for cost in (cost for cost in next_costs if cost.gathers_weights):
+                key = (id(next_costs), next_layer, cost.step.result)
                 lanes.gathered[key] = lanes.collective(cost, next_layer, lanes.compute_end_s)
         lanes.run(kind, layer, costs)
     lanes.send_gradients()
     # the optimizer, and the gathers of the weights that it has updated
-    for layer, cost in itertools.product(range(layers), update):
+    for layer, cost in itertools.product(range(layers), update_costs):
         if cost.step.is_collective:
             lanes.collective(cost, layer, lanes.compute_end_s)
         else:
@@ -131,9 +131,9 @@ class _Passes(Lanes):
             return
         (first_cost, layer, _), start_s = self.waiting[0], max(start_s for _, _, start_s in self.waiting)
         rate = self.priced.rates.groups[first_cost.group][first_cost.step.op]
-        seconds = float(rate.time(sum(float(cost.network_bytes) for cost, _, _ in self.waiting)))
+        send_s = float(rate.time(sum(float(cost.network_bytes) for cost, _, _ in self.waiting)))
         self.waiting = []
-        self.send(_name(first_cost), seconds, layer=layer, when=start_s)
+        self.send(_name(first_cost), send_s, layer=layer, when=start_s)
 
     def collective(self, cost: StepCost, layer: int, when: float) -> float:
         """Sends one collective; returns its end."""

@@ -72,9 +72,9 @@ def goodput(
         raise InputError(f"restart {restart_s:g} s must be 0 or more.")
     mean_between_s = mtbf_s(num_nodes, failures_per_node_day=failures_per_node_day)
     young_s, daly_s = young_interval_s(checkpoint_s, mean_between_s), daly_interval_s(checkpoint_s, mean_between_s)
-    interval = daly_s if interval_s is None else interval_s
-    useful = useful_share(interval, checkpoint_s=checkpoint_s, restart_s=restart_s, mtbf=mean_between_s)
-    checkpoint_share = useful * checkpoint_s / interval
+    chosen_interval_s = daly_s if interval_s is None else interval_s
+    goodput_share = useful_share(chosen_interval_s, checkpoint_s=checkpoint_s, restart_s=restart_s, mtbf=mean_between_s)
+    checkpoint_share = goodput_share * checkpoint_s / chosen_interval_s
     return {
         "mtbf_s": mean_between_s,
         "failures_per_day": failures_per_day(num_nodes, failures_per_node_day=failures_per_node_day),
@@ -82,8 +82,8 @@ def goodput(
         "restart_s": restart_s,
         "young_interval_s": young_s,
         "daly_interval_s": daly_s,
-        "interval_s": interval,
-        "goodput": useful,
+        "interval_s": chosen_interval_s,
+        "goodput": goodput_share,
         "lost_to_checkpoints": checkpoint_share,
-        "lost_to_failures": 1 - useful - checkpoint_share,
+        "lost_to_failures": 1 - goodput_share - checkpoint_share,
     }

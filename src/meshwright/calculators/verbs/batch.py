@@ -51,27 +51,27 @@ def command(given: Given) -> Answer:
     """Solve: sequences a step = micro x accumulate x replicas. Give what is known, the rest is worked out."""
     seq_len = given.seq_len
     cluster = parse_cluster(given.on) if given.on else None
-    solutions = solve_batch(
+    splits = solve_batch(
         batch_seqs=parse_batch(given.batch, seq_len=seq_len) if given.batch else None,
         microbatch_seqs=given.micro,
         accumulation=given.accumulate,
         data_parallel=given.replicas if cluster is None else _replicas(cluster, given),
     )
-    allowed = [solution for solution in solutions if given.max_micro is None or solution["micro"] <= given.max_micro]
-    if not allowed:
-        min_micro = min(solution["micro"] for solution in solutions)
+    allowed_splits = [split for split in splits if given.max_micro is None or split["micro"] <= given.max_micro]
+    if not allowed_splits:
+        min_micro = min(split["micro"] for split in splits)
         raise CannotRunError(f"all need microbatches of {min_micro} or more. Give more replicas, or --max-micro.")
     if given.loss is not None and given.loss <= 0:
         raise InputError(f"--loss {given.loss:g} must be positive. Give nats per token, such as 2.2.")
-    limits, batch_seqs = _limits(cluster, given), math.prod(allowed[0].values())
+    limits, batch_seqs = _limits(cluster, given), math.prod(allowed_splits[0].values())
     facts = {
         "batch_seqs": batch_seqs,
         "seq_len": seq_len,
         "tokens_per_step": batch_seqs * seq_len,
-        "num_solutions": len(allowed),
+        "num_solutions": len(allowed_splits),
         "critical_batch_tokens": given.loss and critical_batch_tokens(given.loss),
         "limits": limits,
-        "solutions": [_row(solution, given, limits) for solution in allowed[: given.top]],
+        "solutions": [_row(split, given, limits) for split in allowed_splits[: given.top]],
     }
     return Answer(facts, _text(facts, limits, cluster))
 
@@ -107,14 +107,14 @@ def _limits(cluster: Cluster | None, given: Given) -> Facts | None:
     )
 
 
-def _row(one: dict[str, int], given: Given, limits: Facts | None) -> Facts:
+def _row(split: dict[str, int], given: Given, limits: Facts | None) -> Facts:
     """Returns a solution with its tokens, and what binds plain FSDP at its microbatch."""
-    tokens, chips = one["micro"] * given.seq_len, given.chips_per_replica
+    tokens, chips = split["micro"] * given.seq_len, given.chips_per_replica
     hbm_tokens, link_tokens = (limits["per_replica_hbm"], limits["per_chip_link"]) if limits else (None, None)
     is_hidden = {"hbm": hbm_tokens and tokens > hbm_tokens, "links": link_tokens and tokens / chips > link_tokens}
     return {
-        **one,
-        "chips": one["replicas"] * chips,
+        **split,
+        "chips": split["replicas"] * chips,
         "tokens_per_microbatch": tokens,
         "tokens_per_chip": tokens / chips,
         "hbm_compute_bound": is_hidden["hbm"],
@@ -135,33 +135,33 @@ def solve_batch(
     A split has ``micro`` x ``accumulate`` x ``replicas`` sequences. The batch follows from all three; a missing part is
     tried with every divisor. Raises CannotRunError when nothing divides, naming the nearest batch that would.
     """
-    factors = {"micro": microbatch_seqs, "accumulate": accumulation, "replicas": data_parallel}
-    for name, value in {"batch": batch_seqs, **factors}.items():
+    size_by_name = {"micro": microbatch_seqs, "accumulate": accumulation, "replicas": data_parallel}
+    for name, value in {"batch": batch_seqs, **size_by_name}.items():
         if value is not None and not 1 <= value <= MAX_SEQUENCES:
             raise InputError(f"{name}={value} must be between 1 and {MAX_SEQUENCES:,}.")
     if batch_seqs is None:
-        if None in factors.values():
+        if None in size_by_name.values():
             raise InputError("the batch is unknown. Give one more of micro, accumulate and replicas, or the batch.")
-        batch_seqs = math.prod(factor or 1 for factor in factors.values())
-    factor_choices = [[factor] if factor else divisors(batch_seqs) for factor in factors.values()]
+        batch_seqs = math.prod(size or 1 for size in size_by_name.values())
+    factor_choices = [[size] if size else divisors(batch_seqs) for size in size_by_name.values()]
     splits = [
         {"micro": micro, "accumulate": num_micro, "replicas": batch_seqs // micro // num_micro}
         for micro, num_micro in itertools.product(*factor_choices[:2])
         if batch_seqs % (micro * num_micro) == 0 and batch_seqs // micro // num_micro in factor_choices[2]
     ]
     if not splits:
-        raise CannotRunError(_nothing_divides(batch_seqs, {name: factor for name, factor in factors.items() if factor}))
+        raise CannotRunError(_nothing_divides(batch_seqs, {name: size for name, size in size_by_name.items() if size}))
     return sorted(splits, key=lambda split: (split["accumulate"], -split["replicas"]))
 
 
-def _nothing_divides(batch: int, given: dict[str, int]) -> str:
-    product = math.prod(given.values())
-    text = " x ".join(f"{name} {size}" for name, size in given.items())
+def _nothing_divides(batch: int, size_by_name: dict[str, int]) -> str:
+    product = math.prod(size_by_name.values())
+    text = " x ".join(f"{name} {size}" for name, size in size_by_name.items())
     batch_below, batch_above = batch // product * product, (batch // product + 1) * product
     near_text = f"{batch_below:,} or {batch_above:,}" if batch_below else f"{batch_above:,}"
-    if len(given) == 3:
+    if len(size_by_name) == 3:
         return f"{text} = {product:,} sequences, not {batch:,}. Leave one of them out, or give --batch {product}seq."
-    product_words = text if len(given) == 1 else f"{text} = {product:,}"
+    product_words = text if len(size_by_name) == 1 else f"{text} = {product:,}"
     return f"{product_words} does not divide {counted(batch, 'sequence')}. Use {near_text} sequences a step."
 
 
@@ -216,10 +216,10 @@ def _text(facts: Facts, limits: Facts | None, cluster: Cluster | None) -> Iterat
     if num_left:
         yield f"and {num_left:,} more ways; --top lists more of them"
     if limits is not None and cluster is not None:
-        if (hbm := limits["per_replica_hbm"]) is not None:
-            yield Fact("weights", f"hide behind compute from {hbm:,.0f} tokens a microbatch on {cluster.chip.name}")
-        if (link := limits["per_chip_link"]) is not None:
-            yield Fact("FSDP", f"hides behind compute from {link:,.0f} tokens a chip ({limits['link']})")
+        if (hbm_min := limits["per_replica_hbm"]) is not None:
+            yield Fact("weights", f"hide behind compute from {hbm_min:,.0f} tokens a microbatch on {cluster.chip.name}")
+        if (link_min := limits["per_chip_link"]) is not None:
+            yield Fact("FSDP", f"hides behind compute from {link_min:,.0f} tokens a chip ({limits['link']})")
     critical_size = facts["critical_batch_tokens"]
     if critical_size is not None:
         side_word = "beyond" if facts["tokens_per_step"] > critical_size else "within"

@@ -100,21 +100,21 @@ def command(given: Given) -> Answer:
     cluster = parse_cluster(given.on) if given.on else None
     failure_facts = _failures(given, cluster)
     model = load_model(given.model_name) if given.model_name else None
-    budget_fields = (given.flops, model, given.params_text, given.tokens_text, given.loss)
-    if failure_facts is not None and all(value is None for value in budget_fields):
+    budget_options = (given.flops, model, given.params_text, given.tokens_text, given.loss)
+    if failure_facts is not None and all(value is None for value in budget_options):
         facts: Facts = {"flops": None, "failures": failure_facts}
     else:
-        flops, num_params, tokens = _budget(given, model, law)
-        utilisation = _utilisation(flops, cluster, given)
-        mfu = utilisation["mfu"] if utilisation else given.mfu or ASSUMED_MFU
+        flops, num_params, num_tokens = _budget(given, model, law)
+        used_facts = _utilisation(flops, cluster, given)
+        mfu = used_facts["mfu"] if used_facts else given.mfu or ASSUMED_MFU
         # published chip-hours include the time that failures cost
-        useful_share = failure_facts["goodput"] if failure_facts and not utilisation else 1.0
+        useful_share = failure_facts["goodput"] if failure_facts and not used_facts else 1.0
         facts = {
             "flops": flops,
             "petaflop_days": petaflop_days(flops),
-            **_law_facts(flops, law, (num_params, tokens), model),
-            "tokens": tokens,
-            "utilisation": utilisation,
+            **_law_facts(flops, law, (num_params, num_tokens), model),
+            "tokens": num_tokens,
+            "utilisation": used_facts,
             "run": _run(flops, cluster, given, mfu, useful_share) if cluster else None,
             "years": _years(flops, given, mfu) if given.with_years else None,
             "failures": failure_facts,
@@ -131,24 +131,24 @@ def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, 
         raise InputError("--model and --params both say the size. Leave one of them out.")
     num_params = float(num_active_params(model)) if model else _count(given.params_text, "--params")
     flops_per_token = token_flops(model) if model else training_flops(num_params, 1) if num_params else None
-    tokens, flops = _count(given.tokens_text, "--tokens"), _count(given.flops, "FLOPS")
+    num_tokens, flops = _count(given.tokens_text, "--tokens"), _count(given.flops, "FLOPS")
     if given.loss is not None:
-        if flops is not None or num_params is not None or tokens is not None:
+        if flops is not None or num_params is not None or num_tokens is not None:
             raise InputError("--loss asks for the least budget. Leave FLOPS, size and tokens out.")
         return flops_for_loss(law, given.loss), None, None
-    if num_params is not None and tokens is not None:
+    if num_params is not None and num_tokens is not None:
         if flops is not None:
             raise InputError("FLOPS, a size and --tokens are one too many: 6 N D is the budget. Leave one of them out.")
         assert flops_per_token is not None
-        flops = flops_per_token * tokens
+        flops = flops_per_token * num_tokens
     if flops is None:
-        missing_text = "its --tokens, or FLOPS" if num_params else "a size too" if tokens else "FLOPS, such as 1e24"
+        missing_text = "its --tokens, or FLOPS" if num_params else "a size too" if num_tokens else "FLOPS, such as 1e24"
         raise InputError(f"the budget is not known. Give {missing_text}.")
     if flops > MAX_FLOPS:
         raise InputError(f"{flops:g} FLOPs are more than all machines will do. Give at most {MAX_FLOPS:g}.")
-    if tokens is not None and num_params is None:
-        num_params = flops / training_flops(1, tokens)
-    return flops, num_params, tokens if flops_per_token is None else flops / flops_per_token
+    if num_tokens is not None and num_params is None:
+        num_params = flops / training_flops(1, num_tokens)
+    return flops, num_params, num_tokens if flops_per_token is None else flops / flops_per_token
 
 
 def _count(text: str | None, what: str) -> float | None:
@@ -158,9 +158,9 @@ def _count(text: str | None, what: str) -> float | None:
 # -- laws -----------------------------------------------------------------------------------------------
 
 
-def _law_facts(flops: float, law: ScalingLaw, given: tuple[float | None, float | None], model: Model | None) -> Facts:
+def _law_facts(flops: float, law: ScalingLaw, sizes: tuple[float | None, float | None], model: Model | None) -> Facts:
     """Returns the optimum of the chosen law, those of all laws, and a given size with its tokens beside them."""
-    num_params, tokens = given
+    num_params, tokens = sizes
     laws = LAWS.values()
     facts: Facts = {
         "law": law.name,
@@ -172,9 +172,9 @@ def _law_facts(flops: float, law: ScalingLaw, given: tuple[float | None, float |
         "optimal_flops_for_its_loss": None,
     }
     if num_params is not None and tokens is not None:
-        params_of_part = params_by_part(model) if model else {}
+        count_by_part = params_by_part(model) if model else {}
         # Kaplan leaves embeddings out of N
-        inner = num_params - params_of_part.get("embedding", 0) - params_of_part.get("unembedding", 0)
+        inner = num_params - count_by_part.get("embedding", 0) - count_by_part.get("unembedding", 0)
         spent = {law.name: law.allocation(num_params if law.params_counted == "all" else inner, tokens) for law in laws}
         facts["spent"] = spent[law.name]
         facts["loss_by_law"] = {name: allocation.loss for name, allocation in spent.items()}
@@ -220,20 +220,20 @@ def run_cost(flops: float, chip: Chip, given: Given, *, num_chips: int = 1, dtyp
     Source: How to Scale Your Model, section 6.2; Scaling systems for LLMs (slides) for years, power and floor.
     """
     peak_rate, per_rack = peak(chip, dtype), given.chips_per_rack
-    seconds = train_seconds(flops, num_chips=num_chips, peak_flops=peak_rate, mfu=mfu)
-    price, watts = given.price or chip.price_usd_per_hour, given.watts or chip.power_w
-    time = chip_time(seconds, replace(chip, price_usd_per_hour=price, power_w=watts), num_chips)
-    energy = time.energy_kwh
+    train_s = train_seconds(flops, num_chips=num_chips, peak_flops=peak_rate, mfu=mfu)
+    hour_usd, watts = given.price or chip.price_usd_per_hour, given.watts or chip.power_w
+    used_time = chip_time(train_s, replace(chip, price_usd_per_hour=hour_usd, power_w=watts), num_chips)
+    kwh = used_time.energy_kwh
     return {
-        **asdict(time),
+        **asdict(used_time),
         "chip": chip.name,
         "num_chips": num_chips,
         "dtype": dtype,
         "peak_flops": peak_rate,
         "mfu": mfu,
-        "years": years(seconds),
-        "facility_energy_kwh": energy and facility_energy_kwh(energy, pue=given.pue, host_share=given.host_share),
-        "flops_per_dollar": price and flops_per_dollar(peak_rate, price_usd_per_hour=price, mfu=mfu),
+        "years": years(train_s),
+        "facility_energy_kwh": kwh and facility_energy_kwh(kwh, pue=given.pue, host_share=given.host_share),
+        "flops_per_dollar": hour_usd and flops_per_dollar(peak_rate, price_usd_per_hour=hour_usd, mfu=mfu),
         "flops_per_joule": watts and flops_per_joule(peak_rate, watts_per_chip=watts, mfu=mfu),
         "floor_area_m2": per_rack and floor_area_m2(num_chips, chips_per_rack=per_rack, m2_per_rack=given.m2_per_rack),
     }
@@ -243,16 +243,16 @@ def _run(flops: float, cluster: Cluster, given: Given, mfu: float, useful: float
     """Returns the cost on a cluster of which failures leave a ``useful`` share of the time."""
     if useful <= 0:
         raise InputError("failures leave no time for work at this interval. Save faster, or give fewer nodes.")
-    cost = run_cost(
+    cost_facts = run_cost(
         flops, cluster.chip, given, num_chips=cluster.num_chips, dtype=_dtype(cluster, given), mfu=mfu * useful
     )
     return {
         "cluster": cluster.short_name,
-        **cost,
+        **cost_facts,
         "mfu": mfu,
         "pue": given.pue,
         "goodput": useful,
-        "one_chip_years": years(train_seconds(flops, peak_flops=cost["peak_flops"], mfu=mfu)),
+        "one_chip_years": years(train_seconds(flops, peak_flops=cost_facts["peak_flops"], mfu=mfu)),
     }
 
 
@@ -294,9 +294,9 @@ def _text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[Piece]
         if facts["spent"] is not None:
             yield from _spent_text(facts, law, model)
         if facts["utilisation"] is not None:
-            used = facts["utilisation"]
-            rate = f"{format_flops(used['peak_flops'])} {used['dtype']}"
-            text = f"{used['mfu']:.1%} of {rate} for {format_params(used['chip_hours'])} chip-hours of {used['chip']}"
+            util = facts["utilisation"]
+            rate = f"{format_flops(util['peak_flops'])} {util['dtype']}"
+            text = f"{util['mfu']:.1%} of {rate} for {format_params(util['chip_hours'])} chip-hours of {util['chip']}"
             yield Fact("utilisation", text)
         if facts["run"] is not None:
             yield from _run_text(facts["run"])
@@ -346,7 +346,7 @@ def _spent_text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[
         f"{three_digits(spent.tokens_per_param)} a parameter, {spent.num_params / best.num_params:.2g} times the best "
         f"size",
     )
-    losses_text = ", ".join(f"{key} {value:.3f}" for key, value in facts["loss_by_law"].items())
+    losses_text = ", ".join(f"{law_name} {law_loss:.3f}" for law_name, law_loss in facts["loss_by_law"].items())
     yield Fact("loss", losses_text)
     if least_flops is not None:
         yield Fact(

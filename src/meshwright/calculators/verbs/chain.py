@@ -47,10 +47,10 @@ def command(given: Given) -> Answer:
     mesh, calibration = given.mesh, rates_for(cluster, given.calibration)
     chain = parse_chain(given.products, dims=given.dims, mesh=mesh, fixed=given.fixed, dtype=given.dtype)
     rates = einsum_rates(cluster, mesh, calibration=calibration)
-    usable_size = usable_bytes(cluster.chip, calibration or datasheet_calibration(cluster.chip))
-    limit_bytes = parse_bytes(given.memory_text) if given.memory_text is not None else usable_size
-    if not 0 < limit_bytes <= usable_size:
-        usable_text = format_bytes(usable_size)
+    device_bytes = usable_bytes(cluster.chip, calibration or datasheet_calibration(cluster.chip))
+    limit_bytes = parse_bytes(given.memory_text) if given.memory_text is not None else device_bytes
+    if not 0 < limit_bytes <= device_bytes:
+        usable_text = format_bytes(device_bytes)
         raise InputError(f"--memory {given.memory_text} must be more than 0 and at most the {usable_text} of a device.")
     assignments = search_chain(chain, rates, memory_bytes=limit_bytes, top=given.top)
     facts: Facts = {
@@ -60,19 +60,19 @@ def command(given: Given) -> Answer:
         "assignments": [_row(chain, assignment) for assignment in assignments],
     }
     ranked = list(enumerate(facts["assignments"], 1))
-    arrays = [{"assignment": n, "array": k, **a} for n, row in ranked for k, a in row["arrays"].items()]
-    steps = [{"assignment": n, **step} for n, row in ranked for step in row["steps"]]
+    array_rows = [{"assignment": n, "array": k, **a} for n, row in ranked for k, a in row["arrays"].items()]
+    step_rows = [{"assignment": n, **step} for n, row in ranked for step in row["steps"]]
     totals = [{"assignment": n, **{k: v for k, v in row.items() if k not in ("arrays", "steps")}} for n, row in ranked]
-    return Answer(facts, _text(facts), raw=[totals, arrays, steps, [facts]])
+    return Answer(facts, _text(facts), raw=[totals, array_rows, step_rows, [facts]])
 
 
-def _row(chain: Chain, one: Assignment) -> Facts:
+def _row(chain: Chain, assignment: Assignment) -> Facts:
     return {
-        "time_s": one.time_s,
-        "communication_s": one.communication_s,
-        "memory_bytes": one.memory_bytes,
-        "input_bytes": one.input_bytes,
-        "bound_by": one.bound_by,
+        "time_s": assignment.time_s,
+        "communication_s": assignment.communication_s,
+        "memory_bytes": assignment.memory_bytes,
+        "input_bytes": assignment.input_bytes,
+        "bound_by": assignment.bound_by,
         "arrays": {
             name: {
                 "sharding": str(array),
@@ -80,7 +80,7 @@ def _row(chain: Chain, one: Assignment) -> Facts:
                 "fixed": name in chain.fixed,
                 "block": list(local_shape(array, chain.dims, chain.mesh)),
             }
-            for name, array in one.arrays.items()
+            for name, array in assignment.arrays.items()
         },
         "steps": [
             {
@@ -93,7 +93,7 @@ def _row(chain: Chain, one: Assignment) -> Facts:
                 "time_s": price.time_s,
                 "bound_by": price.bound_by or None,
             }
-            for step, price in zip(one.steps, one.prices, strict=True)
+            for step, price in zip(assignment.steps, assignment.prices, strict=True)
         ],
     }
 
@@ -124,7 +124,7 @@ def _text(result: Mapping[str, Any]) -> Iterator[Piece]:
     best, limit_text = result["assignments"][0], format_bytes(result["memory_limit_bytes"])
     title = f"least time on {result['cluster']} within {limit_text} of a device"
     yield Table.of(({"array": name, **array} for name, array in best["arrays"].items()), ARRAYS, title)
-    yield Table.of(({"number": number, **step} for number, step in enumerate(best["steps"], 1)), STEPS)
+    yield Table.of(({"number": step_number, **step} for step_number, step in enumerate(best["steps"], 1)), STEPS)
     placement_text = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
     products_text = format_seconds(best["time_s"] - best["communication_s"])
     shares_text = f"products {products_text}, communication {format_seconds(best['communication_s'])}"

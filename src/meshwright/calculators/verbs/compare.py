@@ -76,12 +76,12 @@ def command(given: Given) -> Answer:
     if not given.every and not given.names:
         raise InputError("no model is named. Name some, such as llama3-8b gemma-7b, or give --all.")
     chosen_models = [model_or_size(name) for name in (models() if given.every else dict.fromkeys(given.names))]
-    views = [name for name in VIEWS if getattr(given, name)]
-    if len(views) > 1:
-        flag, other_flag = (FLAGS.get(name, name) for name in views[:2])
+    view_names = [name for name in VIEWS if getattr(given, name)]
+    if len(view_names) > 1:
+        flag, other_flag = (FLAGS.get(name, name) for name in view_names[:2])
         raise InputError(f"--{flag} and --{other_flag} are two views. Ask for one at a time.")
-    if views:
-        return VIEWS[views[0]](chosen_models, given)
+    if view_names:
+        return VIEWS[view_names[0]](chosen_models, given)
     rows = [model_row(model, seq_len=given.seq_len) for model in chosen_models]
     return Answer({"seq_len": given.seq_len, "models": rows}, _text(rows, given.seq_len), raw=[rows])
 
@@ -137,9 +137,9 @@ def attention_train_flops(model: Model, seq_len: Number) -> Number:
     """
     value_dim = model.v_head_dim if model.latent_attention else model.head_dim
     num_sliding = len(model.sliding_layers) if model.sliding_window else 0
-    near_keys = keys_per_query(seq_len, window=model.sliding_window)
-    keys = (model.num_layers - num_sliding) * keys_per_query(seq_len) + num_sliding * near_keys
-    return 6 * seq_len * keys * model.num_heads * (model.head_dim + value_dim)
+    keys_in_window = keys_per_query(seq_len, window=model.sliding_window)
+    layer_keys = (model.num_layers - num_sliding) * keys_per_query(seq_len) + num_sliding * keys_in_window
+    return 6 * seq_len * layer_keys * model.num_heads * (model.head_dim + value_dim)
 
 
 def _text(rows: list[Facts], seq_len: int) -> Iterator[Piece]:

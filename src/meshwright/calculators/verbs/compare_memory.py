@@ -46,9 +46,9 @@ RESULTS_PER_LAYER = 4
 """Results of the model's width that a layer keeps. How to Scale Your Model: section 6.3 four, exercise 5.2 three."""
 
 
-def _chips(named: Sequence[Chip]) -> Sequence[Chip]:
-    catalogued = catalogue_chips().values()
-    return named or [c for c in catalogued if c.variant == "datasheet" and c.hbm_bytes is not None]
+def _chips(named_chips: Sequence[Chip]) -> Sequence[Chip]:
+    all_chips = catalogue_chips().values()
+    return named_chips or [c for c in all_chips if c.variant == "datasheet" and c.hbm_bytes is not None]
 
 
 def bytes_view(models: Sequence[Model], given: Any) -> Answer:
@@ -56,7 +56,7 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
     bytes_by_state = {
         state: {name: state_bytes_per_param(state, average=name) for name in AVERAGE_BYTES} for state in STATE_BYTES
     }
-    states = [
+    state_rows = [
         {
             "state": state,
             **{part: bytes_per_param(state, part=part) for part in PARTS},
@@ -67,17 +67,17 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
     ]
     largest_models = [
         {
-            "chip": unit.name,
-            "memory_bytes": known_memory(unit),
-            "max_params": {state: max_params(known_memory(unit), state=state) for state in STATE_BYTES},
+            "chip": chip.name,
+            "memory_bytes": known_memory(chip),
+            "max_params": {state: max_params(known_memory(chip), state=state) for state in STATE_BYTES},
         }
-        for unit in _chips(given.on)
+        for chip in _chips(given.on)
     ]
     # States of equal bytes share a column.
     state_of = {bytes_per_param(state): state for state in reversed(STATE_BYTES)}
     tables = [
         Table.of(
-            states,
+            state_rows,
             {"state": "state", **BYTES_COLUMNS, **{m.name: (f"model_bytes/{m.name}", format_bytes) for m in models}},
             "Bytes a parameter of each training state: weights, gradients, optimizer, and the number it is known by",
         ),
@@ -90,7 +90,7 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
             "Largest model whose state alone fills a chip: memory / bytes a parameter",
         ),
     ]
-    return Answer({"states": states, "largest_models": largest_models}, tables)
+    return Answer({"states": state_rows, "largest_models": largest_models}, tables)
 
 
 def known_memory(unit: Chip) -> float:
@@ -105,7 +105,7 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
     if given.state is not None:
         bytes_per_param(given.state)
     average_bytes = AVERAGE_BYTES[given.average]
-    facts: list[Facts] = []
+    model_facts: list[Facts] = []
     tables = []
     for m in models:
         bytes_by_state = {
@@ -116,13 +116,13 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
             ]
             for state in ([given.state] if given.state else STATE_BYTES)
         }
-        facts.append({"name": m.name, "params": num_params(m), "bytes_per_device": bytes_by_state})
-        columns = [Heading(name, format_bytes, f"bytes_per_device.{name}") for name in STAGES]
+        model_facts.append({"name": m.name, "params": num_params(m), "bytes_per_device": bytes_by_state})
+        headings = [Heading(name, format_bytes, f"bytes_per_device.{name}") for name in STAGES]
         title = f"{m.name}: training state of one of {given.shards:,} data-parallel devices"
-        tables.append(Table(["state", *columns], [[state, *sizes] for state, sizes in bytes_by_state.items()], title))
+        tables.append(Table(["state", *headings], [[state, *sizes] for state, sizes in bytes_by_state.items()], title))
     note = "ZeRO-1 splits the optimizer, ZeRO-2 gradients too, ZeRO-3 (FSDP) weights too; gradients counted"
     note += f"; a running average in {given.average} is split as the optimizer is" if average_bytes else ""
-    return _noted({"shards": given.shards, "models": facts}, tables, note)
+    return _noted({"shards": given.shards, "models": model_facts}, tables, note)
 
 
 def _noted(facts: Facts, tables: Sequence[Table], note: str) -> Answer:
@@ -142,30 +142,30 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
         )
         for m in models
     }
-    chips = [
+    chip_rows = [
         {
-            "chip": unit.name,
-            "memory_bytes": memory,
-            "min_chips": {name: memory and min_chips(size, memory) for name, size in bytes_by_model.items()},
-            "max_params_one_chip": memory and memory / param_bytes,
+            "chip": chip.name,
+            "memory_bytes": chip_bytes,
+            "min_chips": {name: chip_bytes and min_chips(size, chip_bytes) for name, size in bytes_by_model.items()},
+            "max_params_one_chip": chip_bytes and chip_bytes / param_bytes,
         }
-        for unit, memory in ((unit, unit.memory_bytes) for unit in _chips(given.on))
+        for chip, chip_bytes in ((chip, chip.memory_bytes) for chip in _chips(given.on))
     ]
     facts = {
         "state": state,
         "bytes_per_param": param_bytes,
         "batch_tokens": batch_tokens,
         "training_bytes": bytes_by_model,
-        "chips": chips,
+        "chips": chip_rows,
     }
     columns = {**MEMORY_COLUMNS, **{name: f"min_chips/{name}" for name in bytes_by_model}}
-    tables = [Table.of(chips, columns, "Fewest chips by memory alone, all of it shared evenly")]
+    tables = [Table.of(chip_rows, columns, "Fewest chips by memory alone, all of it shared evenly")]
     if given.num_chips is not None:
         shares = {name: size / given.num_chips for name, size in bytes_by_model.items()}
         facts |= {"num_chips": given.num_chips, "bytes_per_chip": shares}
         rows = [
             {**row, "shares": (total := row["memory_bytes"]) and {name: size / total for name, size in shares.items()}}
-            for row in chips
+            for row in chip_rows
         ]
         columns = {**MEMORY_COLUMNS, **{name: (f"shares/{name}", "{:.1%}".format) for name in shares}}
         title = f"One of {counted(given.num_chips, 'chip')} holds {_sizes_words(shares)}; of its memory:"
@@ -175,8 +175,8 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
     return _noted(facts, tables, note)
 
 
-def _sizes_words(sizes: dict[str, float]) -> str:
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+def _sizes_words(bytes_by_name: dict[str, float]) -> str:
+    return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in bytes_by_name.items())
 
 
 def training_bytes(
@@ -207,8 +207,8 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
     results, scores in memory; gates, kv heads and the feed-forward width do not enter. The count is that of a plan.
     Source: Korthikanti et al., Reducing Activation Recomputation (2022), equations 1-4, table 2.
     """
-    seq_len, seqs, tensor = given.seq_len, given.micro, given.tensor
-    facts = []
+    seq_len, num_seqs, tensor = given.seq_len, given.micro, given.tensor
+    model_facts = []
     tables = []
     for m in models:
         if m.num_heads % tensor:
@@ -223,14 +223,14 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
                         "recompute": recompute,
                         "tensor": tensor,
                         "sequence_parallel": is_split,
-                        "num_bytes": bytes_per_sbh * seq_len * seqs * m.d_model,
+                        "num_bytes": bytes_per_sbh * seq_len * num_seqs * m.d_model,
                         "per_sbh": bytes_per_sbh,
                     }
                 )
                 # a mean over layers, if they differ
-                widths = saved_widths(m, remat, tensor=tensor, sequence_parallel=tensor == 1 or is_split)
-                derived_bytes.append(float(saved_bytes(seq_len * seqs, num_layers=1, width=sum(widths.values()))))
-        facts.append({"name": m.name, "closed_form": closed_rows, "derived_bytes_per_layer": derived_bytes})
+                width_of = saved_widths(m, remat, tensor=tensor, sequence_parallel=tensor == 1 or is_split)
+                derived_bytes.append(float(saved_bytes(seq_len * num_seqs, num_layers=1, width=sum(width_of.values()))))
+        model_facts.append({"name": m.name, "closed_form": closed_rows, "derived_bytes_per_layer": derived_bytes})
         columns: TableColumns = {
             "recompute": "recompute",
             "tensor": lambda row: f"{row['tensor']} + sequence" if row["sequence_parallel"] else f"{row['tensor']}",
@@ -240,16 +240,16 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
             "derived, a layer": "derived_bytes_per_layer",
         }
         rows = [
-            {**row, "all_layers": row["num_bytes"] * m.num_layers, "derived_bytes_per_layer": size}
-            for row, size in zip(closed_rows, derived_bytes, strict=True)
+            {**row, "all_layers": row["num_bytes"] * m.num_layers, "derived_bytes_per_layer": layer_bytes}
+            for row, layer_bytes in zip(closed_rows, derived_bytes, strict=True)
         ]
-        sequences_text = f"{seqs} sequence{'s' if seqs > 1 else ''} of {seq_len:,}"
+        sequences_text = f"{num_seqs} sequence{'s' if num_seqs > 1 else ''} of {seq_len:,}"
         tables.append(Table.of(rows, columns, f"{m.name}: activations that a device keeps of {sequences_text}"))
     note = (
         "closed form: a GPT layer with full heads, F = 4 D, dropout, scores in memory (Korthikanti et al. 2022); "
         "derived here: this model's own program with that tensor parallelism, attention's scores on chip"
     )
-    return _noted({"seq_len": seq_len, "recompute": list(RECOMPUTES), "models": facts}, tables, note)
+    return _noted({"seq_len": seq_len, "recompute": list(RECOMPUTES), "models": model_facts}, tables, note)
 
 
 def attention_term(num_heads: Number, seq_len: Number, d_model: Number) -> Number:
@@ -267,6 +267,6 @@ def layer_units(
     """
     if recompute == "full":
         return 2 / tensor if sequence_parallel else 2
-    kept = 10 / tensor if sequence_parallel else 10
+    kept_bytes = 10 / tensor if sequence_parallel else 10
     score_bytes = attention / tensor if recompute == "none" else 0
-    return kept + 24 / tensor + score_bytes
+    return kept_bytes + 24 / tensor + score_bytes

@@ -77,8 +77,8 @@ def command(given: Given) -> Answer:
     say("4/5 pictures")
     pictures = _draw(plan, train_result, given.out)
     say("5/5 sample")
-    options = TextOptions(max_tokens=SAMPLE_TOKENS, sampling=Sampling(temperature=0.5), mesh=make_mesh({}))
-    sample_text = PROMPT + generate_text(Path(train_result.run), [PROMPT], options).texts[0]
+    text_options = TextOptions(max_tokens=SAMPLE_TOKENS, sampling=Sampling(temperature=0.5), mesh=make_mesh({}))
+    sample_text = PROMPT + generate_text(Path(train_result.run), [PROMPT], text_options).texts[0]
     speed = machine_speed(plan.calibration)
     facts: Facts = {**msgspec.to_builtins(train_result), "machine_speed": speed}
     facts |= {"plan": given.out / "plan.toml", "pictures": pictures, "sample": sample_text}
@@ -86,26 +86,26 @@ def command(given: Given) -> Answer:
     return Answer(facts, ["", *result_text(plan, train_result, speed), *(Paragraph(line, None) for line in lines)])
 
 
-def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
+def _draw(plan: Plan, result: "TrainResult", out: Path) -> list[str]:
     """Draws loss, roofline, blocks of arrays, and predicted beside measured step and memory; returns the files."""
     from meshwright.report.arrays.sharding import sharding_figure
     from meshwright.report.bars import memory_figure, step_breakdown_figure
     from meshwright.report.figure import save
     from meshwright.report.plans.measured import loss_figure
 
-    tokens = [chosen.job.tokens_per_step * (i + 1) for i in range(len(result.losses))]
-    rates_text = chosen.calibration.describe()
-    priced_plan = price_strategy(chosen.setting, chosen.strategy)
-    array_of = priced_plan.derived.declared
-    dims = {**chosen.model.dims, "B": chosen.job.batch_seqs, "T": chosen.job.seq_len}
-    panels = [panel(array_of[name], dims, chosen.strategy.mesh) for name in ("x", "w_up", "g")]
-    parts = ("weights", "optimizer", "batch", "temporaries")
-    measured_bytes = {name: getattr(result.memory, f"{name}_bytes") or 0 for name in parts} if result.memory else {}
-    figures = {
-        "loss.png": loss_figure(result.losses, tokens, subtitle=f"{chosen.model.name} on Python's own documentation"),
-        "roofline.png": _roofline(chosen, priced_plan, result),
+    token_sums = [plan.job.tokens_per_step * (i + 1) for i in range(len(result.losses))]
+    rates_text = plan.calibration.describe()
+    priced_plan = price_strategy(plan.setting, plan.strategy)
+    array_by_name = priced_plan.derived.declared
+    dims = {**plan.model.dims, "B": plan.job.batch_seqs, "T": plan.job.seq_len}
+    panels = [panel(array_by_name[name], dims, plan.strategy.mesh) for name in ("x", "w_up", "g")]
+    part_keys = ("weights", "optimizer", "batch", "temporaries")
+    measured_bytes = {name: getattr(result.memory, f"{name}_bytes") or 0 for name in part_keys} if result.memory else {}
+    figure_by_name = {
+        "loss.png": loss_figure(result.losses, token_sums, subtitle=f"{plan.model.name} on Python's own documentation"),
+        "roofline.png": _roofline(plan, priced_plan, result),
         "sharding.png": sharding_figure(
-            panels, subtitle=f"Stream, one weight and one activation on {mesh_words(chosen.strategy.mesh)}"
+            panels, subtitle=f"Stream, one weight and one activation on {mesh_words(plan.strategy.mesh)}"
         ),
         "step.png": step_breakdown_figure(
             {
@@ -122,26 +122,26 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
             subtitle="Predicted: the fullest moment. Measured: shards of one device, temporaries of its step",
         ),
     }
-    return [str(save(figure, out / name)) for name, figure in figures.items()]
+    return [str(save(figure, out / name)) for name, figure in figure_by_name.items()]
 
 
-def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> "Figure":
+def _roofline(plan: Plan, priced_plan: PricedStrategy, result: "TrainResult") -> "Figure":
     """Returns a roofline with ops of the step at their predicted rates, and the whole step at its measured rate.
 
     The roofs are the highest rates of this machine, those of these points included.
     """
     from meshwright.report.roofline import RooflinePoint, roofline_figure
 
-    chip, rates = chosen.cluster.chip, chosen.calibration
+    chip, rates = plan.cluster.chip, plan.calibration
     points = []
-    for cost in priced.costs.all:
+    for cost in priced_plan.costs.all:
         flops, name = float(cost.flops), cost.step.result.name
         if flops and cost.step.phase == "forward" and name in SHOWN:
             flops_per_s, num_bytes = flops / float(cost.local_s), float(cost.hbm_bytes)
             points.append(RooflinePoint(label=SHOWN[name], intensity=flops / num_bytes, flops_per_s=flops_per_s))
     if result.step_s:
         flops, num_bytes = (
-            sum(float(getattr(c, figure) * c.count) for c in priced.costs.all) for figure in ("flops", "hbm_bytes")
+            sum(float(getattr(c, field) * c.count) for c in priced_plan.costs.all) for field in ("flops", "hbm_bytes")
         )
         label = f"whole step, measured {format_seconds(result.step_s)}"
         points.append(RooflinePoint(label=label, intensity=flops / num_bytes, flops_per_s=flops / result.step_s))

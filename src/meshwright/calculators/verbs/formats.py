@@ -58,21 +58,21 @@ def command(given: Given) -> Answer:
     return Answer(facts, _text(given, facts), raw=tables)
 
 
-def _text(given: Given, found: Facts) -> Iterator[Piece]:
+def _text(given: Given, facts: Facts) -> Iterator[Piece]:
     if not given.values and given.code is None and given.length is None:
-        yield Table.of(found["formats"], FORMAT_COLUMNS)
+        yield Table.of(facts["formats"], FORMAT_COLUMNS)
         yield Fact("bits", "sign + exponent + mantissa; tf32 fills 4 bytes in memory; integers need a scale")
-    for text, value in zip(given.values, found["values"], strict=True):
+    for text, value in zip(given.values, facts["values"], strict=True):
         rows = [[s["format"], f"{s['value']:.10g}", _error(s["relative_error"]), s["bits"]] for s in value["stored"]]
         suffix = "" if value["scale"] == 1 else f", stored as multiples of {value['scale']:g}"
         yield Table(["format", "stored", "error", "sign exponent mantissa"], rows, f"{text}{suffix}")
-    if found["decoded"]:
-        decoded = found["decoded"]
-        yield Fact(decoded["format"], f"{decoded['bits']} is {_short(decoded['value'])}")
-    for dot in found["dot_product"] or ():
+    if facts["decoded"]:
+        code_facts = facts["decoded"]
+        yield Fact(code_facts["format"], f"{code_facts['bits']} is {_short(code_facts['value'])}")
+    for dot in facts["dot_product"] or ():
         moved_text = f"{dot['bytes']:,.0f} bytes, {dot['intensity']:.3g} FLOPs/byte"
         yield Table.of(dot["ways"], WAY_COLUMNS, f"{dot['format']}: {dot['flops']:,} FLOPs on {moved_text}")
-    if found["dot_product"]:
+    if facts["dot_product"]:
         yield Fact("cycles", f"1 for arithmetic, {given.load_cycles:g} for a load; the larger of both, or their sum")
         yield Fact("matrix", f"the share that one dot product of {given.length:,} has in a whole matrix product")
 
@@ -127,23 +127,23 @@ FORMAT_COLUMNS: Facts = {
 def _stored(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> Facts:
     value, rows = _number(text, "--value"), []
     for form in forms:
-        rounded = round_to(form, value / scale)
+        rounding = round_to(form, value / scale)
         rows.append(
             {
                 "format": form.name,
-                "value": rounded.value * float(scale),
-                "relative_error": rounded.relative_error,
-                "bits": bit_text(form, rounded.code),
-                "code": rounded.code,
+                "value": rounding.value * float(scale),
+                "relative_error": rounding.relative_error,
+                "bits": bit_text(form, rounding.code),
+                "code": rounding.code,
             }
         )
     return {"value": float(value), "scale": float(scale), "stored": rows}
 
 
-def _error(relative: float | None) -> str:
-    if relative is None:
+def _error(relative_error: float | None) -> str:
+    if relative_error is None:
         return "overflow"
-    return "exact" if relative == 0 else f"{relative:.2g}"
+    return "exact" if relative_error == 0 else f"{relative_error:.2g}"
 
 
 def _decoded(text: str, forms: Sequence[NumberFormat]) -> Facts:
@@ -169,18 +169,18 @@ def _number(text: str, what: str) -> Fraction:
 # -- dot products ---------------------------------------------------------------------------------------
 
 
-def _dots(forms: Sequence[NumberFormat], length: int, given: Given) -> list[Facts]:
-    if length > MAX_LENGTH:
-        raise InputError(f"--dot {length} is longer than any row. Give at most {MAX_LENGTH:,}.")
+def _dots(forms: Sequence[NumberFormat], num_elements: int, given: Given) -> list[Facts]:
+    if num_elements > MAX_LENGTH:
+        raise InputError(f"--dot {num_elements} is longer than any row. Give at most {MAX_LENGTH:,}.")
     return [
         {
             "format": form.name,
             "flops": work.flops,
             "bytes": work.num_bytes,
             "intensity": work.intensity,
-            "ways": dot_product_ways(form, length, load_cycles=given.load_cycles, vector_bits=given.vector_bits),
+            "ways": dot_product_ways(form, num_elements, load_cycles=given.load_cycles, vector_bits=given.vector_bits),
         }
-        for form, work in ((form, dot_product_work(form, length)) for form in forms)
+        for form, work in ((form, dot_product_work(form, num_elements)) for form in forms)
     ]
 
 
@@ -209,7 +209,7 @@ def dot_product_ways(
     depth = depth * 16 // form.stored_bits if form.stored_bits <= 16 else depth
     num_tiles, results = math.ceil(length / depth), rows * cols
     operand_loads = math.ceil((rows + cols) * depth / num_lanes)
-    rows_of_counts: list[tuple[str, float, float, float, float]] = [
+    way_counts: list[tuple[str, float, float, float, float]] = [
         ("multiply, then add", 1, 2 * length, 2 * length - 1, 1),
         ("fused multiply-add", 1, 2 * length, length, 1),
         (f"vector of {num_lanes}", num_lanes, 2 * num_steps, num_steps + 2 * int(math.log2(num_lanes)), 1),
@@ -219,15 +219,15 @@ def dot_product_ways(
     return [
         {
             "way": way,
-            "elements_per_instruction": elements,
-            "loads": loads,
-            "arithmetic": arithmetic,
-            "stores": stores,
-            "instructions": loads + arithmetic + stores,
-            "cycles_lower": max((loads + stores) * load_cycles, arithmetic),
-            "cycles_upper": (loads + stores) * load_cycles + arithmetic,
+            "elements_per_instruction": num_elements,
+            "loads": num_loads,
+            "arithmetic": num_arithmetic,
+            "stores": num_stores,
+            "instructions": num_loads + num_arithmetic + num_stores,
+            "cycles_lower": max((num_loads + num_stores) * load_cycles, num_arithmetic),
+            "cycles_upper": (num_loads + num_stores) * load_cycles + num_arithmetic,
         }
-        for way, elements, loads, arithmetic, stores in rows_of_counts
+        for way, num_elements, num_loads, num_arithmetic, num_stores in way_counts
     ]
 
 

@@ -46,28 +46,28 @@ def command(given: Given) -> Answer:
     MODEL is a name, a config.json, or mlp:8192x32768: a layer of two matrices D x F.
     """
     cluster, job = parse_cluster(given.on), job_of(given.batch, given.seq_len, {})
-    name, d_model, sizes = layer_letters(given.model, given.state)
-    at = letters(sizes, cluster, job, given)
-    limits = limits_at(at)
+    name, d_model, size_by_letter = layer_letters(given.model, given.state)
+    sym = letters(size_by_letter, cluster, job, given)
+    limits = limits_at(sym)
     heading = (
         f"{name} on {cluster.short_name} ({counted(cluster.num_chips, 'chip')}), {format_count(job.tokens_per_step)} "
         f"tokens a step = {counted(job.batch_seqs, 'sequence')} of {job.seq_len:,}"
     )
     layer_s: dict[str, float] | None = None
-    if at.tensor is not None and at.mixed_alpha is not None:
+    if sym.tensor is not None and sym.mixed_alpha is not None:
         # seconds of two matrices with the tensor size that is given, in a dense model on a torus
-        sizes = {"fsdp": at.data_ways, "tensor": at.tensor}
-        mixed_layer = MixedLayer(batch_tokens=at.batch_tokens, d_model=d_model, d_ff=at.d_ff, **sizes)
-        axis_rate, axes = at.peak_flops / at.mixed_alpha, {"fsdp_axes": at.fsdp_axes, "tensor_axes": at.tensor_axes}
-        layer_s = {"math_s": mixed_layer.math_s(at.peak_flops), "comms_s": mixed_layer.comms_s(axis_rate, **axes)}
+        mesh_sizes = {"fsdp": sym.data_ways, "tensor": sym.tensor}
+        mixed_layer = MixedLayer(batch_tokens=sym.batch_tokens, d_model=d_model, d_ff=sym.d_ff, **mesh_sizes)
+        axis_rate, axes = sym.peak_flops / sym.mixed_alpha, {"fsdp_axes": sym.fsdp_axes, "tensor_axes": sym.tensor_axes}
+        layer_s = {"math_s": mixed_layer.math_s(sym.peak_flops), "comms_s": mixed_layer.comms_s(axis_rate, **axes)}
     return Answer(
-        {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": limits, "layer": layer_s},
+        {"model": name, "cluster": cluster.short_name, "job": job, "symbols": sym, "limits": limits, "layer": layer_s},
         [
             heading,
             *limit_tables(limits).values(),
             *(f"{limit.name}: {limit.note}" for limit in limits if limit.note),
             *([LAYER.format(*map(format_seconds, layer_s.values()))] if layer_s else []),
-            legend(at, "chips / tensor"),
+            legend(sym, "chips / tensor"),
         ],
         raw=[limits],
     )
@@ -90,8 +90,8 @@ def letters(sizes: Facts, cluster: Cluster, job: Job, given: Given) -> Letters:
     ``sizes`` are the model's. Raises InputError for a cluster without links. Source: How to Scale Your Model, 5.
     """
     num_slices, width = cluster.num_slices, torus_width(cluster)
-    per_slice, peak_rate = cluster.num_chips // num_slices, peak(cluster.chip, given.dtype)
-    link_letters = switched_letters(cluster, peak_rate, Efficiency()) if per_slice > 1 else {}
+    slice_size, peak_rate = cluster.num_chips // num_slices, peak(cluster.chip, given.dtype)
+    link_letters = switched_letters(cluster, peak_rate, Efficiency()) if slice_size > 1 else {}
     if width is None and not link_letters:
         raise InputError(f"{cluster.short_name} has no links in the catalogue. Name several TPUs, or several GPUs.")
     axes, num_tensor_axes = width.axes if width else (1.0,), given.tensor_axes
@@ -99,17 +99,17 @@ def letters(sizes: Facts, cluster: Cluster, job: Job, given: Given) -> Letters:
         raise InputError(
             f"--tensor-axes {given.tensor_axes}: {cluster.short_name} has {len(axes)} axes. Leave one for the data."
         )
-    if given.tensor is not None and not 1 <= given.tensor <= per_slice:
-        raise InputError(f"--tensor {given.tensor} must be between 1 and the {counted(per_slice, 'chip')} of a slice.")
+    if given.tensor is not None and not 1 <= given.tensor <= slice_size:
+        raise InputError(f"--tensor {given.tensor} must be between 1 and the {counted(slice_size, 'chip')} of a slice.")
     return Letters(
         batch_tokens=job.tokens_per_step / num_slices,
-        num_chips=per_slice,
+        num_chips=slice_size,
         peak_flops=peak_rate,
         alpha=ici_intensity(peak_rate, width.bytes_per_s) if width else None,
         fsdp_axes=sum(axes[num_tensor_axes:]) or axes[-1],
         tensor_axes=sum(axes[:num_tensor_axes]),
         tensor=given.tensor,
-        data_ways=given.tensor and per_slice / given.tensor,
+        data_ways=given.tensor and slice_size / given.tensor,
         memory_bytes=cluster.chip.memory_bytes,
         **shared_letters(cluster, job, num_slices),
         **link_letters,

@@ -51,13 +51,13 @@ def command(given: Given) -> Answer:
         return _catalogue()
     rule = None if ":" in given.name else mask_named(given.name)
     score = None if given.score is None else score_named(given.score)
-    sizes = {"q_len": given.seq_len, "kv_len": given.seq_len, "block": given.block, "heads": given.num_heads}
+    table_sizes = {"q_len": given.seq_len, "kv_len": given.seq_len, "block": given.block, "heads": given.num_heads}
     mask: tuple[Any, ...]
     if rule is None:
-        table, mask = table_of_user(given.name, **sizes), (partial(load_user, given.name),)
+        table, mask = table_of_user(given.name, **table_sizes), (partial(load_user, given.name),)
     else:
-        arrays = example_data(rule, length=given.seq_len, heads=given.num_heads)
-        table, mask = counted_table(rule.make(*arrays), **sizes), (rule.make, arrays, rule.terms)
+        mask_arrays = example_data(rule, length=given.seq_len, heads=given.num_heads)
+        table, mask = counted_table(rule.make(*mask_arrays), **table_sizes), (rule.make, mask_arrays, rule.terms)
     facts = {**_facts(given, table), **(_measured(given, mask, score) if given.run else {"measured": None})}
     rows = [{"source": source, **row} for source in ("predicted", "measured") for row in facts[source] or ()]
     pictures = {given.png: lambda: mask_figure(table, title=f"Attention mask {given.name}")}
@@ -67,8 +67,8 @@ def command(given: Given) -> Answer:
 def _catalogue() -> Answer:
     rows = [
         {"kind": kind, "name": name, "usage": usage(name, entry.parameters), "arrays": entry.data, "is": entry.summary}
-        for kind, entries in (("mask", MASKS), ("score", SCORES))
-        for name, entry in entries.items()
+        for kind, entry_by_name in (("mask", MASKS), ("score", SCORES))
+        for name, entry in entry_by_name.items()
     ]
     columns: Any = {"name": "usage", "reads": ("arrays", " ".join), "": "is"}
     titles = {"mask": "masks, joined by & and |", "score": "score rules, joined by + from left to right"}
@@ -82,7 +82,7 @@ def _facts(given: Given, counted: CountedTable) -> Facts:
     table, chip, all_pairs = counted.table, given.on, given.seq_len**2
     dtype = compute_dtype(chip, "bf16")
     rates = chip_rates(chip, fitted_calibration(chip) or datasheet_calibration(chip), dtype=dtype, state_dtype=dtype)
-    sizes = {"length": given.seq_len, "heads": given.num_heads, "head_dim": given.head_dim}
+    work_sizes = {"length": given.seq_len, "heads": given.num_heads, "head_dim": given.head_dim}
     return {
         "mask": given.name,
         **{name: getattr(given, name) for name in ("score", "seq_len", "block", "num_heads", "head_dim")},
@@ -96,7 +96,7 @@ def _facts(given: Given, counted: CountedTable) -> Facts:
         "attention_flops_per_s": float(rates.attention_flops_per_s / (1 + rates.efficiency.head_half / given.head_dim)),
         "kernel_s": float(rates.efficiency.kernel_s),
         "predicted": [
-            _row(run, *(float(_seconds(rates, run, pairs=n, **sizes)) for n in (all_pairs, table.pairs())))
+            _row(run, *(float(_seconds(rates, run, pairs=pairs, **work_sizes)) for pairs in (all_pairs, table.pairs())))
             for run in RUNS
         ],
     }
@@ -110,13 +110,13 @@ def _seconds(rates: ChipRates, run: str, *, length: int, pairs: Number, heads: i
     results and their cotangents. What a partial block's mask costs is not counted.
     """
     work = attention_work(queries=length, keys=length, heads=heads, kv_heads=heads, head_dim=head_dim)
-    scores_s, fitted = 4.0 * pairs * heads * head_dim / rates.attention_flops_per_s, rates.efficiency
-    seconds: Number = 0.0
+    scores_s, factors = 4.0 * pairs * heads * head_dim / rates.attention_flops_per_s, rates.efficiency
+    total_s: Number = 0.0
     for phase in run.split(" + "):
-        math_s = scores_s * PASSES[phase] * (1 + fitted.head_half / head_dim)
+        math_s = scores_s * PASSES[phase] * (1 + factors.head_half / head_dim)
         num_bytes = work.num_bytes * (2 if phase == "backward" else 1)
-        seconds = seconds + partly_hidden(math_s, num_bytes / rates.hbm_bytes_per_s, fitted.overlap) + fitted.kernel_s
-    return seconds
+        total_s = total_s + partly_hidden(math_s, num_bytes / rates.hbm_bytes_per_s, factors.overlap) + factors.kernel_s
+    return total_s
 
 
 def _row(run: str, dense_s: float, blocks_s: float) -> Facts:
@@ -134,12 +134,12 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> Facts:
     from meshwright.nn.attention.kernels.xla import LISTED, ROWS, block_size
     from meshwright.nn.attention.tiles import Mod
 
-    seq_len, heads = given.seq_len, given.num_heads
-    rule = score and Mod(score.make, example_data(score, length=seq_len, heads=heads), score.terms)
-    call = partial(AttentionCall, scale=given.head_dim**-0.5, score=rule)
-    calls = {"dense_s": call(), "blocks_s": call(mask=Mod(*mask))}
-    dtype = jnp.float32 if calls["dense_s"].platform == "cpu" else jnp.bfloat16
-    operands = jax.random.normal(jax.random.key(0), (4, 1, seq_len, heads, given.head_dim), dtype)
+    seq_len, num_heads = given.seq_len, given.num_heads
+    rule = score and Mod(score.make, example_data(score, length=seq_len, heads=num_heads), score.terms)
+    make_call = partial(AttentionCall, scale=given.head_dim**-0.5, score=rule)
+    call_by_column = {"dense_s": make_call(), "blocks_s": make_call(mask=Mod(*mask))}
+    dtype = jnp.float32 if call_by_column["dense_s"].platform == "cpu" else jnp.bfloat16
+    operands = jax.random.normal(jax.random.key(0), (4, 1, seq_len, num_heads, given.head_dim), dtype)
 
     def program(call: AttentionCall, run: str) -> Any:
         def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
@@ -148,7 +148,7 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> Facts:
 
         return Call(run=jax.jit(both), arguments=lambda repeat: tuple(operands))
 
-    programs = {(run, name): program(call, run) for run in RUNS for name, call in calls.items()}
+    programs = {(run, column): program(call, run) for run in RUNS for column, call in call_by_column.items()}
     # a user's module may print, while the answer goes to standard output
     with redirect_stdout(sys.stderr):
         timings, reasons = time_together(programs, budget_of(60.0), max_repeats=5)
@@ -157,9 +157,9 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> Facts:
             "a smaller --seq or fewer --heads" if NO_TIME in reasons.values() else "operators and jax.numpy in a mask"
         )
         raise CannotRunError(f"not measured: {next(iter(reasons.values()))}. Use {hint_text}.")
-    rows = [_row(run, *(timings[run, name].median_s for name in calls)) for run in RUNS]
+    rows = [_row(run, *(timings[run, column].median_s for column in call_by_column)) for run in RUNS]
     blocks = [block_size(seq_len, max_block) for max_block in (ROWS, LISTED)]
-    share = 1 - calls["blocks_s"].placed(seq_len, seq_len).blocks(1, heads, *blocks).sparsity()
+    share = 1 - call_by_column["blocks_s"].placed(seq_len, seq_len).blocks(1, num_heads, *blocks).sparsity()
     return {"measured": rows, "kernel_blocks": blocks, "kernel_share": share, "device": jax.devices()[0].device_kind}
 
 
@@ -167,16 +167,16 @@ SECONDS: Facts = {"pass": "pass", "dense": "dense_s", "blocks": "blocks_s", "rat
 
 
 def _text(facts: Facts, counted: CountedTable) -> Iterator[Piece]:
-    length, block, kinds = facts["seq_len"], facts["block"], counted.table.kinds.shape[:2]
-    yield f"{facts['mask']}: {length:,} queries and keys, in blocks of {block} x {block}"
+    seq_len, block_len, shape = facts["seq_len"], facts["block"], counted.table.kinds.shape[:2]
+    yield f"{facts['mask']}: {seq_len:,} queries and keys, in blocks of {block_len} x {block_len}"
     yield Paragraph(counted.table.text(), None)
     yield ""
-    heads_text = "" if math.prod(kinds) == 1 else f", over {kinds[1]} heads; heads differ, the picture is the first"
+    heads_text = "" if math.prod(shape) == 1 else f", over {shape[1]} heads; heads differ, the picture is the first"
     yield Fact("sparsity", f"{facts['sparsity']:.1%} of blocks are empty")
     count_texts = (f"{facts[f'{kind}_blocks']:,} {kind} {mark}" for kind, mark in MARKS.items())
     yield Fact("blocks", ", ".join(count_texts) + heads_text)
-    share = facts["visible_pairs"] / facts["pairs"]
-    yield Fact("visible pairs", f"{facts['visible_pairs']:,.0f} of {facts['pairs']:,} ({share:.1%})")
+    visible_share = facts["visible_pairs"] / facts["pairs"]
+    yield Fact("visible pairs", f"{facts['visible_pairs']:,.0f} of {facts['pairs']:,} ({visible_share:.1%})")
     yield Fact("table", f"made in {format_seconds(facts['table_s'])}")
     shape_text = f"one sequence, {facts['num_heads']} heads of {facts['head_dim']}"
     yield Table.of(facts["predicted"], SECONDS, f"Predicted for {facts['chip']}: attention of one layer, {shape_text}")

@@ -117,7 +117,7 @@ def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) ->
 
 
 def _text(product: str, unit: Chip, r: Facts) -> Iterator[Piece]:
-    dim, batch, wide = r["critical_dim"], r["critical_batch"], r["critical_batch_wide"]
+    dim, exact_batch, wide_batch = r["critical_dim"], r["critical_batch"], r["critical_batch_wide"]
     rows = [
         ["compute", format_flop_count(r["flops"]), format_flops(r["peak_flops"]), format_seconds(r["math_s"])],
         [r["channel"], format_bytes(r["bytes"]), format_rate(r["bytes_per_s"]),
@@ -136,13 +136,13 @@ def _text(product: str, unit: Chip, r: Facts) -> Iterator[Piece]:
     yield Fact("bound by", r["bound_by"], column=16)
     yield Fact("time", f"{lower_text} with perfect overlap, {upper_text} with none", column=16)
     if dim is not None:
-        wide_text = "" if wide is None else f"; {wide:,.1f} by the weight's alone"
-        reach_text = f"{dim} > {batch:,.1f} (every byte counted{wide_text})"
-        if batch == float("inf"):
+        wide_text = "" if wide_batch is None else f"; {wide_batch:,.1f} by the weight's alone"
+        reach_text = f"{dim} > {exact_batch:,.1f} (every byte counted{wide_text})"
+        if exact_batch == float("inf"):
             reach_text = f"never, whatever {dim} (every byte counted)"
         yield Fact("compute-bound", reach_text, column=16)
     if r["tile_expansion"]:
-        padded_text = ", ".join(f"{name} {three_digits(times)}" for name, times in r["tile_expansion"].items())
+        padded_text = ", ".join(f"{name} {three_digits(expansion)}" for name, expansion in r["tile_expansion"].items())
         tile_text = ",".join(map(str, TPU_TILE))
         yield Fact("padded memory", f"{padded_text} times what the elements need, in tiles of ({tile_text})", column=16)
 

@@ -82,14 +82,14 @@ def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs
         head_dim=model.head_dim,
         batch_seqs=batch_seqs,
     )
-    attention, ffw_s = chip_roofline(work, chip, dtype=dtype), _ffw_s(model, chip, queries * batch_seqs, dtype)
+    attention_roof, ffw_s = chip_roofline(work, chip, dtype=dtype), _ffw_s(model, chip, queries * batch_seqs, dtype)
     return {
         "keys": keys,
         "intensity": work.intensity,
-        "attention_s": attention.lower_s,
+        "attention_s": attention_roof.lower_s,
         "ffw_s": ffw_s,
-        "ratio": float(attention.lower_s / ffw_s),
-        "bound_by": attention.bound_by,
+        "ratio": float(attention_roof.lower_s / ffw_s),
+        "bound_by": attention_roof.bound_by,
     }
 
 
@@ -100,20 +100,20 @@ def _ffw_s(model: Model, chip: Chip, tokens: int, dtype: str) -> float:
         read = min(model.num_experts, tokens * model.experts_per_token)
         products = [(read, tokens * model.experts_per_token / read, model.d_ff_expert), (1, tokens, model.d_ff_shared)]
     x, w, h = (Operand(dims, "bf16") for dims in (("B", "D"), ("D", "F"), ("B", "F")))
-    seconds = []
+    product_s = []
     for num_copies, num_rows, width in products:
-        matrix = einsum_work((x, w), h, {"B": num_rows, "D": model.d_model, "F": width})
-        work = Work(flops=num_copies * matrix.flops, num_bytes=num_copies * matrix.num_bytes)
-        seconds.append(float(chip_roofline(work, chip, dtype=dtype).lower_s) if width else 0.0)
-    return sum(seconds * (3 if model.gated else 2))
+        matrix_work = einsum_work((x, w), h, {"B": num_rows, "D": model.d_model, "F": width})
+        work = Work(flops=num_copies * matrix_work.flops, num_bytes=num_copies * matrix_work.num_bytes)
+        product_s.append(float(chip_roofline(work, chip, dtype=dtype).lower_s) if width else 0.0)
+    return sum(product_s * (3 if model.gated else 2))
 
 
 def _text(facts: Facts) -> Iterator[Piece]:
     """Yields the lengths as a table, then where attention becomes compute-bound."""
     rows = [
-        [f"{p['keys']:,}", four_digits(p["intensity"]), p["bound_by"], f"{p['ratio']:.3g}",
-         f"{g['intensity']:,.3g}", g["bound_by"], f"{g['ratio']:.3g}"]
-        for p, g in zip(facts["prefill"], facts["generation"], strict=True)
+        [f"{prefill['keys']:,}", four_digits(prefill["intensity"]), prefill["bound_by"], f"{prefill['ratio']:.3g}",
+         f"{generation['intensity']:,.3g}", generation["bound_by"], f"{generation['ratio']:.3g}"]
+        for prefill, generation in zip(facts["prefill"], facts["generation"], strict=True)
     ]  # fmt: skip
     yield Table(
         ["context", "prefill", "bound by", "over FFW", "generation", "bound by", "over FFW"],
@@ -149,10 +149,10 @@ def _figure(facts: Facts) -> Any:
     from meshwright.report.sweeps import curves_figure
 
     batch_seqs = facts["batch_seqs"]
-    lines = [ReferenceLine(axis="y", value=1.0, text="as long as the feed-forward block", at="end")]
-    lengths = [r["keys"] for r in facts["prefill"]]
-    if min(lengths) < facts["compute_bound_len"] < max(lengths):
-        lines.append(ReferenceLine(axis="x", value=facts["compute_bound_len"], text="prefill compute-bound", at="end"))
+    marks = [ReferenceLine(axis="y", value=1.0, text="as long as the feed-forward block", at="end")]
+    context_lens = [r["keys"] for r in facts["prefill"]]
+    if min(context_lens) < facts["compute_bound_len"] < max(context_lens):
+        marks.append(ReferenceLine(axis="x", value=facts["compute_bound_len"], text="prefill compute-bound", at="end"))
     name_by_phase = {"prefill": "prefill", "generation": f"generation, {format_count(batch_seqs)} at once"}
     return curves_figure(
         {name: [(float(row["keys"]), row["ratio"]) for row in facts[phase]] for phase, name in name_by_phase.items()},
@@ -160,5 +160,5 @@ def _figure(facts: Facts) -> Any:
         y_title="time of attention over feed-forward",
         title=f"Attention beside the feed-forward block: {facts['model']} on {facts['chip']}",
         subtitle="One layer on one chip, each block the larger of compute and memory; projections left out.",
-        references=lines,
+        references=marks,
     )

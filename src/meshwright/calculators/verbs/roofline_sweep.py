@@ -29,8 +29,8 @@ SweptLines = Sequence[tuple[SweptSizes, Roofline]]
 def parse_sweep(text: str) -> Sweep:
     """Reads ``"B=1,16,256"``, ``"B=1..4096"`` (doubling), ``"D,F=1024,4096"`` (both alike), and sizes such as 4Ki."""
     dims = text.partition("=")[0].split(",")
-    values = split_values(text, what="--sweep", form="dims=sizes")
-    return [dim_sizes(",".join(f"{dim}={value}" for dim in dims), "--sweep") for value in values]
+    size_texts = split_values(text, what="--sweep", form="dims=sizes")
+    return [dim_sizes(",".join(f"{dim}={size_text}" for dim in dims), "--sweep") for size_text in size_texts]
 
 
 def sweep_points(
@@ -49,10 +49,10 @@ def sweep_points(
             raise InputError(f"--sweep {dim}: the product has no such dim. Choose of {', '.join(dims)}.")
         if swept_dims.count(dim) > 1 or dim in sizes:
             raise InputError(f"dim {dim} is given twice. Leave it out of --dims, or of one --sweep.")
-    fields = {",".join(sweep[0]): {str(sizes): sizes for sizes in sweep} for sweep in reversed(sweeps)}
-    points = (values.values() for _, values in combinations(fields))
+    sizes_by_text = {",".join(sweep[0]): {str(sizes): sizes for sizes in sweep} for sweep in reversed(sweeps)}
+    points = (values.values() for _, values in combinations(sizes_by_text))
     sizes_of_points = [{dim: size for part in reversed(parts) for dim, size in part.items()} for parts in points]
-    return [(point, price(point)) for point in sizes_of_points]
+    return [(point_sizes, price(point_sizes)) for point_sizes in sizes_of_points]
 
 
 def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, along: Sweep) -> SweptLines:
@@ -67,11 +67,11 @@ def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, alon
     def binds_as_there(size: int, there: SweptSizes) -> bool:
         return whole(size, there)[1].bound_by == whole(there[dims[0]], there)[1].bound_by
 
-    for (low, _), (high, line_at_high) in itertools.pairwise(points):
-        sizes_between = range(low[dims[0]], high[dims[0]])
-        first_index = bisect.bisect(sizes_between, 0, key=partial(binds_as_there, there=high))
-        drawn_points += [whole(sizes_between[first_index], high)] if 0 < first_index < len(sizes_between) else []
-        drawn_points.append((high, line_at_high))
+    for (low_sizes, _), (high_sizes, high_line) in itertools.pairwise(points):
+        sizes_between = range(low_sizes[dims[0]], high_sizes[dims[0]])
+        first_index = bisect.bisect(sizes_between, 0, key=partial(binds_as_there, there=high_sizes))
+        drawn_points += [whole(sizes_between[first_index], high_sizes)] if 0 < first_index < len(sizes_between) else []
+        drawn_points.append((high_sizes, high_line))
     return drawn_points
 
 
@@ -125,11 +125,11 @@ def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: SweptLines)
     from meshwright.report.marks import ReferenceLine
     from meshwright.report.sweeps import curves_figure
 
-    first_sweep, *further = sweeps
+    first_sweep, *others = sweeps
     curves: dict[str, list[tuple[float, float]]] = {}
     for sizes, line in points:
-        name = ", ".join(f"{' = '.join(sweep[0])} = {sizes[next(iter(sweep[0]))]:,}" for sweep in further) or unit.name
-        curves.setdefault(name, []).append((float(sizes[next(iter(first_sweep[0]))]), float(line.reached_flops_per_s)))
+        label = ", ".join(f"{' = '.join(sweep[0])} = {sizes[next(iter(sweep[0]))]:,}" for sweep in others) or unit.name
+        curves.setdefault(label, []).append((float(sizes[next(iter(first_sweep[0]))]), float(line.reached_flops_per_s)))
     peak_flops = points[0][1].peak_flops
     return curves_figure(
         curves,

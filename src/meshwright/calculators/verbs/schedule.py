@@ -54,12 +54,12 @@ def command(given: Given) -> Answer:
     if not (given.name or given.table or given.compare):
         raise InputError(f"no schedule is named. Give one of {', '.join(schedule_names())}, or --table FILE.")
     result: Facts = {"unit": times.unit}
-    text: list[Piece] = []
+    pieces: list[Piece] = []
     pictures: dict[Path | None, Callable[[], Any]] = {}
     if schedule := _schedule(given):
         simulation = times.simulate(schedule)
         result |= _result(schedule, simulation, times)
-        text += _schedule_text(schedule, simulation, result, times)
+        pieces += _schedule_text(schedule, simulation, result, times)
         pictures[given.png] = lambda: _figure(schedule, simulation, times)
     step_columns: Facts = {"step": ("step", times.cell), "idle": ("bubble_share", "{:.1%}".format)}
     stash_columns = {"peak stash": ("peak_stash", "{:.4g}".format)}
@@ -75,23 +75,23 @@ def command(given: Given) -> Answer:
             "weights": "weight_copies",
             "in lockstep": ("fused_step", times.cell),
         }
-        text += _rows_text("All schedules, same work per device:", result["compare"], columns)
+        pieces += _rows_text("All schedules, same work per device:", result["compare"], columns)
     if given.sweep_stages:
         result["sweep"] = _sweep(given, times)
         rows = [{**row, "name": f"{counted(row['stages'], 'stage')}"} for row in result["sweep"]]
         columns = {"stages": "stages", "microbatches per replica": "microbatches", **step_columns, **stash_columns}
         columns["of the whole model"] = ("peak_stash_of_model", "{:.3g}".format)
-        text += _rows_text("More stages on the same chips, the same batch:", rows, columns)
+        pieces += _rows_text("More stages on the same chips, the same batch:", rows, columns)
     if not schedule and (given.out or given.png):
         raise InputError("--png and --out take one schedule. Name it, such as 1f1b, beside --compare.")
     if schedule and given.out:
         write_text_whole(given.out, format_schedule(schedule))
         say(f"wrote {given.out}")
     figures_by_name = {name: result[name] for name in ("busy", "idle", "peak_stash") if schedule}
-    devices = [dict(zip(figures_by_name, row, strict=True)) for row in zip(*figures_by_name.values(), strict=True)]
-    row_tables = (devices, result.get("compare", ()), result.get("sweep", ()), [result])
+    device_rows = [dict(zip(figures_by_name, row, strict=True)) for row in zip(*figures_by_name.values(), strict=True)]
+    row_tables = (device_rows, result.get("compare", ()), result.get("sweep", ()), [result])
     raw = [[{**row, "unit": times.unit} for row in rows] for rows in row_tables]
-    return Answer(result, text, pictures, raw)
+    return Answer(result, pieces, pictures, raw)
 
 
 UNITS = "units"
@@ -126,13 +126,13 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     def in_lockstep(self, schedule: Schedule) -> Facts:
         """Returns ticks, time of a step and peak stash if all devices run in lockstep, tick by tick."""
         tables = tick_tables(schedule)
-        step = lockstep_seconds(tables, **self._seconds(schedule))
-        return {"ticks": tables.num_ticks, "step": step, "peak_stash": max(tables.peak_stash)}
+        step_time = lockstep_seconds(tables, **self._seconds(schedule))
+        return {"ticks": tables.num_ticks, "step": step_time, "peak_stash": max(tables.peak_stash)}
 
     def scaled(self, ratio: float) -> "Times":
         """Returns the times of passes over ``ratio`` times as many layers."""
-        times = {name: tuple(ratio * time for time in getattr(self, name)) for name in PASSES}
-        return msgspec.structs.replace(self, **times)
+        times_by_pass = {name: tuple(ratio * time for time in getattr(self, name)) for name in PASSES}
+        return msgspec.structs.replace(self, **times_by_pass)
 
     def _seconds(self, schedule: Schedule) -> Facts:
         """Returns times by virtual stage: forward, backward without weight gradients, weight gradients; and a send."""
@@ -149,17 +149,17 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
         return format_seconds(time) if self.unit == "s" else f"{time:,.6g}"
 
 
-def _spread(name: str, given: tuple[float, ...], schedule: Schedule) -> list[float]:
+def _spread(name: str, times: tuple[float, ...], schedule: Schedule) -> list[float]:
     """Returns a time for each virtual stage: the given ones, or a device's one time divided among its stages."""
     num_stages = schedule.num_virtual_stages
-    if len(given) == 1:
-        return [given[0] * schedule.piece_share] * num_stages
-    if len(given) != num_stages:
+    if len(times) == 1:
+        return [times[0] * schedule.piece_share] * num_stages
+    if len(times) != num_stages:
         raise InputError(
-            f"--{name} has {len(given)} times; {schedule.name} has {num_stages} virtual stages here. "
+            f"--{name} has {len(times)} times; {schedule.name} has {num_stages} virtual stages here. "
             f"Give one time for all devices, or {num_stages}, one for each virtual stage."
         )
-    return list(given)
+    return list(times)
 
 
 def read_times(*, forward: str, backward: str | None, weight: str | None, send: str) -> Times:
@@ -178,10 +178,10 @@ def read_times(*, forward: str, backward: str | None, weight: str | None, send: 
     if min(forwards + backwards) <= 0:
         raise InputError("--forward and --backward must be more than 0.")
     num_times = max(len(backwards), len(weights))
-    totals, weight_parts = (values * num_times if len(values) == 1 else values for values in (backwards, weights))
+    full_times, weight_parts = (values * num_times if len(values) == 1 else values for values in (backwards, weights))
     unit = "s" if "s" in units else UNITS
     times = Times(forward=forwards, backward=backwards, weight=weights, send=sends[0], unit=unit)
-    for full_backward, weight_part in zip(totals, weight_parts, strict=False):
+    for full_backward, weight_part in zip(full_times, weight_parts, strict=False):
         if weight_part > full_backward:
             problem_text = f"--weight {times.cell(weight_part)} is more than --backward {times.cell(full_backward)}"
             raise InputError(f"{problem_text}, of which it is a part.")
@@ -294,46 +294,46 @@ def _sweep(given: Given, times: Times) -> list[Facts]:
     A pipeline of half as many stages has twice as many replicas: each runs half of the microbatches, and each device
     twice the layers.
     """
-    stages, microbatches = _sizes(given, "--sweep-stages")
+    given_stages, microbatches = _sizes(given, "--sweep-stages")
     if given.name is None or not times.per_device:
         raise InputError("--sweep-stages needs the name of a schedule, and one time for all devices.")
     rows = []
-    for depth in (2**power for power in range(1, MAX_SWEPT_STAGES.bit_length())):
-        if microbatches * depth % stages:
+    for stages in (2**power for power in range(1, MAX_SWEPT_STAGES.bit_length())):
+        if microbatches * stages % given_stages:
             continue
-        row: Facts = {"stages": depth, "microbatches": microbatches * depth // stages}
+        row: Facts = {"stages": stages, "microbatches": microbatches * stages // given_stages}
         try:
-            schedule = _build(given.name, (depth, row["microbatches"]), given.chunks)
+            schedule = _build(given.name, (stages, row["microbatches"]), given.chunks)
         except InputError as error:
             rows.append({**row, "cannot": str(error)})
             continue
-        simulation = times.scaled(stages / depth).simulate(schedule)
+        simulation = times.scaled(given_stages / stages).simulate(schedule)
         peak_stash = max(simulation.peak_stash)
-        rows.append({**row, **_step(simulation), "peak_stash": peak_stash, "peak_stash_of_model": peak_stash / depth})
+        rows.append({**row, **_step(simulation), "peak_stash": peak_stash, "peak_stash_of_model": peak_stash / stages})
     return rows
 
 
 # -- text and picture -----------------------------------------------------------------------------------
 
 
-def _schedule_text(schedule: Schedule, simulation: Simulation, r: Facts, times: Times) -> Iterator[Piece]:
+def _schedule_text(schedule: Schedule, simulation: Simulation, facts: Facts, times: Times) -> Iterator[Piece]:
     yield _title(schedule)
-    unit = "device" if times.per_device else "virtual stage"
-    forward, backward, weight = (_listed(values, times) for values in (times.forward, times.backward, times.weight))
-    yield Fact("passes", f"forward {forward}, backward {backward} (weight gradients {weight} of it), per {unit} and "
+    unit_text = "device" if times.per_device else "virtual stage"
+    f_text, b_text, w_text = (_listed(values, times) for values in (times.forward, times.backward, times.weight))
+    yield Fact("passes", f"forward {f_text}, backward {b_text} (weight gradients {w_text} of it), per {unit_text} and "
                f"microbatch; send {times.show(times.send)}")  # fmt: skip
-    yield Fact("step", f"{times.show(r['step'])}, of it work {times.show(max(r['busy']))}")
-    yield Fact("bubble", f"{times.show(r['bubble'])}; devices are idle {r['bubble_share']:.1%} of the step")
-    if r["bubble"] - r["bubble_without_barrier"] > 1e-9 * r["step"]:
-        yield Fact("", f"{times.show(r['bubble_without_barrier'])} where the next step needs no barrier")
-    if r["bubble_published"] is not None and (paper := definitions()[schedule.name].published):
-        yield Fact("published", f"{times.show(r['bubble_published'])} by {paper.formula}: {paper.why}")
-    copies_text = "two copies of the weights" if r["weight_copies"] > 1 else "one copy of the weights"
-    yield Fact("peak stash", f"{counted(max(r['peak_stash']), 'whole-stage microbatch')}; {copies_text}")
-    lockstep = r["fused"]
-    yield Fact("in lockstep", f"{counted(lockstep['ticks'], 'fused tick')}, {times.show(lockstep['step'])}, "
-               f"peak stash {lockstep['peak_stash']:.4g}")  # fmt: skip
-    yield _devices_table(schedule, r, times)
+    yield Fact("step", f"{times.show(facts['step'])}, of it work {times.show(max(facts['busy']))}")
+    yield Fact("bubble", f"{times.show(facts['bubble'])}; devices are idle {facts['bubble_share']:.1%} of the step")
+    if facts["bubble"] - facts["bubble_without_barrier"] > 1e-9 * facts["step"]:
+        yield Fact("", f"{times.show(facts['bubble_without_barrier'])} where the next step needs no barrier")
+    if facts["bubble_published"] is not None and (paper := definitions()[schedule.name].published):
+        yield Fact("published", f"{times.show(facts['bubble_published'])} by {paper.formula}: {paper.why}")
+    copies_text = "two copies of the weights" if facts["weight_copies"] > 1 else "one copy of the weights"
+    yield Fact("peak stash", f"{counted(max(facts['peak_stash']), 'whole-stage microbatch')}; {copies_text}")
+    fused = facts["fused"]
+    yield Fact("in lockstep", f"{counted(fused['ticks'], 'fused tick')}, {times.show(fused['step'])}, "
+               f"peak stash {fused['peak_stash']:.4g}")  # fmt: skip
+    yield _devices_table(schedule, facts, times)
     timeline = timeline_text(schedule, simulation, width=width())
     if not timeline:
         yield "(The timeline is too long for this terminal: draw it with --png FILE.)"
@@ -352,9 +352,9 @@ def _title(schedule: Schedule) -> str:
     return f"{schedule.name}: {devices_text}{chunks_text}, {batch_text}"
 
 
-def _listed(given: Sequence[float], times: Times) -> str:
+def _listed(values: Sequence[float], times: Times) -> str:
     """Returns one time, or the least and the most of the virtual stages."""
-    least_text, most_text = times.cell(min(given)), times.cell(max(given))
+    least_text, most_text = times.cell(min(values)), times.cell(max(values))
     return least_text if least_text == most_text else f"{least_text} to {most_text}"
 
 

@@ -90,11 +90,11 @@ def command(given: Given) -> Answer:
     nothing is sent, and programs need no memory of their own.
     """
     replica = _replica(given)
-    context = given.context or given.prompt + given.output
-    kv_bytes = replica.kv_bytes(context)
+    context_len = given.context or given.prompt + given.output
+    kv_bytes = replica.kv_bytes(context_len)
     max_batch = replica.batch_that_fits(kv_bytes)
-    powers = (1 << power for power in range(max_batch.bit_length()))
-    batches = _counts(given.batch, "--batch") or [*(batch for batch in powers if batch < max_batch), max_batch]
+    powers_of_two = (1 << power for power in range(max_batch.bit_length()))
+    batches = _counts(given.batch, "--batch") or [*(batch for batch in powers_of_two if batch < max_batch), max_batch]
     column_by_name = {name: column.tolist() for name, column in replica.points(batches, kv_bytes).items()}
     facts: Facts = {
         **{name: getattr(given, name) for name in ("prompt", "output", "weights", "dtype", "mfu")},
@@ -104,7 +104,7 @@ def command(given: Given) -> Answer:
         "num_chips": replica.cluster.num_chips,
         "params": replica.num_params,
         "active_params": replica.active_params,
-        "context": context,
+        "context": context_len,
         "kv_bytes_per_token": replica.kv_bytes(1),
         "memory": _memory(replica, kv_bytes, batches[-1]),
         "free_bytes": replica.free_bytes,
@@ -167,17 +167,17 @@ def _counts(text: str | None, flag: str) -> list[int]:
 # -- facts ----------------------------------------------------------------------------------------------
 
 
-def _memory(at: ServingReplica, kv_bytes: float, batch: int) -> list[Facts]:
+def _memory(replica: ServingReplica, kv_bytes: float, batch: int) -> list[Facts]:
     """Returns bytes, chips that they fill, and the smallest slice on offer, None beyond a pod."""
-    bytes_by_item = {"weights": at.weight_bytes, counted(batch, "cache"): kv_bytes * batch,
-            "both": at.weight_bytes + kv_bytes * batch, "another cache": kv_bytes}  # fmt: skip
-    facts = []
-    for item, size in bytes_by_item.items():
-        row = {"what": item, "bytes": size, "chips": size / at.memory_bytes}
-        facts.append(row | {"smallest_slice": None})
+    bytes_of_item = {"weights": replica.weight_bytes, counted(batch, "cache"): kv_bytes * batch,
+            "both": replica.weight_bytes + kv_bytes * batch, "another cache": kv_bytes}  # fmt: skip
+    rows = []
+    for item, num_bytes in bytes_of_item.items():
+        row = {"what": item, "bytes": num_bytes, "chips": num_bytes / replica.memory_bytes}
+        rows.append(row | {"smallest_slice": None})
         with suppress(CannotRunError):
-            facts[-1]["smallest_slice"] = times(smallest_slice(at.cluster.chip, size).shape)
-    return facts
+            rows[-1]["smallest_slice"] = times(smallest_slice(replica.cluster.chip, num_bytes).shape)
+    return rows
 
 
 def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> Facts:
@@ -198,28 +198,28 @@ def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> 
     }
 
 
-def _slices(at: ServingReplica, given: Given, kv_bytes: float) -> list[Facts]:
+def _slices(first_replica: ServingReplica, given: Given, kv_bytes: float) -> list[Facts]:
     """Returns this cluster and, where it exists, one of twice the chips, each at the largest batch that fits."""
-    clusters, rows = [at.cluster], []
+    clusters, rows = [first_replica.cluster], []
     with suppress(CannotRunError):
-        clusters.append(slice_shapes(at.cluster.chip, 2 * at.cluster.num_chips)[0])
-    for replica in (replace(at, cluster=cluster) for cluster in clusters):
+        clusters.append(slice_shapes(first_replica.cluster.chip, 2 * first_replica.cluster.num_chips)[0])
+    for replica in (replace(first_replica, cluster=cluster) for cluster in clusters):
         batch = replica.batch_that_fits(kv_bytes)
-        requests = _requests(replica, given, batch, kv_bytes)
-        fields = (
+        request_facts = _requests(replica, given, batch, kv_bytes)
+        request_fields = (
             "ttft_s", "tpot_s", "finished_per_step", "tokens_per_s_per_chip", "per_s", "per_s_per_chip",
             "usd_per_million_input", "usd_per_million_output",
         )  # fmt: skip
         rows.append({"cluster": replica.cluster.short_name, "free_bytes": replica.free_bytes, "largest_batch": batch}
-                     | {name: requests[name] for name in fields})  # fmt: skip
+                     | {name: request_facts[name] for name in request_fields})  # fmt: skip
     return rows
 
 
-def _context(at: ServingReplica, num_positions: int) -> Facts:
+def _context(replica: ServingReplica, num_positions: int) -> Facts:
     """Returns both ends of latency against throughput, batch 1 and the largest that fits, and every batch between."""
-    kv_bytes = at.kv_bytes(num_positions)
-    max_batch = min(at.batch_that_fits(kv_bytes), MOST_BATCH)
-    points = at.points(range(1, max_batch + 1), kv_bytes)
+    kv_bytes = replica.kv_bytes(num_positions)
+    max_batch = min(replica.batch_that_fits(kv_bytes), MOST_BATCH)
+    points = replica.points(range(1, max_batch + 1), kv_bytes)
     last_point = {name: points[name][-1].item() for name in ("time_s", "tokens_per_s_per_chip", "longest")}
     row = {"context": num_positions, "fastest_s": points["time_s"][0].item(), "largest_batch": max_batch, **last_point}
     return {**row, "points": points}
@@ -227,18 +227,18 @@ def _context(at: ServingReplica, num_positions: int) -> Facts:
 
 def _speculation(given: Given, step: DecodeStep) -> Facts:
     """Returns tokens and speed-up by drafts."""
-    expected = expected_tokens(given.accept, DRAFTS)
+    num_tokens = expected_tokens(given.accept, DRAFTS)
     speedups = step.speedups(given.accept, draft_cost=given.draft_cost)
     num_drafts = int(speedups.argmax())
-    return {"best": num_drafts, "tokens": expected, "speedup": speedups, "tpot_s": step.time_s / speedups[num_drafts]}
+    return {"best": num_drafts, "tokens": num_tokens, "speedup": speedups, "tpot_s": step.time_s / speedups[num_drafts]}
 
 
-def _prefixes(at: ServingReplica, given: Given) -> Facts:
-    cache_size = at.free_bytes if given.prefix_cache is None else given.prefix_cache
-    num_prompts = cache_size / at.kv_bytes(given.prompt)
+def _prefixes(replica: ServingReplica, given: Given) -> Facts:
+    cache_bytes = replica.free_bytes if given.prefix_cache is None else given.prefix_cache
+    num_prompts = cache_bytes / replica.kv_bytes(given.prompt)
     hit_share = lru_hit_share(num_prompts, [rank**-given.zipf for rank in range(1, (given.prefixes or 1) + 1)])
     left_share = uncached_share(hit_share * given.prompt, given.prompt)
-    return {"cache_bytes": cache_size, "room": num_prompts, "hit_share": hit_share, "prefill_left": left_share}
+    return {"cache_bytes": cache_bytes, "room": num_prompts, "hit_share": hit_share, "prefill_left": left_share}
 
 
 # -- text -----------------------------------------------------------------------------------------------
@@ -294,26 +294,26 @@ def _text(facts: Facts) -> Iterator[Piece]:
     free, max_batch = BYTES(facts["free_bytes"]), facts["largest_batch"]
     yield Fact("fits", f"{counted(max_batch, 'cache')} of {facts['context']:,} in the {free} that weights leave", WIDE)
     yield Table.of(facts["steps"], STEPS, "A step: caches, then weights or FLOPs, whichever takes longer")
-    is_late = facts["requests"]["batch"] > MANY * facts["critical_batch"]
-    longer_text = "; with more, a step is longer and tokens/s hardly more, so that such batches are of no use" * is_late
+    is_huge = facts["requests"]["batch"] > MANY * facts["critical_batch"]
+    longer_text = "; with more, a step is longer and tokens/s hardly more, so that such batches are of no use" * is_huge
     least_text = four_digits(facts["critical_batch"])
     yield Fact("bound by FLOPs", f"products with weights, from {least_text} sequences{longer_text}", WIDE)
     if not facts["requests"]["fits"]:
         yield Fact("does not fit", f"a batch of {facts['requests']['batch']:,}: what follows is as if it did", WIDE)
     yield from _requests_text(facts["requests"], facts["mfu"])
-    if split := facts["sharding"]:
-        yield Table.of(split["bounds"], BOUNDS)
-        links_text, memory_text, flops_text = map(SECONDS, split["product"].values())
+    if shard := facts["sharding"]:
+        yield Table.of(shard["bounds"], BOUNDS)
+        links_text, memory_text, flops_text = map(SECONDS, shard["product"].values())
         yield Fact("a product", f"over all chips: links {links_text}, memory {memory_text}, FLOPs {flops_text}", WIDE)
-        tensor_text, two_dims = map(SECONDS, split["layer"].values())
-        yield Fact("a layer", f"its collectives: {tensor_text} with tensor, {two_dims} with weights over D and F", WIDE)
-        letters = {**split["letters"], "W": format_rate(split["letters"]["W"]), "hop": SECONDS(split["letters"]["hop"])}
-        yield Fact("latency", f"binds gathers of less than {BYTES(split['latency_bound_bytes'])} over all chips", WIDE)
+        tensor_text, two_text = map(SECONDS, shard["layer"].values())
+        yield Fact("a layer", f"its collectives: {tensor_text} with tensor, {two_text} with weights over D and F", WIDE)
+        letters = {**shard["letters"], "W": format_rate(shard["letters"]["W"]), "hop": SECONDS(shard["letters"]["hop"])}
+        yield Fact("latency", f"binds gathers of less than {BYTES(shard['latency_bound_bytes'])} over all chips", WIDE)
         yield Fact("letters", LETTERS.format(**letters), WIDE)
-    slices = facts["slices"]
-    cells = {name: [row[field] for row in slices] for name, (field, _) in SLICES.items()}
+    slice_rows = facts["slices"]
+    cells = {name: [row[field] for row in slice_rows] for name, (field, _) in SLICES.items()}
     rows = [[name, *(None if v is None else Quantity(v, SLICES[name][1]) for v in row)] for name, row in cells.items()]
-    columns = [Heading(row["cluster"], name=name) for row, name in zip(slices, ("value", "doubled"), strict=False)]
+    columns = [Heading(row["cluster"], name=name) for row, name in zip(slice_rows, ("value", "doubled"), strict=False)]
     yield Table([Heading("with its largest batch", name="figure"), *columns], [r for r in rows if r[1] is not None])
     if facts["contexts"]:
         yield Table.of(facts["contexts"], CONTEXTS, "Latency against throughput: batch 1, and the largest that fits")
@@ -330,9 +330,9 @@ def _text(facts: Facts) -> Iterator[Piece]:
         )
         gain_text = f"{counted(spec['best'], 'draft')}: {gain_text}"
         yield Fact("speculation", f"best with {gain_text}, TPOT {SECONDS(spec['tpot_s'])}", WIDE)
-    if prefixes := facts["prefixes"]:
-        hits_text = f"{prefixes['hit_share']:.1%} of prompts found, {three_digits(prefixes['room'])} fit into"
-        left_text = f"{BYTES(prefixes['cache_bytes'])}; {prefixes['prefill_left']:.1%} of prefill is left"
+    if prefix_facts := facts["prefixes"]:
+        hits_text = f"{prefix_facts['hit_share']:.1%} of prompts found, {three_digits(prefix_facts['room'])} fit into"
+        left_text = f"{BYTES(prefix_facts['cache_bytes'])}; {prefix_facts['prefill_left']:.1%} of prefill is left"
         yield Fact("prefix cache", f"{hits_text} {left_text}", WIDE)
 
 
@@ -368,7 +368,7 @@ def _figure(facts: Facts) -> Any:
     rows = facts["steps"]
     scale, unit = si_scale(max(row["time_s"] for row in rows), "s")
     points_by_part = {
-        words: [(row["batch"], row[name] / scale) for row in rows]
-        for name, words in {**PARTS, "time_s": "whole step"}.items()
+        part_text: [(row["batch"], row[name] / scale) for row in rows]
+        for name, part_text in {**PARTS, "time_s": "whole step"}.items()
     }
     return curves_figure(points_by_part, x_title="batch (sequences)", y_title=f"time of a step ({unit})", title=title)

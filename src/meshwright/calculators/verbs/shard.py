@@ -93,7 +93,7 @@ def command(given: Given) -> Answer:
         raise InputError(f"--calibration {given.calibration} needs the cluster it is for: give --on.")
     rates = einsum_rates(cluster, mesh, calibration=rates_for(cluster, given.calibration)) if cluster else None
     result = _result(question, dims, mesh, rates)
-    shown_ways = {"": question.steps}
+    steps_by_name = {"": question.steps}
     # measured rates may lack those of ways that nobody asked for
     if given.every or (question.factors and cluster is not None and cluster.kind != "host"):
         lhs, rhs = question.factors
@@ -101,13 +101,13 @@ def command(given: Given) -> Answer:
         way_rows = _ways(steps_by_way, dims, mesh, rates)
         result["cheapest"] = {key: way_rows[0][key] for key in result["cheapest"]}
     if given.every:
-        shown_ways, result["ways"] = steps_by_way, way_rows
+        steps_by_name, result["ways"] = steps_by_way, way_rows
         result["slice_and_sum"] = _slice_and_sum(question, dims, rates)
     if given.execute:
-        result["run"] = run_ways(question, list(shown_ways.values()), dims, mesh)
+        result["run"] = run_ways(question, list(steps_by_name.values()), dims, mesh)
     title = f"{question.title} on {given.on}" if given.on else question.title
-    arrays = [{"array": name, **{key: result[key][name] for key in OF_ARRAYS}} for name in result["local_shapes"]]
-    raw = [result["steps"], arrays, result.get("ways"), [result]]
+    array_rows = [{"array": name, **{key: result[key][name] for key in OF_ARRAYS}} for name in result["local_shapes"]]
+    raw = [result["steps"], array_rows, result.get("ways"), [result]]
     return Answer(result, _text(title, result), {given.png: lambda: _figure(question, dims, mesh)}, raw)
 
 
@@ -117,13 +117,13 @@ def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict
         raise InputError(f"--all lists the ways of a product, and {asked.title} is none. Leave it out.")
     if given.execute and not asked.steps:
         raise InputError(f"--run has no step to execute for {asked.title}. Write where it should go: A[I_X] -> A[I].")
-    devices = math.prod(mesh.values())
-    for name, is_wanted, limit in (
+    mesh_size = math.prod(mesh.values())
+    for name, is_wanted, max_size in (
         ("--run", given.execute, MAX_RUN_DEVICES),
         ("--png", given.png is not None, MAX_DRAWN_DEVICES),
     ):
-        if is_wanted and devices > limit:
-            raise InputError(f"{name} takes at most {limit} devices and the mesh has {devices}. Use smaller axes.")
+        if is_wanted and mesh_size > max_size:
+            raise InputError(f"{name} takes at most {max_size} devices and the mesh has {mesh_size}. Use smaller axes.")
     max_elements = max(math.prod(dims[d] for d in a.dims) for a in asked.arrays)
     if given.execute and max(max_elements, math.prod(dims.values()) / 1000) > MAX_RUN_ELEMENTS:
         raise InputError(
@@ -133,13 +133,13 @@ def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict
 
 
 def _result(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None) -> Facts:
-    prices, scatters = (
+    prices, scatter_steps = (
         price_einsum(asked.steps, dims, mesh, rates),
         [s for s in asked.steps if s.op == "reduce_scatter"],
     )
-    num_shards, device_flops = math.prod(mesh.values()), sum(p.flops for p in prices)
-    names, all_dims = [a.name for a in asked.arrays], {dim for a in asked.factors for dim in a.dims}
-    by_name = {a.name if names.count(a.name) == 1 else str(a): a for a in asked.arrays}
+    mesh_size, device_flops = math.prod(mesh.values()), sum(p.flops for p in prices)
+    array_names, all_dims = [a.name for a in asked.arrays], {dim for a in asked.factors for dim in a.dims}
+    array_of = {a.name if array_names.count(a.name) == 1 else str(a): a for a in asked.arrays}
     return {
         "steps": [
             {
@@ -153,37 +153,37 @@ def _result(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], ra
             }
             for step, price in zip(asked.steps, prices, strict=True)
         ],
-        "local_shapes": {name: list(local_shape(a, dims, mesh)) for name, a in by_name.items()},
+        "local_shapes": {name: list(local_shape(a, dims, mesh)) for name, a in array_of.items()},
         "bytes_per_device": {
-            name: bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in by_name.items()
+            name: bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in array_of.items()
         },
         "bytes_total": {
-            name: bytes_total(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in by_name.items()
+            name: bytes_total(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in array_of.items()
         },
         # of each block, over the axes that neither split the array nor hold addends (section 3.1)
         "copies": {
             name: math.prod(size for axis, size in mesh.items() if axis not in (*a.spread, *a.unreduced))
-            for name, a in by_name.items()
+            for name, a in array_of.items()
         },
-        "addends": {name: math.prod(mesh[axis] for axis in a.unreduced) for name, a in by_name.items()},
-        "devices": num_shards,
+        "addends": {name: math.prod(mesh[axis] for axis in a.unreduced) for name, a in array_of.items()},
+        "devices": mesh_size,
         "flops_per_device": device_flops,
-        "flops_total": device_flops * num_shards,
+        "flops_total": device_flops * mesh_size,
         # on one device that holds everything: 2 for every combination of all dims
         "flops_unsharded": 2.0 * math.prod(map(dims.__getitem__, all_dims)) if all_dims else 0.0,
         "time_s": total_time(prices),
         "placement": rates.laid.describe() if rates else None,
         "cheapest": {"way": "", "time_s": None},
-        "turns": sorted({turns_text(rates.laid, s.axes) for s in scatters} - {""}) if rates else [],
+        "turns": sorted({turns_text(rates.laid, s.axes) for s in scatter_steps} - {""}) if rates else [],
     }
 
 
 def _ways(
-    ways: Mapping[str, Sequence[Step]], dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
+    steps_by_way: Mapping[str, Sequence[Step]], dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
 ) -> list[Facts]:
     """Returns a row for each way of a product, the cheapest first: by time, without rates by bytes."""
     rows: list[Facts] = []
-    for name, steps in ways.items():
+    for name, steps in steps_by_way.items():
         prices = price_einsum(steps, dims, mesh, rates)
         sent_bytes = sum(p.num_bytes for s, p in zip(steps, prices, strict=True) if s.is_collective)
         row = {"way": name, "steps": list(map(str, steps)), "bytes": sent_bytes}
@@ -226,19 +226,19 @@ def run_ways(asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[st
     from meshwright.parallel.mesh import emulate_devices
 
     emulate_devices(num_devices(mesh))
-    steps_before, inputs, sizes = _inputs(asked, dims, mesh)
+    steps_before, input_arrays, size_by_dim = _inputs(asked, dims, mesh)
     rng = np.random.default_rng(0)
-    values = {a: rng.standard_normal([sizes[d] for d in a.dims], np.float32) for a in inputs}
-    blocks = {a: split(v, a, mesh) for a, v in values.items()}
-    whole_step = Step(op="einsum", inputs=inputs, result=asked.result)
-    expected = execute([whole_step], {a: [v.astype(np.float64)] for a, v in values.items()}, {})[asked.result][0]
+    value_of = {a: rng.standard_normal([size_by_dim[d] for d in a.dims], np.float32) for a in input_arrays}
+    blocks_of = {a: split(v, a, mesh) for a, v in value_of.items()}
+    whole_step = Step(op="einsum", inputs=input_arrays, result=asked.result)
+    full_result = execute([whole_step], {a: [v.astype(np.float64)] for a, v in value_of.items()}, {})[asked.result][0]
     errors, numpy_errors = [], []
     for way_steps in ways:
         steps = (*steps_before, *way_steps)
         result = steps[-1].result
-        joined = join(execute(steps, blocks, mesh)[result], result, mesh, rel_tol=1e-4)
-        errors.append(_error(run_steps(steps, values, mesh), expected))
-        numpy_errors.append(_error(joined, expected))
+        joined_result = join(execute(steps, blocks_of, mesh)[result], result, mesh, rel_tol=1e-4)
+        errors.append(_error(run_steps(steps, value_of, mesh), full_result))
+        numpy_errors.append(_error(joined_result, full_result))
     return {
         "devices": num_devices(mesh),
         "ways": len(ways),
@@ -248,8 +248,8 @@ def run_ways(asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[st
     }
 
 
-def _error(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.max(np.abs(found - expected))) / float(np.max(np.abs(expected)))
+def _error(computed: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.max(np.abs(computed - expected))) / float(np.max(np.abs(expected)))
 
 
 def _inputs(
@@ -284,7 +284,7 @@ def run_steps(
     from meshwright.parallel.mesh import device_mesh, named_sharding, partition_spec
 
     mesh, result = device_mesh(mesh_axes), steps[-1].result
-    mapped = jax.shard_map(
+    mapped_steps = jax.shard_map(
         lambda *blocks: run_update(None, steps, dict(zip(values, blocks, strict=True)), lambda a: a)[result],
         mesh=mesh,
         in_specs=tuple(map(partition_spec, values)),
@@ -292,7 +292,7 @@ def run_steps(
         check_vma=False,
     )
     device_arrays = [jax.device_put(value, named_sharding(mesh, array)) for array, value in values.items()]
-    return np.asarray(jax.jit(mapped)(*device_arrays))
+    return np.asarray(jax.jit(mapped_steps)(*device_arrays))
 
 
 # -- text and picture ------------------------------------------------------------------------------------
@@ -301,10 +301,10 @@ def run_steps(
 def _text(title: str, result: Facts) -> Iterator[Piece]:
     if result["steps"]:
         yield Table.of(result["steps"], STEPS, title)
-    addends = {name: "" if n == 1 else f" of {n:,} addends" for name, n in result["addends"].items()}
+    addends_text = {name: "" if n == 1 else f" of {n:,} addends" for name, n in result["addends"].items()}
     rows = [
         [name, " x ".join(map(str, shape)) or "one number", format_bytes(result["bytes_per_device"][name]),
-         format_bytes(result["bytes_total"][name]), f"{result['copies'][name]:,}{addends[name]}"]
+         format_bytes(result["bytes_total"][name]), f"{result['copies'][name]:,}{addends_text[name]}"]
         for name, shape in result["local_shapes"].items()
     ]  # fmt: skip
     yield Table(["array", "block of a device", "bytes", "in all", "copies"], rows, "" if result["steps"] else title)
@@ -332,21 +332,21 @@ def _text(title: str, result: Facts) -> Iterator[Piece]:
         yield ""
         yield Table.of(result["ways"], WAYS)
         if result["slice_and_sum"]:
-            sliced = result["slice_and_sum"]
-            limit_text = f"compute-bound below {sliced['dim']} / (2 alpha) = {sliced['max_shards']:.3g} devices"
+            slice_sum = result["slice_and_sum"]
+            limit_text = f"compute-bound below {slice_sum['dim']} / (2 alpha) = {slice_sum['max_shards']:.3g} devices"
             yield Fact(
                 "slice and sum",
-                f"over one ICI axis beats the whole product on each device from {sliced['dim']} = 2 alpha = "
-                f"{sliced['min_size']:,.0f} (here {sliced['size']:,}; W {sliced['width']}); "
-                f"{'never compute-bound' if sliced['max_shards'] < 1 else limit_text}",
+                f"over one ICI axis beats the whole product on each device from {slice_sum['dim']} = 2 alpha = "
+                f"{slice_sum['min_size']:,.0f} (here {slice_sum['size']:,}; W {slice_sum['width']}); "
+                f"{'never compute-bound' if slice_sum['max_shards'] < 1 else limit_text}",
                 column=COLUMN,
             )
     if "run" in result:
-        run, noun = result["run"], "product" if result["flops_unsharded"] else "array"
-        ways_text = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
-        equal_text = "equal to" if run["equal"] else "DIFFERENT from"
-        text = f"{ways_text} on {run['devices']} emulated devices {equal_text} the unsharded {noun}"
-        yield Fact("run", f"{text}: largest error {run['largest_error']:.1e} of the largest entry", column=COLUMN)
+        run_facts, noun = result["run"], "product" if result["flops_unsharded"] else "array"
+        ways_text = f"all {run_facts['ways']} ways" if run_facts["ways"] > 1 else "steps"
+        equal_text = "equal to" if run_facts["equal"] else "DIFFERENT from"
+        text = f"{ways_text} on {run_facts['devices']} emulated devices {equal_text} the unsharded {noun}"
+        yield Fact("run", f"{text}: largest error {run_facts['largest_error']:.1e} of the largest entry", column=COLUMN)
 
 
 def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:
@@ -376,18 +376,18 @@ def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int], *, by
     from meshwright.report.arrays.sharding import ShardingPanel
 
     devices_by_block = holders(array, mesh)
-    rows = sorted({index[:-1] for index in devices_by_block})
-    cols = sorted({index[-1:] for index in devices_by_block})
-    shape = local_shape(array, dims, mesh)
+    row_indices = sorted({index[:-1] for index in devices_by_block})
+    col_indices = sorted({index[-1:] for index in devices_by_block})
+    block_shape = local_shape(array, dims, mesh)
     # Dims that are whole have one block: naming it in every row says nothing.
     split_dims = [i for i, axes in enumerate(array.axes[:-1]) if axes]
     return ShardingPanel(
         title=str(array),
-        cells=tuple(tuple(tuple(devices_by_block[r + c]) for c in cols) for r in rows),
-        row_labels=tuple(",".join(str(r[i]) for i in split_dims) for r in rows),
-        col_labels=tuple(str(c[0]) if c else "" for c in cols),
+        cells=tuple(tuple(tuple(devices_by_block[r + c]) for c in col_indices) for r in row_indices),
+        row_labels=tuple(",".join(str(r[i]) for i in split_dims) for r in row_indices),
+        col_labels=tuple(str(c[0]) if c else "" for c in col_indices),
         row_title=", ".join(array.dims[i] for i in split_dims),
         col_title=array.dims[-1] if array.dims else "",
-        note=f"{by}{' x '.join(map(str, shape))} on each device" + (", partial sums" if array.unreduced else ""),
+        note=f"{by}{' x '.join(map(str, block_shape))} on each device" + (", partial sums" if array.unreduced else ""),
         is_sum=bool(array.unreduced),
     )

@@ -42,9 +42,9 @@ def command(given: Given) -> Answer:
         ]
         return Answer({"models": model_rows}, [Table.of(model_rows, MODELS)])
     if thing == "chips":
-        rows = [chip_facts(c) for c in chips().values()]
-        table = Table.of(rows, CHIPS, "Dense TFLOP/s by dtype, memory and the fastest link")
-        return Answer({"chips": rows}, [table, BOOK_WORDS])
+        chip_rows = [chip_facts(c) for c in chips().values()]
+        table = Table.of(chip_rows, CHIPS, "Dense TFLOP/s by dtype, memory and the fastest link")
+        return Answer({"chips": chip_rows}, [table, BOOK_WORDS])
     if thing.endswith(".toml"):
         top_keys = read_toml(Path(thing)).data.keys()
         if {"version", "strategy"} <= top_keys:
@@ -64,9 +64,9 @@ def command(given: Given) -> Answer:
         return chip_answer(chip(thing))
     if thing and (thing in models() or Path(thing).exists() or "/" in thing or thing.endswith(".json")):
         return model_answer(load_model(thing), given.seq_len, weights_of(thing))
-    options = ("models", "chips", *models(), *_chip_names())
-    hint = nearest(thing, options) or " Try meshwright show models, or meshwright show chips."
-    raise InputError(f"{thing!r} is no model, chip or cluster.{hint}")
+    known_names = ("models", "chips", *models(), *_chip_names())
+    hint_text = nearest(thing, known_names) or " Try meshwright show models, or meshwright show chips."
+    raise InputError(f"{thing!r} is no model, chip or cluster.{hint_text}")
 
 
 def _chip_names() -> tuple[str, ...]:

@@ -30,8 +30,8 @@ def _text(c: Chip, facts: Facts) -> Iterator[Piece]:
     if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
         mxu_rate = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
         rows.append(["one MXU", format_flops(mxu_rate), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
-        formula = f"{counted(c.num_cores, 'core')} x {counted(c.mxus_per_core, 'MXU')}"
-        rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), formula])
+        formula_text = f"{counted(c.num_cores, 'core')} x {counted(c.mxus_per_core, 'MXU')}"
+        rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), formula_text])
     if rows:
         yield ""
         links_text = "link: one way; W: a torus axis, both ways" if c.topology == "torus" else "link: one way"
@@ -49,7 +49,7 @@ def chip_facts(c: Chip) -> Facts:
     peak_rate = c.peak_flops[dtype] if dtype else None
     link_rate, hop_s = _link(c)
     alpha = _over(limits.ici_intensity, peak_rate, c.ici_axis_bytes_per_s)
-    capacity = c.memory_bytes
+    mem_bytes = c.memory_bytes
     return {
         **msgspec.structs.asdict(c),
         "dcn_bytes_per_s": c.dcn_bytes_per_s,
@@ -65,7 +65,7 @@ def chip_facts(c: Chip) -> Facts:
         "memory_over_link": _over(anatomy.ratio, c.hbm_bytes_per_s, link_rate),
         "latency_bound_bytes": None if link_rate is None else network.latency_bound_bytes(link_rate, hop_s=hop_s),
         "gpu": _gpu_facts(c, dtype),
-        "max_params": {} if capacity is None else {s: accounting.max_params(capacity, state=s) for s in STATE_BYTES},
+        "max_params": {} if mem_bytes is None else {s: accounting.max_params(mem_bytes, state=s) for s in STATE_BYTES},
     }
 
 
@@ -89,13 +89,13 @@ def _critical_batches(c: Chip, dtype: str | None) -> dict[str, float]:
     """Returns tokens from which [B,D] x [D,F] is compute-bound, for B far below D and F, by both arrays' dtypes."""
     if dtype is None or c.hbm_bytes_per_s is None:
         return {}
-    pairs = [(dtype, dtype), *([("int8", dtype)] if DTYPE_BYTES[dtype] > 1 else [])]
-    pairs += [("int8", "int8")] if "int8" in c.peak_flops else []
+    dtype_pairs = [(dtype, dtype), *([("int8", dtype)] if DTYPE_BYTES[dtype] > 1 else [])]
+    dtype_pairs += [("int8", "int8")] if "int8" in c.peak_flops else []
     return {
-        f"{computed} x {weight}": roofline.critical_batch(
-            c.peak_flops[computed], c.hbm_bytes_per_s, weight_bytes=DTYPE_BYTES[weight]
+        f"{math_dtype} x {weight_dtype}": roofline.critical_batch(
+            c.peak_flops[math_dtype], c.hbm_bytes_per_s, weight_bytes=DTYPE_BYTES[weight_dtype]
         )
-        for weight, computed in pairs
+        for weight_dtype, math_dtype in dtype_pairs
     }
 
 
@@ -133,49 +133,49 @@ _FIGURES: tuple[tuple[str, str, Any], ...] = (
 
 
 def _figures_text(c: Chip) -> Iterator[Piece]:
-    notes: list[str] = []
+    sources: list[str] = []
 
     def note(source: str) -> str:
-        if source and source not in notes:
-            notes.append(source)
-        return f"{notes.index(source) + 1}" if source else ""
+        if source and source not in sources:
+            sources.append(source)
+        return f"{sources.index(source) + 1}" if source else ""
 
     usual_source = c.sources.get("peak_flops", "")
     rows: list[list[Any]] = [
         [f"{dtype}, dense", format_flops(flops), note(c.sources.get(f"peak_flops.{dtype}", usual_source))]
         for dtype, flops in c.peak_flops.items()
     ]
-    for words, key, show in _FIGURES:
-        value = getattr(c, key)
-        if value is not None:
-            rows.append([words, show(value), note(c.sources.get(key, ""))])
+    for row_name, field, show in _FIGURES:
+        figure = getattr(c, field)
+        if figure is not None:
+            rows.append([row_name, show(figure), note(c.sources.get(field, ""))])
     yield Table(["", c.name, "source"], rows, c.full_name)
     if c.variant == "custom":
-        if missing := [name for name in PAID_FOR if getattr(c, name) is None]:
+        if missing_fields := [name for name in PAID_FOR if getattr(c, name) is None]:
             base_text = " (the base's figures are of other hardware)" if c.base else ""
-            yield Paragraph(f"not known: {', '.join(missing)}{base_text}", indent=4)
+            yield Paragraph(f"not known: {', '.join(missing_fields)}{base_text}", indent=4)
         label = family(c)
         yield Paragraph(f"times: {f'fitted numbers of {label}' if label else 'rates of the data sheet'}", indent=4)
         yield from (Paragraph(note, indent=4) for note in power_notes(c, fitted_calibration(c)))
-    for number, source in enumerate(notes, 1):
-        yield Paragraph(f"{number:>2}  {source}", indent=4)
+    for source_number, source in enumerate(sources, 1):
+        yield Paragraph(f"{source_number:>2}  {source}", indent=4)
 
 
 def known_rows(facts: Mapping[str, Any], table: Iterable[tuple[str, str, Show, str]]) -> list[list[Any]]:
     """Returns (words, value, source) of the known facts; ``table`` has (words, key, format, source)."""
-    return [[words, show(facts[key]), source] for words, key, show, source in table if facts.get(key) is not None]
+    return [[label, show(facts[field]), source] for label, field, show, source in table if facts.get(field) is not None]
 
 
 def _derived_rows(c: Chip, facts: Facts) -> list[list[Any]]:
     """Returns rows of label, value and formula."""
-    batches = []
+    batch_rows = []
     for name in facts["critical_batch"]:
-        computed, weight = name.split(" x ")
-        formula = f"{'int8 ' * (computed == 'int8')}peak / memory rate{' / 2' * (DTYPE_BYTES[weight] == 1)}"
-        batches.append((f"least batch, {name}", name, "{:.4g} tokens".format, formula))
+        math_dtype, weight_dtype = name.split(" x ")
+        formula = f"{'int8 ' * (math_dtype == 'int8')}peak / memory rate{' / 2' * (DTYPE_BYTES[weight_dtype] == 1)}"
+        batch_rows.append((f"least batch, {name}", name, "{:.4g} tokens".format, formula))
     table: tuple[tuple[str, str, Show, str], ...] = (
         ("critical intensity", "critical_intensity", "{:.4g} FLOPs/byte".format, "peak / memory rate"),
-        *batches,
+        *batch_rows,
         ("least batch, weights from host", "critical_batch_pcie", "{:,.0f} tokens".format, "peak / host link"),
         ("FSDP on one ICI axis, from", "ici_intensity", "{:,.0f} tokens a chip".format, "alpha = peak / W"),
         ("slice and sum, no gather, from", "reduce_after_min_dim", "D = {:,.0f}".format, "2 alpha"),
@@ -210,53 +210,53 @@ def _gpu_facts(c: Chip, dtype: str | None) -> Facts | None:
     sold_chip, die = anatomy.gpu_anatomy(c), anatomy.full_die(c)
     if sold_chip is None:
         return None
-    per_sm = sold_chip.tensor_flops_per_sm_cycle
+    sm_flops = sold_chip.tensor_flops_per_sm_cycle
     fp32_peak, has_clock = c.peak_flops.get("fp32"), c.clock_hz is not None
-    peak_ratio = anatomy.ratio(c.peak_flops[dtype], fp32_peak) if dtype and fp32_peak and per_sm else None
+    peak_ratio = anatomy.ratio(c.peak_flops[dtype], fp32_peak) if dtype and fp32_peak and sm_flops else None
     return {
         "sold": sold_chip,
         "die": die,
         "sms_used": anatomy.ratio(sold_chip.sms, die.sms) if die else None,
-        "tensor_over_fp32_a_cycle": anatomy.ratio(per_sm, sold_chip.fp32_flops_per_sm_cycle) if per_sm else None,
+        "tensor_over_fp32_a_cycle": anatomy.ratio(sm_flops, sold_chip.fp32_flops_per_sm_cycle) if sm_flops else None,
         "tensor_over_fp32_peak": peak_ratio,
         "time_of_one_percent_on_fp32": anatomy.share_after_speedup(0.01, peak_ratio) if peak_ratio else None,
-        "peak_flops_from_anatomy": anatomy.gpu_peak_from_anatomy(c) if per_sm and has_clock else None,
+        "peak_flops_from_anatomy": anatomy.gpu_peak_from_anatomy(c) if sm_flops and has_clock else None,
         "fp32_flops_from_anatomy": vector_peak(c) if has_clock else None,
     }
 
 
-def _gpu_text(c: Chip, g: Facts, dtype: str | None) -> Iterator[Piece]:
+def _gpu_text(c: Chip, gpu: Facts, dtype: str | None) -> Iterator[Piece]:
     """Yields the parts of the GPU beside its whole die, then the rates that follow from them."""
-    sold, die = g["sold"], g["die"]
-    units = [sold, die] if die else [sold]
+    sold, die = gpu["sold"], gpu["die"]
+    gpus = [sold, die] if die else [sold]
     rows = [
-        [words, *(or_dash(getattr(unit, field) or None, show) for unit in units)]
-        for words, field, show in UNITS
+        [label, *(or_dash(getattr(unit, field) or None, show) for unit in gpus)]
+        for label, field, show in UNITS
         if getattr(sold, field)
     ]
     title = "Inside the GPU"
-    if g["sms_used"] is not None:
-        title += f": {g['sms_used']:.0%} of the die's SMs are switched on (floor sweeping)"
+    if gpu["sms_used"] is not None:
+        title += f": {gpu['sms_used']:.0%} of the die's SMs are switched on (floor sweeping)"
     yield ""
     yield Table(["", c.name, *([f"whole {die.name}"] if die else [])], rows, title)
     if sold.tensor_flops_per_sm_cycle:
         in_cores, in_lanes = sold.tensor_flops_per_sm_cycle, sold.fp32_flops_per_sm_cycle
-        ratio = f"{g['tensor_over_fp32_a_cycle']:.3g} times as many"
+        ratio = f"{gpu['tensor_over_fp32_a_cycle']:.3g} times as many"
         yield Fact("an SM, a cycle", f"{in_cores:,} FLOPs in its tensor cores, {in_lanes:,} in its FP32 lanes: {ratio}")
-    yield from _peak_text("peak from these", g["peak_flops_from_anatomy"], c.peak_flops.get(dtype or ""), c.clock_hz)
-    yield from _peak_text("FP32 from these", g["fp32_flops_from_anatomy"], c.peak_flops.get("fp32"), c.clock_hz)
-    if g["tensor_over_fp32_peak"]:
+    yield from _peak_text("peak from these", gpu["peak_flops_from_anatomy"], c.peak_flops.get(dtype or ""), c.clock_hz)
+    yield from _peak_text("FP32 from these", gpu["fp32_flops_from_anatomy"], c.peak_flops.get("fp32"), c.clock_hz)
+    if gpu["tensor_over_fp32_peak"]:
         yield Fact(
             "beside products",
-            f"tensor cores have {g['tensor_over_fp32_peak']:.3g} times the FP32 rate of the data sheet: 1% of the "
-            f"FLOPs on FP32 lanes takes {g['time_of_one_percent_on_fp32']:.0%} of the time",
+            f"tensor cores have {gpu['tensor_over_fp32_peak']:.3g} times the FP32 rate of the data sheet: 1% of the "
+            f"FLOPs on FP32 lanes takes {gpu['time_of_one_percent_on_fp32']:.0%} of the time",
         )
 
 
-def _peak_text(label: str, derived: float | None, listed: float | None, clock_hz: float | None) -> Iterator[Fact]:
+def _peak_text(label: str, our_rate: float | None, sheet_rate: float | None, clock_hz: float | None) -> Iterator[Fact]:
     """Yields a peak that follows from units and clock beside the data sheet's, and the difference if it shows."""
-    if derived and listed and clock_hz:
-        difference = listed / derived - 1
+    if our_rate and sheet_rate and clock_hz:
+        difference = sheet_rate / our_rate - 1
         difference_text = f" ({difference:+.1%})" if abs(difference) >= 5e-4 else ""
-        sheet_text = f"the data sheet says {format_flops(listed)}{difference_text}"
-        yield Fact(label, f"{format_flops(derived)} at {clock_hz / 1e9:.3g} GHz; {sheet_text}")
+        sheet_text = f"the data sheet says {format_flops(sheet_rate)}{difference_text}"
+        yield Fact(label, f"{format_flops(our_rate)} at {clock_hz / 1e9:.3g} GHz; {sheet_text}")

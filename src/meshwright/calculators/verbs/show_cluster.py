@@ -42,10 +42,10 @@ def clusters_answer(clusters: Sequence[Cluster]) -> Answer:
         title = f"{first_cluster.num_chips:,} {first_cluster.chip.name}, most links across the middle first"
         return Answer({"slices": rows}, [Table.of(rows, SLICES, title)])
     facts = cluster_facts(first_cluster)
-    blocks: list[Piece] = [Table(["", first_cluster.short_name, ""], _rows(first_cluster, facts))]
+    pieces: list[Piece] = [Table(["", first_cluster.short_name, ""], _rows(first_cluster, facts))]
     if facts["levels"] and len(facts["levels"]) > 1:
-        blocks += ["", Table.of(facts["levels"], LEVELS, "Levels")]
-    return Answer(facts, blocks, raw=[[facts], facts["levels"]])
+        pieces += ["", Table.of(facts["levels"], LEVELS, "Levels")]
+    return Answer(facts, pieces, raw=[[facts], facts["levels"]])
 
 
 def slice_facts(c: Cluster) -> Facts:
@@ -70,25 +70,25 @@ def cluster_levels(c: Cluster) -> list[Facts] | None:
         links = physical_links(c)
     except InputError:
         return None
-    chips_by_level = itertools.accumulate(c.shape, operator.mul)
+    chip_counts = itertools.accumulate(c.shape, operator.mul)
     return [
         {
             "name": link.name,
             "size": link.size,
-            "chips": chips,
+            "chips": num_chips,
             "bytes_per_s": link.bytes_per_s if link.size > 1 else None,
             "hop_s": link.hop_s,
         }
-        for link, chips in zip(links, chips_by_level, strict=True)
+        for link, num_chips in zip(links, chip_counts, strict=True)
     ]
 
 
 def cluster_facts(c: Cluster) -> Facts:
     """Returns sums over the chips, and the least batches; None or left out where the chip's figures are not known."""
     unit, dtype = c.chip, product_dtype(c.chip)
-    totals: Facts = {"num_chips": c.num_chips, "num_hosts": c.num_hosts}
+    total_by_name: Facts = {"num_chips": c.num_chips, "num_hosts": c.num_hosts}
     if dtype:
-        totals = anatomy.pod_totals(c, dtype=dtype)
+        total_by_name = anatomy.pod_totals(c, dtype=dtype)
     facts: Facts = {
         "cluster": c.short_name,
         "chip": unit.name,
@@ -99,7 +99,7 @@ def cluster_facts(c: Cluster) -> Facts:
         "twisted": c.twisted if c.kind == "torus" else None,
         "levels": cluster_levels(c),
         "compute_dtype": dtype,
-        **totals,
+        **total_by_name,
     }
     watts, peak, width, per_host = unit.power_w, dtype and unit.peak_flops[dtype], torus_width(c), unit.chips_per_host
     # tokens a step (of a slice) from which plain data parallelism is not bound by the network
@@ -120,7 +120,7 @@ def cluster_facts(c: Cluster) -> Facts:
 
 def _rows(c: Cluster, facts: Facts) -> list[list[Any]]:
     """Returns rows of label, value and source."""
-    columns: tuple[tuple[str, str, Show, str], ...] = (
+    figures: tuple[tuple[str, str, Show, str], ...] = (
         ("chips", "num_chips", "{:,}".format, ""),
         ("hosts", "num_hosts", "{:,}".format, ""),
         ("cores", "num_cores", "{:,}".format, ""),
@@ -142,9 +142,9 @@ def _rows(c: Cluster, facts: Facts) -> list[list[Any]]:
         rings_text = ", ".join(f"{n} {'ring' if w else 'line'}" for n, w in zip(c.shape, c.wraps, strict=True) if n > 1)
         closed_text = "ring: wraps around" if any(c.wraps) else ""
         rows.append(["axes", rings_text or "one chip", f"{closed_text}, twisted" if c.twisted else closed_text])
-    return rows + known_rows(facts, columns)
+    return rows + known_rows(facts, figures)
 
 
-def _millions(count: int) -> str:
+def _millions(num_units: int) -> str:
     """Returns a number of units: exact below a million, ``"415 M"`` from there."""
-    return f"{count:,}" if count < 1e6 else format_params(count)
+    return f"{num_units:,}" if num_units < 1e6 else format_params(num_units)

@@ -47,9 +47,9 @@ def model_answer(m: Model, seq_len: int | None = None, folder: str = "") -> Answ
     facts = model_facts(m) | ({"folder": _folder_facts(m, Path(folder))} if folder else {})
     if seq_len is not None:
         traffic_of = accounting.layer_traffic(m, seq_len)
-        names = ("strategy", "forward", "forward_bytes", "backward", "backward_bytes")
+        columns = ("strategy", "forward", "forward_bytes", "backward", "backward_bytes")
         facts["flops"] = _flops(m, seq_len)
-        facts["layer_traffic"] = [dict(zip(names, (name, *row), strict=True)) for name, row in traffic_of.items()]
+        facts["layer_traffic"] = [dict(zip(columns, (name, *row), strict=True)) for name, row in traffic_of.items()]
     rows = (
         facts["weights"],
         facts["kv_cache"],
@@ -78,13 +78,13 @@ def _text(m: Model, facts: Facts) -> Iterator[Piece]:
 def model_facts(m: Model) -> Facts:
     """Returns the counts of a model."""
     published = entry(m.name).published if m.name in models() and load_model(m.name) == m else None
-    count = num_params(m)
+    param_count = num_params(m)
     return {
         "name": m.name,
         "family": m.family,
         "runs_here": m.runs_here,
         "dims": {dim: size for dim, size in m.dims.items() if dim[-1] != "g" or (m.lora and m.lora.base)},
-        "params": count,
+        "params": param_count,
         "active_params": num_active_params(m),
         "mtp_params": mtp_params(m),
         "params_by_part": params_by_part(m),
@@ -96,13 +96,13 @@ def model_facts(m: Model) -> Facts:
         "attention_equal_len": accounting.attention_equal_len(m),
         "projection_equal_len": accounting.projection_equal_len(m),
         "attention_intensity": _attention_intensity(m),
-        "state_bytes": {s: accounting.state_bytes(count, state=s) for s in STATE_BYTES},
+        "state_bytes": {s: accounting.state_bytes(param_count, state=s) for s in STATE_BYTES},
         "zero_bytes": {
             "state": DEFAULT_STATE,
             "num_devices": list(ZERO_DEVICES),
             "stages": {
                 str(stage): [
-                    accounting.zero_bytes(count, state=DEFAULT_STATE, stage=stage, num_shards=n)  # type: ignore[arg-type]
+                    accounting.zero_bytes(param_count, state=DEFAULT_STATE, stage=stage, num_shards=n)  # type: ignore[arg-type]
                     for n in ZERO_DEVICES
                 ]
                 for stage in accounting.ZERO_SHARDS
@@ -118,31 +118,31 @@ def model_facts(m: Model) -> Facts:
 
 def _folder_facts(m: Model, folder: Path) -> Facts:
     """Returns the bytes of a folder's tensors by dtype, those of the weights as served, and why refused, or ""."""
-    bytes_by_dtype = stored_bytes(folder) if (from_gguf := is_gguf(folder)) else {}
+    bytes_by_dtype = stored_bytes(folder) if (is_from_gguf := is_gguf(folder)) else {}
     with open_files(as_folder(folder)) as tensors:
-        for tensor in () if from_gguf else tensors.values():
-            size = math.prod(tensor.shape) * tensor.dtype.itemsize
-            bytes_by_dtype[tensor.dtype.name] = bytes_by_dtype.get(tensor.dtype.name, 0) + size
+        for tensor in () if is_from_gguf else tensors.values():
+            tensor_bytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+            bytes_by_dtype[tensor.dtype.name] = bytes_by_dtype.get(tensor.dtype.name, 0) + tensor_bytes
         weights = folder_weights(m, folder, tensors)
-        refusal = why_refused(m, tensors, weights.quantisation)
-    served = weight_bytes(replace(m, stored=weights.stored), "", width=int(DTYPE_BYTES[weights.dtype]))
-    method = "GGUF" if from_gguf and bytes_by_dtype.keys() - {"F32", "F16", "BF16"} else None
+        refusal_text = why_refused(m, tensors, weights.quantisation)
+    num_bytes = weight_bytes(replace(m, stored=weights.stored), "", width=int(DTYPE_BYTES[weights.dtype]))
+    method = "GGUF" if is_from_gguf and bytes_by_dtype.keys() - {"F32", "F16", "BF16"} else None
     method = weights.quantisation.method if weights.quantisation else method
-    return {"stored_bytes": bytes_by_dtype, "method": method, "served_dtype": weights.dtype, "served_bytes": served,
-            "notes": list(weights.notes), "refused": refusal}  # fmt: skip
+    return {"stored_bytes": bytes_by_dtype, "method": method, "served_dtype": weights.dtype, "served_bytes": num_bytes,
+            "notes": list(weights.notes), "refused": refusal_text}  # fmt: skip
 
 
 def _flops(m: Model, seq_len: int) -> Facts:
     """Returns FLOPs of one sequence of training by part, with and without the causal discount of scores."""
-    full, causal = (accounting.forward_flops(m, seq_len, causal=discount) for discount in (False, True))
-    shares = [{part: flops / sum(parts.values()) for part, flops in parts.items()} for parts in (full, causal)]
+    full_of, causal_of = (accounting.forward_flops(m, seq_len, causal=is_causal) for is_causal in (False, True))
+    shares = [{part: flops / sum(parts.values()) for part, flops in parts.items()} for parts in (full_of, causal_of)]
     rows = [
         {"part": part, "forward_flops": flops, "backward_flops": 2 * flops, "total_flops": 3 * flops,
-         "share": shares[0][part], "total_causal_flops": 3 * causal[part], "share_causal": shares[1][part]}
-        for part, flops in full.items()
+         "share": shares[0][part], "total_causal_flops": 3 * causal_of[part], "share_causal": shares[1][part]}
+        for part, flops in full_of.items()
     ]  # fmt: skip
-    return {"seq_len": seq_len, "parts": rows, "total_flops": 3 * sum(full.values()),
-            "causal_flops": 3 * sum(causal.values())}  # fmt: skip
+    return {"seq_len": seq_len, "parts": rows, "total_flops": 3 * sum(full_of.values()),
+            "causal_flops": 3 * sum(causal_of.values())}  # fmt: skip
 
 
 def _attention_intensity(m: Model) -> dict[str, float] | None:
@@ -150,11 +150,11 @@ def _attention_intensity(m: Model) -> dict[str, float] | None:
     if m.latent_attention:
         return None
     num_keys = min(PREFILL_POSITIONS, m.max_positions)
-    shape = {"heads": m.num_heads, "kv_heads": m.num_kv_heads, "head_dim": m.head_dim, "keys": num_keys}
+    work_sizes = {"heads": m.num_heads, "kv_heads": m.num_kv_heads, "head_dim": m.head_dim, "keys": num_keys}
     return {
         "positions": num_keys,
-        "prefill": accounting.attention_work(queries=num_keys, **shape).intensity,
-        "generation": accounting.attention_work(queries=1, **shape).intensity,
+        "prefill": accounting.attention_work(queries=num_keys, **work_sizes).intensity,
+        "generation": accounting.attention_work(queries=1, **work_sizes).intensity,
     }
 
 
@@ -164,26 +164,26 @@ def cache_designs(m: Model) -> list[Facts]:
     Full heads (MHA), own groups or latent, one head (MQA), layers that share; no windows if the model has some. A head
     keeps a key and a value, H + Hv. Sources: How to Scale Your Model, sections 4.5 and 7.2.
     """
-    is_latent, num_heads, num_groups = m.latent_attention, m.num_heads, m.num_kv_heads
+    is_latent, num_heads, kv_heads = m.latent_attention, m.num_heads, m.num_kv_heads
     head_elements = m.head_dim + (m.v_head_dim if is_latent else m.head_dim)
-    size_of = {f"MHA, {num_heads} heads": num_heads * head_elements}
+    elements_of = {f"MHA, {num_heads} heads": num_heads * head_elements}
     if is_latent:
-        size_of[f"MLA, rank {m.kv_lora_rank}"] = m.kv_lora_rank + m.qk_rope_head_dim
-    elif 1 < num_groups < num_heads:
-        size_of[f"GQA, {num_groups} heads"] = num_groups * head_elements
-    full_name, *narrower_names = size_of
-    size_of["MQA, 1 head"] = head_elements
-    model_design = narrower_names[0] if narrower_names else full_name if num_groups == num_heads else "MQA, 1 head"
+        elements_of[f"MLA, rank {m.kv_lora_rank}"] = m.kv_lora_rank + m.qk_rope_head_dim
+    elif 1 < kv_heads < num_heads:
+        elements_of[f"GQA, {kv_heads} heads"] = kv_heads * head_elements
+    full_name, *narrower_names = elements_of
+    elements_of["MQA, 1 head"] = head_elements
+    model_design = narrower_names[0] if narrower_names else full_name if kv_heads == num_heads else "MQA, 1 head"
     windows: Facts = {"window": m.sliding_window, "num_local": len(m.sliding_layers)} if m.sliding_layers else {}
-    designs = [(name, size, windows, 1) for name, size in size_of.items()]
-    designs.append((f"{model_design}, {SHARED_LAYERS} layers share", size_of[model_design], windows, SHARED_LAYERS))
+    designs = [(name, width, windows, 1) for name, width in elements_of.items()]
+    designs.append((f"{model_design}, {SHARED_LAYERS} layers share", elements_of[model_design], windows, SHARED_LAYERS))
     if windows:
-        designs.append((f"{model_design}, no windows", size_of[model_design], {}, 1))
+        designs.append((f"{model_design}, no windows", elements_of[model_design], {}, 1))
     rows = []
-    for name, size, window_args, layers_per_cache in designs:
-        token, sequence = (
+    for name, width, window_args, layers_per_cache in designs:
+        token_elements, sequence_elements = (
             accounting.cached_elements(
-                positions, per_position=size, num_layers=m.num_layers, layers_per_cache=layers_per_cache, **window_args
+                positions, per_position=width, num_layers=m.num_layers, layers_per_cache=layers_per_cache, **window_args
             )
             for positions in (1, CACHE_POSITIONS)
         )
@@ -191,10 +191,10 @@ def cache_designs(m: Model) -> list[Facts]:
             {
                 "design": name,
                 "own": name == model_design,
-                "elements_per_layer": size,
+                "elements_per_layer": width,
                 "layers_per_cache": layers_per_cache,
-                "bytes_per_token": {dtype: token * DTYPE_BYTES[dtype] for dtype in CACHE_DTYPES},
-                "sequence": {"positions": CACHE_POSITIONS, "bytes": sequence * DTYPE_BYTES[CACHE_DTYPES[0]]},
+                "bytes_per_token": {dtype: token_elements * DTYPE_BYTES[dtype] for dtype in CACHE_DTYPES},
+                "sequence": {"positions": CACHE_POSITIONS, "bytes": sequence_elements * DTYPE_BYTES[CACHE_DTYPES[0]]},
             }
         )
     return rows
@@ -205,11 +205,11 @@ def _saved(m: Model) -> Facts:
     widths_by_remat = {remat: accounting.saved_widths(m, remat) for remat in REMATS}
     return {
         remat: {
-            "results": list(results),
-            "elements_per_layer": sum(results.values()),
-            "bytes": accounting.saved_bytes(1, num_layers=m.num_layers, width=sum(results.values())),
+            "results": list(width_by_result),
+            "elements_per_layer": sum(width_by_result.values()),
+            "bytes": accounting.saved_bytes(1, num_layers=m.num_layers, width=sum(width_by_result.values())),
         }
-        for remat, results in widths_by_remat.items()
+        for remat, width_by_result in widths_by_remat.items()
     }
 
 
@@ -217,14 +217,14 @@ def _saved(m: Model) -> Facts:
 
 
 def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
-    published, active_params = facts["published_params"], facts["active_params"]
-    if published and published.isdigit():
-        published = f"{int(published):,}"
-    suffix = f", published as {published}" if published else ""
+    published_text, active_params = facts["published_params"], facts["active_params"]
+    if published_text and published_text.isdigit():
+        published_text = f"{int(published_text):,}"
+    suffix = f", published as {published_text}" if published_text else ""
     yield Fact("parameters", f"{facts['params']:,} ({format_params(facts['params'])}{suffix})")
-    shares = {part: count / facts["params"] for part, count in facts["params_by_part"].items()}
-    share_words = [f"{part.replace('_', ' ')} {share:.1%}" for part, share in shares.items() if share >= MIN_SHARE]
-    yield Fact("", f"{', '.join(share_words)}; vocabulary {facts['vocabulary_params'] / facts['params']:.1%}")
+    share_of = {part: count / facts["params"] for part, count in facts["params_by_part"].items()}
+    share_texts = [f"{part.replace('_', ' ')} {share:.1%}" for part, share in share_of.items() if share >= MIN_SHARE]
+    yield Fact("", f"{', '.join(share_texts)}; vocabulary {facts['vocabulary_params'] / facts['params']:.1%}")
     if active_params != facts["params"]:
         yield Fact("active per token", f"{active_params:,} ({format_params(active_params)})")
     if extra := facts["mtp_params"]:
@@ -266,8 +266,8 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
     yield Fact("here", f"counted and planned, not run: {m.missing_to_run}" if m.missing_to_run else "trains")
 
 
-def _positions(length: float) -> str:
-    return f"{length:,.0f} positions" if math.isfinite(length) else "no length"
+def _positions(num_positions: float) -> str:
+    return f"{num_positions:,.0f} positions" if math.isfinite(num_positions) else "no length"
 
 
 def _windows(m: Model) -> str:

@@ -48,15 +48,15 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Stream the tiles of one loop through VMEM: matmul (x[T,D] w[D,F]), flash or flash-backward (one head, bf16)."""
-    unit, name, vmem = given.on, given.loop, known(given.on, "vmem_bytes")
+    unit, name, vmem_bytes = given.on, given.loop, known(given.on, "vmem_bytes")
     if name == "matmul" and given.causal:
         raise InputError("--causal: a product leaves out no tile. Use it with flash or flash-backward.")
     block = given.block or max(128, given.seq_len // MOST_A_SIDE if given.png else 0)
     sizes = {"seq": given.seq_len, "width": given.width or (given.seq_len if name == "matmul" else 128)}
     loop = tiled_loop(name, **sizes, block=block, causal=given.causal)
     loops = {block: loop}
-    if loop.vmem_bytes > vmem:
-        needed_text, room_text = format_bytes(loop.vmem_bytes), f"{unit.name} has {format_bytes(vmem)}"
+    if loop.vmem_bytes > vmem_bytes:
+        needed_text, room_text = format_bytes(loop.vmem_bytes), f"{unit.name} has {format_bytes(vmem_bytes)}"
         raise CannotRunError(f"tiles of {block} need {needed_text} of VMEM, {room_text}. Use a smaller --block.")
     for size in BLOCKS:
         with suppress(InputError):
@@ -68,7 +68,7 @@ def command(given: Given) -> Answer:
         "arrays_bytes": sum(math.prod(array.shape) * array.itemsize for array in (*loop.operands, *loop.results)),
         "untiled": None if name == "matmul" else _bounds(*untiled_attention(name, **sizes), unit),
         "steps": _steps(loop, unit, shown(loop.num_steps, ROWS, 2)),
-        "blocks": [_totals(tiled, size, unit) for size, tiled in sorted(loops.items()) if tiled.vmem_bytes <= vmem],
+        "blocks": [_totals(each, size, unit) for size, each in sorted(loops.items()) if each.vmem_bytes <= vmem_bytes],
     }
     tiles_text = f"tiles of {block}{', causal' * given.causal}"
     title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, {tiles_text}, on {unit.name}"
@@ -89,7 +89,7 @@ def _totals(loop: TiledLoop, block: int, unit: Chip) -> Facts:
     return {"block": block, **bounds, "vmem_bytes": loop.vmem_bytes, "time_s": float(end_s[-1])}
 
 
-def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[Facts]:
+def _steps(loop: TiledLoop, unit: Chip, step_indices: Iterable[int | None]) -> list[Facts]:
     """Returns the steps of these numbers: what moves for each, and sums at its end."""
     end_s, is_compute_bound = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
     moved_bytes = np.cumsum(loop.moved_bytes((*loop.operands, *loop.results)))
@@ -103,7 +103,7 @@ def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[F
             "end_s": float(end_s[step]),
             "bound_by": "compute" if is_compute_bound[step] else "hbm",
         }
-        for step in numbers
+        for step in step_indices
         if step is not None
     ]
 
@@ -122,14 +122,14 @@ def _text(facts: Facts, title: str) -> Iterator[Piece]:
     times: TableColumns = {"VMEM": "vmem_bytes", "time": "time_s", "bound by": "bound_by"}
     critical_text = four_digits(facts["critical_intensity"])
     yield Table.of(facts["blocks"], {**columns, **times}, f"Other tiles; compute binds from {critical_text} FLOPs/byte")
-    total, copies, math_s = (format_seconds(facts[name]) for name in ("time_s", "transfer_s", "math_s"))
-    yield Fact(f"tiles of {facts['block']}", f"{total}: copies {copies}, products {math_s}; {facts['bound_by']} binds")
+    total, copies, compute = (format_seconds(facts[name]) for name in ("time_s", "transfer_s", "math_s"))
+    yield Fact(f"tiles of {facts['block']}", f"{total}: copies {copies}, products {compute}; {facts['bound_by']} binds")
     yield Fact("VMEM", f"two buffers of each tile, and the accumulators: {format_bytes(facts['vmem_bytes'])}")
     yield Fact("each array once", f"{format_bytes(facts['arrays_bytes'])}: no tiles move less")
     if (untiled := facts["untiled"]) is not None:
         least_text = format_seconds(max(untiled["math_s"], untiled["transfer_s"]))
-        cost = f"{format_bytes(untiled['hbm_bytes'])}, {untiled['intensity']:.3g} FLOPs/byte, at least {least_text}"
-        yield Fact("without tiles", f"{cost}: scores in fp32 go through HBM")
+        hbm_text = f"{format_bytes(untiled['hbm_bytes'])}, {untiled['intensity']:.3g} FLOPs/byte, at least {least_text}"
+        yield Fact("without tiles", f"{hbm_text}: scores in fp32 go through HBM")
     yield "counted: matrix products at the bf16 peak; exponentials and sums over rows take no time"
 
 
@@ -143,7 +143,7 @@ def _roofline(facts: Facts, unit: Chip) -> Any:
     return roofline_figure(
         peak_flops_per_s=peak(unit, "bf16"),
         link_bytes_per_s={"HBM": channel_rate(unit, "hbm")},
-        points=[RooflinePoint(name, row["intensity"], row["flops"] / seconds) for name, row, seconds in points],
+        points=[RooflinePoint(name, row["intensity"], row["flops"] / time_s) for name, row, time_s in points],
         title=f"{facts['loop']}{', causal' * facts['causal']}: tiles of b rows on the roofline of {unit.name}",
     )
 
@@ -157,19 +157,19 @@ def _figure(loop: TiledLoop, unit: Chip, title: str) -> Any:
 
 
 def _frame(loop: TiledLoop, row: Facts) -> StreamFrame:
-    step, arrays = row["step"] - 1, (*loop.operands, *loop.results)
-    written_at = [loop.titles(loop.results, before, moving=True) for before in range(-1, step)]
-    in_use, titles = loop.titles(loop.operands, step), loop.titles(arrays, step)
-    arriving = [name for name in loop.titles(loop.operands, step + 1, moving=True) if name not in in_use]
-    sum_names = [*loop.titles(loop.results, step), *(name for name in loop.sums if name not in loop.moves)]
-    states = {"in use": in_use, "arriving": arriving, "leaving": written_at[-1], "in HBM": chain(*written_at[:-1])}
-    state_of = {name: state for state, names in states.items() for name in names}
+    step_index, arrays = row["step"] - 1, (*loop.operands, *loop.results)
+    written_at = [loop.titles(loop.results, past_step, moving=True) for past_step in range(-1, step_index)]
+    in_use, titles = loop.titles(loop.operands, step_index), loop.titles(arrays, step_index)
+    arriving = [name for name in loop.titles(loop.operands, step_index + 1, moving=True) if name not in in_use]
+    sum_names = [*loop.titles(loop.results, step_index), *(name for name in loop.sums if name not in loop.moves)]
+    titles_in = {"in use": in_use, "arriving": arriving, "leaving": written_at[-1], "in HBM": chain(*written_at[:-1])}
+    state_of = {name: state for state, names in titles_in.items() for name in names}
     tile_of = {name: (title, state_of.get(title, SUM)) for name, title in zip(loop.moves, titles, strict=True)}
 
     def grid(one: TiledArray) -> list[list[str]]:
         other_state = "in HBM" if one in loop.operands else "not in HBM yet"
-        rows, columns = (size // tile for size, tile in zip(one.shape, one.tile, strict=True))
-        return [[state_of.get(one.title((i, j)), other_state) for j in range(columns)] for i in range(rows)]
+        num_rows, num_cols = (size // tile for size, tile in zip(one.shape, one.tile, strict=True))
+        return [[state_of.get(one.title((i, j)), other_state) for j in range(num_cols)] for i in range(num_rows)]
 
     moved_text, flops_text, end_text = format_bytes(row["hbm_bytes"]), FLOPS(row["flops"]), format_seconds(row["end_s"])
     return StreamFrame(

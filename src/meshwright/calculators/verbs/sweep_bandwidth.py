@@ -83,7 +83,7 @@ def bandwidth_sweep(
         for kind in SWEPT:
             # rates count the whole array on the group: an all-to-all's is the buffers of all chips together
             full_bytes = num_bytes * num_chips if kind == "all_to_all" else num_bytes
-            seconds, group = min(
+            time_s, group = min(
                 ((float(collective_time(kind, full_bytes, group)), group) for group in groups), key=lambda pair: pair[0]
             )
             points.append(
@@ -91,8 +91,8 @@ def bandwidth_sweep(
                     "cluster": cluster.short_name,
                     "num_chips": num_chips,
                     "collective": kind,
-                    "seconds": seconds,
-                    "bytes_per_s": float(received_share(kind, num_chips)) * full_bytes / seconds,
+                    "seconds": time_s,
+                    "bytes_per_s": float(received_share(kind, num_chips)) * full_bytes / time_s,
                     "bound_by": collective_bound_by(kind, full_bytes, group),
                 }
             )

@@ -67,16 +67,16 @@ def command(given: Given) -> Answer:
     )
     if work.model is None and given.whole:
         raise InputError(f"{given.model} is one layer without a loss: it has a forward pass only. Leave out --step.")
-    tokens = _tokens(given.batches, clusters[0].num_chips)
-    curves = scheme_curves(work, clusters, tokens, axes=given.axes, whole_axes=given.whole_axes, calibration=rates)
-    form_by_name = closed_forms(work, clusters[0], rates)
-    crossings = [crossing(curve, form_by_name) for curve in curves]
+    token_grid = _tokens(given.batches, clusters[0].num_chips)
+    curves = scheme_curves(work, clusters, token_grid, axes=given.axes, whole_axes=given.whole_axes, calibration=rates)
+    closed_by_name = closed_forms(work, clusters[0], rates)
+    crossings = [crossing(curve, closed_by_name) for curve in curves]
     facts = {
         "model": work.name,
         "cluster": given.on,
         "pass": "step" if work.whole else "forward",
         "seq_len": work.seq_len,
-        "tokens": tokens,
+        "tokens": token_grid,
         "curves": [curve.to_json() for curve in curves],
         "crossings": crossings,
     }
@@ -84,8 +84,8 @@ def command(given: Given) -> Answer:
     pictures = {given.png: lambda: _figure(title, _what(work), curves, crossings)}
     points = [
         {"name": curve.name, "tokens": batch, "compute_s": curve.compute_s[n], "total_s": curve.total_s[n],
-         "axes": curve.meshes[n], **{f"comms_s.{k}": s[n] for k, s in curve.comms_s.items()}}
-        for curve in curves for n, batch in enumerate(tokens)
+         "axes": curve.meshes[n], **{f"comms_s.{k}": seconds[n] for k, seconds in curve.comms_s.items()}}
+        for curve in curves for n, batch in enumerate(token_grid)
     ]  # fmt: skip
     basis_text = f"times rest on {(rates or datasheet_calibration(clusters[0].chip)).describe()}"
     return Answer(facts, [*_text(work, given.on, curves, crossings), basis_text], pictures, [points, crossings])
@@ -111,7 +111,7 @@ def _what(work: SweptWork) -> str:
     return "one layer, forward pass" if work.model is None else pass_text
 
 
-def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Facts]) -> Iterator[Piece]:
+def _text(work: SweptWork, on: str, curves: Sequence[Curve], crossings: Sequence[Facts]) -> Iterator[Piece]:
     turns = slice_turns_text(parse_clusters(on)[0])
     yield f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden{turns}"
     first_curve, last_curve = curves[0], curves[-1]
@@ -124,14 +124,14 @@ def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Fac
         columns |= {"which": last_curve.meshes, "shape": last_curve.shapes}
     headings = [Heading("tokens", format_count), *(Heading(name, SHOWS.get(name, format_seconds)) for name in columns)]
     yield Table(headings, list(zip(map(round, last_curve.tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE])
-    for row in found:
+    for row in crossings:
         bound_text, form_text = "no crossing here", ""
         if row["tokens"] is not None:
             bound_text = f"compute-bound from {format_params(row['tokens'])} tokens"
         if row["closed_form"] is not None:
             form_text = f"; in closed form {row['formula']} = {format_params(row['closed_form'])}"
         yield f"{row['name']}: {bound_text}{form_text}"
-    if any(row["closed_form"] for row in found):
+    if any(row["closed_form"] for row in crossings):
         yield "closed forms: How to Scale Your Model, section 5.1.4; N chips, F the width of the layer"
     if work.model is not None:
         yield "batches are cut freely: below a sequence per data shard a plan needs the axis context"
@@ -140,9 +140,9 @@ def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Fac
 # -- picture --------------------------------------------------------------------------------------------
 
 
-def _figure(title: str, what: str, curves: Sequence[Curve], found: Sequence[Facts]) -> Figure:
+def _figure(title: str, what: str, curves: Sequence[Curve], crossings: Sequence[Facts]) -> Figure:
     comms_curves: list[CommsCurve] = []
-    for curve, crossing_facts in zip(curves, found, strict=True):
+    for curve, crossing_facts in zip(curves, crossings, strict=True):
         seconds_of = {curve.name: curve.total_s}
         if len(curves) == 1 and len(curve.comms_s) > 1:
             seconds_of = {**{f"over {axis}": seconds for axis, seconds in curve.comms_s.items()}, **seconds_of}
@@ -158,8 +158,8 @@ def _figure(title: str, what: str, curves: Sequence[Curve], found: Sequence[Fact
                     strong=is_total and curve is curves[-1],
                 )
             )
-    tokens_by_name = {row["name"]: row["tokens"] for row in (found[0], found[-1]) if row["tokens"] is not None}
-    crossings_text = ", ".join(f"{name} {format_params(batch)} tokens" for name, batch in tokens_by_name.items())
+    tokens_by_name = {row["name"]: row["tokens"] for row in (crossings[0], crossings[-1]) if row["tokens"] is not None}
+    crossings_text = ", ".join(f"{name} {format_params(tokens)} tokens" for name, tokens in tokens_by_name.items())
     return comm_compute_figure(
         curves[0].tokens.tolist(),
         comms_curves,

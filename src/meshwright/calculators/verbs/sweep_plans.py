@@ -51,10 +51,10 @@ def refusals(rows: Sequence[Mapping[str, Any]]) -> str:
             rows_of.setdefault(row["reason"].partition(":")[0], []).append(row)
     texts = []
     for kind, refused_rows in rows_of.items():
-        nearest = min(refused_rows, key=lambda row: row["least_bytes"] or 0)
-        word = "such as" if nearest["least_bytes"] is None else "nearest"
-        detail = nearest["reason"].removeprefix(kind).rstrip(".")
-        texts.append(f"{kind} ({len(refused_rows)}, {word} {nearest['label']}{detail})")
+        nearest_row = min(refused_rows, key=lambda row: row["least_bytes"] or 0)
+        word = "such as" if nearest_row["least_bytes"] is None else "nearest"
+        detail_text = nearest_row["reason"].removeprefix(kind).rstrip(".")
+        texts.append(f"{kind} ({len(refused_rows)}, {word} {nearest_row['label']}{detail_text})")
     return f"{sum(map(len, rows_of.values()))} of {len(rows)} points do not run: {'; '.join(texts)}" if texts else ""
 
 
@@ -128,42 +128,42 @@ def command(given: Given) -> Answer:
     state, schedule, zero, context_attention, seq_len and tensor have usual values and may stand alone.
     """
     text_by_option = {"batch": given.batch, "seq_len": given.seq_len}
-    texts = (*(f"{name}={text}" for name, text in text_by_option.items() if text is not None), *given.texts)
-    fields = read_fields(given.models, given.on, texts)
-    varied = varied_fields(fields)
+    field_texts = (*(f"{name}={text}" for name, text in text_by_option.items() if text is not None), *given.texts)
+    fields = read_fields(given.models, given.on, field_texts)
+    varied_names = varied_fields(fields)
     largest_by_chip = {cluster.chip.name: cluster for cluster in fields["on"].values()}
-    rates = {name: rates_for(cluster, given.calibration, fitted=True) for name, cluster in largest_by_chip.items()}
-    points = sweep_points(fields, varied, rates, weak=given.weak)
+    rates_of = {name: rates_for(cluster, given.calibration, fitted=True) for name, cluster in largest_by_chip.items()}
+    points = sweep_points(fields, varied_names, rates_of, weak=given.weak)
     rows = records(points)
     if all(row["axes"] is None for row in rows):
         raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
-    planned = [(point.setting, point.best.strategy) for point in points if point.best]
+    pairs = [(point.setting, point.best.strategy) for point in points if point.best]
     notes = dict.fromkeys(
-        note for setting, strategy in planned for note in (*assumption_notes(setting), *slots_note(setting, strategy))
+        note for setting, strategy in pairs for note in (*assumption_notes(setting), *slots_note(setting, strategy))
     )
-    figure = "hbm_bytes_per_chip" if len(varied) > 1 and given.figure == "memory" else given.figure
-    swept = Swept(rows=rows, varied=varied, figure=figure, weak=given.weak, held="micro" in fields)
-    models = [{"name": name, "params": num_params(model)} for name, model in fields["model"].items()]
+    figure_name = "hbm_bytes_per_chip" if len(varied_names) > 1 and given.figure == "memory" else given.figure
+    swept = Swept(rows=rows, varied=varied_names, figure=figure_name, weak=given.weak, held="micro" in fields)
+    model_rows = [{"name": name, "params": num_params(model)} for name, model in fields["model"].items()]
     facts = {
         **{name: swept.same(name) for name in ("model", "cluster", "seq_len", "tokens_per_step", "limit_bytes")},
-        "axis": varied[0],
-        "fields": {name: list(fields[name]) for name in varied},
+        "axis": varied_names[0],
+        "fields": {name: list(fields[name]) for name in varied_names},
         "scaling": "weak" if given.weak else "strong",
-        "models": models,
+        "models": model_rows,
         "clusters": [cluster.short_name for cluster in fields["on"].values()],
-        "points" if len(varied) == 1 else "cells": rows,
+        "points" if len(varied_names) == 1 else "cells": rows,
     }
-    text = [*swept.text(), *notes, *map(describe, fields["model"].values())]
+    pieces = [*swept.text(), *notes, *map(describe, fields["model"].values())]
     raw = [{"memory_bytes" if name == "memory" else name: value for name, value in row.items()} for row in rows]
-    return Answer(facts, list(filter(None, text)), {given.png: swept.picture}, [raw])
+    return Answer(facts, list(filter(None, pieces)), {given.png: swept.picture}, [raw])
 
 
 def varied_fields(fields: SweptFields) -> list[str]:
     """Returns the one or two fields that have several values, "on" if none has. Raises InputError for more."""
-    varied = [name for name, values in fields.items() if len(values) > 1] or ["on"]
-    if len(varied) > 2:
-        raise InputError(f"{', '.join(varied)} are {len(varied)} fields. Sweep at most two at a time.")
-    return varied
+    varied_names = [name for name, values in fields.items() if len(values) > 1] or ["on"]
+    if len(varied_names) > 2:
+        raise InputError(f"{', '.join(varied_names)} are {len(varied_names)} fields. Sweep at most two at a time.")
+    return varied_names
 
 
 class Swept(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,8 +222,8 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         if self.held:
             fsdp_varies = len({row["axes"].get("fsdp") for row in rows}) > 1
             return "fsdp takes the chips that are left; with fsdp=1 data takes them" if fsdp_varies else ""
-        start = "each value has its own best plan, with other"
-        return f"{start} {', '.join(changed_words)}; micro=1 in place of a batch holds them" if changed_words else ""
+        opening = "each value has its own best plan, with other"
+        return f"{opening} {', '.join(changed_words)}; micro=1 in place of a batch holds them" if changed_words else ""
 
     def text(self) -> Iterator[Piece]:
         """Yields the figures as a table or a grid, and why a point does not run."""
@@ -248,14 +248,14 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
 
     def memory(self, first: Facts) -> Iterator[Piece]:
         """Yields the memory of a chip by item at every point."""
-        unit, unit_name = si_scale(max(row["hbm_bytes_per_chip"] or 0.0 for row in self.rows), "B")
+        unit_bytes, unit_name = si_scale(max(row["hbm_bytes_per_chip"] or 0.0 for row in self.rows), "B")
 
         def scaled(size: float) -> str:
-            return f"{size / unit:.3g}"
+            return f"{size / unit_bytes:.3g}"
 
         item_columns = {header: (f"memory/{item}", scaled) for header, item in ITEMS.items()}
-        totals = {"total": ("hbm_bytes_per_chip", scaled), "fits": ("fits", lambda fits: "yes" if fits else "no")}
-        yield Table.of(self.rows, first | item_columns | totals, f"memory of a chip in {unit_name}")
+        total_cols = {"total": ("hbm_bytes_per_chip", scaled), "fits": ("fits", lambda fits: "yes" if fits else "no")}
+        yield Table.of(self.rows, first | item_columns | total_cols, f"memory of a chip in {unit_name}")
         limit_bytes = self.same("limit_bytes")
         yield f"a chip holds {format_bytes(limit_bytes)}" if limit_bytes else "the memory of a chip is not known"
         yield f"{FULLEST}, so that an item can jump from row to row"
@@ -265,13 +265,13 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         col_key, row_key = self.varied
         cells = {}
         for row in self.rows:
-            headline, *mesh = self.lines(row)
+            headline, *mesh_lines = self.lines(row)
             mark = f" {TOO_LARGE}" if row["axes"] is not None and row.get("fits") is False else ""
-            cells[row["values"][col_key], row["values"][row_key]] = "\n".join([headline + mark, *mesh])
+            cells[row["values"][col_key], row["values"][row_key]] = "\n".join([headline + mark, *mesh_lines])
         columns, rows = (list(dict.fromkeys(row["values"][name] for row in self.rows)) for name in self.varied)
-        per_table = max(1, (width() - max(map(len, (*rows, row_key))) - 2) // CELL_WIDTH)
-        for start in range(0, len(columns), per_table):
-            names = columns[start : start + per_table]
+        num_cols = max(1, (width() - max(map(len, (*rows, row_key))) - 2) // CELL_WIDTH)
+        for start_col in range(0, len(columns), num_cols):
+            names = columns[start_col : start_col + num_cols]
             yield Table([self.header(row_key), *names], [[row, *(cells[name, row] for name in names)] for row in rows])
         mark = f"{TOO_LARGE} does not fit; " * any(TOO_LARGE in text for text in cells.values())
         yield f"columns are values of {self.header(col_key)}; {self.meanings}; {mark}{refusals(self.rows) or 'all run'}"
@@ -292,15 +292,15 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
 
     def picture(self) -> Figure:
         """Returns curves over one field, bars of memory, or the heatmap of two fields."""
-        planned = [row for row in self.rows if row["axes"] is not None]
-        texts = [self.shared, self.changing, FULLEST if self.figure == "memory" else ""]
-        words, limit_bytes = {"title": self.title, "subtitle": "; ".join(filter(None, texts))}, self.same("limit_bytes")
+        rows = [row for row in self.rows if row["axes"] is not None]
+        notes = [self.shared, self.changing, FULLEST if self.figure == "memory" else ""]
+        words, limit_bytes = {"title": self.title, "subtitle": "; ".join(filter(None, notes))}, self.same("limit_bytes")
         if len(self.varied) > 1:
             return self.heatmap()
         if self.figure == "memory":
-            bars = {row["label"]: {item.replace("_", " "): v for item, v in row["memory"].items()} for row in planned}
-            return memory_figure(bars, limit_bytes=limit_bytes, **words)
-        return scaling_figure(planned, over=self.varied[0], limit_bytes=limit_bytes, **words)
+            bytes_of = {row["label"]: {item.replace("_", " "): v for item, v in row["memory"].items()} for row in rows}
+            return memory_figure(bytes_of, limit_bytes=limit_bytes, **words)
+        return scaling_figure(rows, over=self.varied[0], limit_bytes=limit_bytes, **words)
 
     def heatmap(self) -> Figure:
         """Returns a heatmap: rows are values of the first field, columns of the second."""
@@ -308,8 +308,8 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         cells = []
         for row in self.rows:
             value = None if row[self.figure] is None else row[self.figure] * figure.times
-            position, is_fitting = (row["values"][col_key], row["values"][row_key]), row.get("fits") is not False
-            cells.append(HeatCell(*position, value, self.lines(row), is_fitting or value is None))
+            cell_values, is_fitting = (row["values"][col_key], row["values"][row_key]), row.get("fits") is not False
+            cells.append(HeatCell(*cell_values, value, self.lines(row), is_fitting or value is None))
         return heatmap_figure(
             cells,
             axes=[self.header(name) for name in self.varied],

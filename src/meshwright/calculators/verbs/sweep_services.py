@@ -85,16 +85,16 @@ def command(given: Given) -> Answer:
     for name in ("prompt", "output"):
         if name not in fields:
             raise InputError(f"a sweep of services needs {name}. Write {name}=512, or several values.")
-    varied, points = varied_fields(fields), combinations(fields)
+    varied_names, points = varied_fields(fields), combinations(fields)
     rates = {cluster.chip.name: rates_for(cluster, given.calibration, fitted=True) for cluster in fields["on"].values()}
-    rows = [_point(texts, values, varied, rates) for texts, values in points]
+    rows = [_point(texts, values, varied_names, rates) for texts, values in points]
     if all(row["axes"] is None for row in rows):
         raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
-    swept = SweptServices(rows=rows, varied=varied, figure=given.figure)
+    swept = SweptServices(rows=rows, varied=varied_names, figure=given.figure)
     facts = {
         **{name: swept.same(name) for name in ("model", "cluster")},
-        "fields": {name: list(fields[name]) for name in varied},
-        "points" if len(varied) == 1 else "cells": rows,
+        "fields": {name: list(fields[name]) for name in varied_names},
+        "points" if len(varied_names) == 1 else "cells": rows,
     }
     return Answer(facts, list(swept.text()), {given.png: swept.picture}, [rows])
 
@@ -126,29 +126,29 @@ class SweptServices(Swept, frozen=True, kw_only=True):
         return service_figure(served_rows, over=self.varied[0], title=self.title, subtitle=self.shared)
 
 
-def _point(shown: dict[str, str], at: Facts, varied: list[str], rates: Mapping[str, Calibration | None]) -> Facts:
+def _point(text_of: dict[str, str], point: Facts, varied: list[str], rates: Mapping[str, Calibration | None]) -> Facts:
     """Returns the best service of one combination of values, or why there is none."""
-    by_section = parse_fields(
-        [f"{name}={value}" for name, value in at.items() if name not in OWN], sections=("model", "strategy")
+    fields_by_section = parse_fields(
+        [f"{name}={value}" for name, value in point.items() if name not in OWN], sections=("model", "strategy")
     )
-    mesh_axes = take_axes(None, by_section["strategy"])
-    for name in by_section["strategy"]:
+    mesh_axes = take_axes(None, fields_by_section["strategy"])
+    for name in fields_by_section["strategy"]:
         raise InputError(f"{name} is no field of a service. Sweep {', '.join(SERVED)}, weights, kv, tensor or expert.")
-    service = Service(**{field: read(at[name], what=name) for name, (field, read) in SERVED.items() if name in at})
-    cluster, model = at["on"], with_fields(at["model"], "model", by_section["model"])
-    values = {name: shown[name] for name in varied}
+    service = Service(**{field: read(point[key], what=key) for key, (field, read) in SERVED.items() if key in point})
+    cluster, model = point["on"], with_fields(point["model"], "model", fields_by_section["model"])
+    varied_texts = {name: text_of[name] for name in varied}
     row: Facts = {
-        "label": ", ".join(f"{name} {value}" for name, value in values.items()),
-        "values": values,
+        "label": ", ".join(f"{name} {value}" for name, value in varied_texts.items()),
+        "values": varied_texts,
         "model": model.name,
         "cluster": cluster.short_name,
         "chip": cluster.chip.name,
-        "held": ", ".join(f"{name} {shown[name]}" for name in at if name not in (*varied, "model", "on")),
+        "held": ", ".join(f"{name} {text_of[name]}" for name in point if name not in (*varied, "model", "on")),
         **dict.fromkeys(
             ("reason", "least_bytes", "kv", "batch_seqs", "axes", "engines", "num_engines", "prefill_engines", *OF_PLAN)
         ),
     }
-    dtypes = stored_dtypes(*((at[name],) if name in at else () for name in ("weights", "kv")), chip=cluster.chip)
+    dtypes = stored_dtypes(*((point[name],) if name in point else () for name in ("weights", "kv")), chip=cluster.chip)
     try:
         setting = service_setting(model, cluster, rates.get(cluster.chip.name))
         best_plan = plan_service(setting, service, stored=dtypes, axes=mesh_axes).plans[0]
@@ -156,10 +156,10 @@ def _point(shown: dict[str, str], at: Facts, varied: list[str], rates: Mapping[s
         reason_kind = next((reason_kind for reason_kind, words in REFUSED.items() if words in str(error)), "no engine")
         return {**row, "reason": f"{reason_kind}: {error}"}
     generate, prefill = best_plan.generate, best_plan.prefill
-    figures = {**best_plan.to_json(), "bound_by": generate.bound_by}
+    figure_of = {**best_plan.to_json(), "bound_by": generate.bound_by}
     return {
         **row,
-        **{name: figures[name] for name in OF_PLAN},
+        **{name: figure_of[name] for name in OF_PLAN},
         "kv": best_plan.cache,
         "batch_seqs": generate.batch_seqs,
         "axes": dict(generate.strategy.mesh),

@@ -44,8 +44,8 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Multiply on an array of SHAPE cells (rows x columns, such as 8x8): cycles, utilisation, bubble."""
-    rows, cols = array = _array_shape(given.shape, given.on)
-    depth, width = _shape(given.weights_shape, "--weights") if given.weights_shape else array
+    rows, cols = array_shape = _array_shape(given.shape, given.on)
+    depth, width = _shape(given.weights_shape, "--weights") if given.weights_shape else array_shape
     cycles = systolic_cycles(given.num_inputs, depth, width, rows=rows, cols=cols)
     facts: Facts = {
         "rows": rows,
@@ -57,7 +57,7 @@ def command(given: Given) -> Answer:
         "simulated_cycles": None,
         "product_is_right": None,
         "busy_cells": None,
-        **_speed(cycles, array, given.on),
+        **_speed(cycles, array_shape, given.on),
     }
     if max(cycles.total * rows * cols, given.num_inputs * depth * width) <= MAX_CELL_UPDATES:
         inputs, weights = _matrices(given, depth, width)
@@ -65,7 +65,7 @@ def command(given: Given) -> Answer:
         facts |= {"simulated_cycles": len(busy_cells), "busy_cells": busy_cells}
         facts["product_is_right"] = bool((product == inputs @ weights).all())
     if given.png or given.folder:
-        facts["files"] = _draw(given, _matrices(given, depth, width, low=1), cycles, array)
+        facts["files"] = _draw(given, _matrices(given, depth, width, low=1), cycles, array_shape)
     facts_without_busy = {name: value for name, value in facts.items() if name != "busy_cells"}
     return Answer(facts, _text(facts, cycles), raw=[[facts_without_busy]])
 
@@ -91,62 +91,62 @@ def _matrices(given: Given, depth: int, width: int, *, low: int = -9) -> tuple[M
     return rng.integers(low, 10, (given.num_inputs, depth)), rng.integers(low, 10, (depth, width))
 
 
-def _speed(counted: SystolicCycles, array: tuple[int, int], on: str | None) -> Facts:
+def _speed(cycles: SystolicCycles, shape: tuple[int, int], on: str | None) -> Facts:
     """Returns seconds and FLOP/s of one array at a chip's clock; None if no clock is published."""
     unit = None if on is None else chip(on)
     clock_hz = unit and unit.clock_hz
-    peak_flops = clock_hz and 2 * array[0] * array[1] * clock_hz
+    peak_flops = clock_hz and 2 * shape[0] * shape[1] * clock_hz
     return {
         "chip": unit and unit.name,
-        "time_s": clock_hz and counted.total / clock_hz,
+        "time_s": clock_hz and cycles.total / clock_hz,
         "peak_flops": peak_flops,
-        "flops_per_s": peak_flops and peak_flops * counted.useful_share,
+        "flops_per_s": peak_flops and peak_flops * cycles.useful_share,
     }
 
 
-def _text(found: Facts, counted: SystolicCycles) -> Iterator[Piece]:
-    rows, cols, num_tiles = found["rows"], found["cols"], counted.num_tiles
-    depth, width = found["weights"]
+def _text(facts: Facts, cycles: SystolicCycles) -> Iterator[Piece]:
+    rows, cols, num_tiles = facts["rows"], facts["cols"], cycles.num_tiles
+    depth, width = facts["weights"]
     tiles_text = f", in {num_tiles:,} tiles" if num_tiles > 1 else ""
     yield Table(
         ["phase", "cycles", "what happens"],
         [
-            ["load", counted.load, "weights move down until the first column is full"],
-            ["fill", counted.fill, "inputs enter; the far corner does not work yet"],
-            ["stream", counted.stream, "inputs enter while the far corner works"],
-            ["drain", counted.drain, "none enter; the last ones reach the far corner"],
-            ["total", counted.total, f"M + (t - 1) max(B, M) + B + M + N - 2, t = {num_tiles:,}"],
+            ["load", cycles.load, "weights move down until the first column is full"],
+            ["fill", cycles.fill, "inputs enter; the far corner does not work yet"],
+            ["stream", cycles.stream, "inputs enter while the far corner works"],
+            ["drain", cycles.drain, "none enter; the last ones reach the far corner"],
+            ["total", cycles.total, f"M + (t - 1) max(B, M) + B + M + N - 2, t = {num_tiles:,}"],
         ],
-        f"[{found['inputs']:,}, {depth:,}] x [{depth:,}, {width:,}] on {rows} x {cols} cells{tiles_text}",
+        f"[{facts['inputs']:,}, {depth:,}] x [{depth:,}, {width:,}] on {rows} x {cols} cells{tiles_text}",
     )
-    yield Fact("utilisation", f"{counted.useful_share:.1%} of cells x cycles; bubble {found['bubble_share']:.1%}")
-    yield Fact("many tiles", f"tend to {counted.steady_share:.1%}: the next weights move in while these work")
-    if found["time_s"] is not None:
-        rate_text = f"{format_flops(found['flops_per_s'])} of {format_flops(found['peak_flops'])}"
-        yield Fact(f"one MXU of {found['chip']}", f"{format_seconds(found['time_s'])}, {rate_text}")
-    elif found["chip"]:
-        yield Fact("time", f"not known: no clock of {found['chip']} is published (clock_hz)")
-    if found["product_is_right"] is None:
+    yield Fact("utilisation", f"{cycles.useful_share:.1%} of cells x cycles; bubble {facts['bubble_share']:.1%}")
+    yield Fact("many tiles", f"tend to {cycles.steady_share:.1%}: the next weights move in while these work")
+    if facts["time_s"] is not None:
+        rate_text = f"{format_flops(facts['flops_per_s'])} of {format_flops(facts['peak_flops'])}"
+        yield Fact(f"one MXU of {facts['chip']}", f"{format_seconds(facts['time_s'])}, {rate_text}")
+    elif facts["chip"]:
+        yield Fact("time", f"not known: no clock of {facts['chip']} is published (clock_hz)")
+    if facts["product_is_right"] is None:
         yield Fact("proof", "too large to run cell by cell here")
     else:
-        how = "equal to" if found["product_is_right"] else "NOT equal to"
-        yield Fact("proof", f"ran {found['simulated_cycles']:,} cycles on integers: {how} the product of the matrices")
+        how = "equal to" if facts["product_is_right"] else "NOT equal to"
+        yield Fact("proof", f"ran {facts['simulated_cycles']:,} cycles on integers: {how} the product of the matrices")
 
 
 # -- pictures -------------------------------------------------------------------------------------------
 
 
-def _draw(given: Given, matrices: tuple[Matrix, Matrix], counted: SystolicCycles, array: tuple[int, int]) -> list[str]:
+def _draw(given: Given, matrices: tuple[Matrix, Matrix], cycles: SystolicCycles, shape: tuple[int, int]) -> list[str]:
     """Draws a few cycles in one picture, or every cycle in a folder, or both; returns the files."""
-    rows, cols = array
-    if given.folder and counted.total > MAX_FRAMES:
-        raise InputError(f"{counted.total:,} cycles are too many pictures. Draw at most {MAX_FRAMES}, or use --png.")
+    rows, cols = shape
+    if given.folder and cycles.total > MAX_FRAMES:
+        raise InputError(f"{cycles.total:,} cycles are too many pictures. Draw at most {MAX_FRAMES}, or use --png.")
     title = f"{rows} x {cols} systolic array, {given.num_inputs} inputs"
     written_paths = []
     if given.png:
-        chosen_frames = frames(*matrices, rows=rows, cols=cols, cycles=telling_cycles(counted))
-        note = f"{counted.total} cycles in all, {counted.useful_share:.0%} of cells x cycles multiply"
-        written_paths.append(save(systolic_figure(chosen_frames, title=title, subtitle=note), given.png))
+        chosen_frames = frames(*matrices, rows=rows, cols=cols, cycles=telling_cycles(cycles))
+        cycles_text = f"{cycles.total} cycles in all, {cycles.useful_share:.0%} of cells x cycles multiply"
+        written_paths.append(save(systolic_figure(chosen_frames, title=title, subtitle=cycles_text), given.png))
     if given.folder:
         for frame in frames(*matrices, rows=rows, cols=cols):
             figure = systolic_figure([frame], title=title)
@@ -162,8 +162,8 @@ def telling_cycles(counted: SystolicCycles) -> tuple[int, ...]:
     far = load + counted.drain
     cycles = [load, far, last, load // 2, load + counted.fill // 2, entered + counted.drain // 2, (entered + far) // 2]
     even_cycles = [round(last * part / MAX_PANELS) for part in range(1, MAX_PANELS)]
-    ordered = dict.fromkeys(min(last, cycle) for cycle in (*cycles, load - 1, *even_cycles, *range(last)))
-    return tuple(sorted(list(ordered)[:MAX_PANELS]))
+    ordered_cycles = dict.fromkeys(min(last, cycle) for cycle in (*cycles, load - 1, *even_cycles, *range(last)))
+    return tuple(sorted(list(ordered_cycles)[:MAX_PANELS]))
 
 
 def frames(
@@ -198,10 +198,10 @@ def frames(
     return tuple(drawn_frames)
 
 
-def _cells(values: Matrix, shown: NDArray[np.bool_]) -> tuple[tuple[int | None, ...], ...]:
+def _cells(values: Matrix, shown_cells: NDArray[np.bool_]) -> tuple[tuple[int | None, ...], ...]:
     return tuple(
         tuple(int(value) if is_shown else None for value, is_shown in zip(row, shown_row, strict=True))
-        for row, shown_row in zip(values, shown, strict=True)
+        for row, shown_row in zip(values, shown_cells, strict=True)
     )
 
 

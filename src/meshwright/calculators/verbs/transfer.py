@@ -97,16 +97,16 @@ def command(given: Given) -> Answer:
         legs += route(cluster, source, target, num_bytes, via=given.via)
     legs += [parse_leg(text, cluster.chip, num_bytes=num_bytes, dtype=given.dtype) for text in given.extra]
     time_facts = transfer_times(legs)
-    unit_of_leg = ["FLOP" if leg.channel == "compute" else "bytes" for leg in legs]
-    rows = [{**asdict(leg), "unit": unit, "send_s": leg.send_s} for leg, unit in zip(legs, unit_of_leg, strict=True)]
+    units = ["FLOP" if leg.channel == "compute" else "bytes" for leg in legs]
+    rows = [{**asdict(leg), "unit": unit, "send_s": leg.send_s} for leg, unit in zip(legs, units, strict=True)]
     facts = {"cluster": cluster.short_name, "bytes": num_bytes, "legs": rows, **time_facts}
-    text = _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, time_facts)
-    return Answer(facts, text, raw=[rows, [facts]])
+    pieces = _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, time_facts)
+    return Answer(facts, pieces, raw=[rows, [facts]])
 
 
-def _transfer_text(title: str, legs: list[TransferLeg], found: Facts) -> Iterator[Piece]:
+def _transfer_text(title: str, legs: list[TransferLeg], facts: Facts) -> Iterator[Piece]:
     rows = []
-    for number, leg in enumerate(legs, 1):
+    for leg_number, leg in enumerate(legs, 1):
         amount, rate = (format_flop_count, format_flops) if leg.channel == "compute" else (format_bytes, format_rate)
         lanes_text = f"{leg.lanes} x " if leg.lanes > 1 else ""
         cells = (
@@ -115,17 +115,17 @@ def _transfer_text(title: str, legs: list[TransferLeg], found: Facts) -> Iterato
             format_seconds(leg.latency_s),
             format_seconds(leg.send_s),
         )
-        rows.append([f"{number}  {leg.name}", leg.channel, *cells])
+        rows.append([f"{leg_number}  {leg.name}", leg.channel, *cells])
     yield Table(["leg", "channel", "amount", "rate", "latency", "time"], rows, title)
-    text_by_field = {name: format_seconds(value) for name, value in found.items() if isinstance(value, float)}
+    text_by_field = {name: format_seconds(value) for name, value in facts.items() if isinstance(value, float)}
     yield Fact("first byte", f"{text_by_field['first_byte_s']} (the latency of every hop)", column=COLUMN)
-    slowest = max(legs, key=lambda leg: leg.send_s)
-    yield Fact("slowest leg", f"{slowest.name} ({slowest.channel}), {text_by_field['slowest_leg_s']}", column=COLUMN)
+    slow_leg = max(legs, key=lambda leg: leg.send_s)
+    yield Fact("slowest leg", f"{slow_leg.name} ({slow_leg.channel}), {text_by_field['slowest_leg_s']}", column=COLUMN)
     total_text = f"{text_by_field['time_s_pipelined']} pipelined: first byte + slowest leg"
     if len(legs) > 1:
         total_text += f"; {text_by_field['time_s_in_turn']} if each leg waits for the one before"
     yield Fact("last byte", total_text, column=COLUMN)
-    yield Fact("bound by", found["bound_by"], column=COLUMN)
+    yield Fact("bound by", facts["bound_by"], column=COLUMN)
 
 
 # -- collectives ----------------------------------------------------------------------------------------
@@ -182,10 +182,10 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
     return Answer(facts, _collectives_text(facts))
 
 
-def _rates_text(cluster: Cluster, legs: tuple[Leg, ...], measured: Calibration | None) -> str:
+def _rates_text(cluster: Cluster, legs: tuple[Leg, ...], calibration: Calibration | None) -> str:
     """Returns what rates the links have: those of the lines, and the shares that plans take, or a calibration's."""
-    if measured is not None:
-        return measured.describe()
+    if calibration is not None:
+        return calibration.describe()
     fitted, levels = fitted_calibration(cluster.chip), dict.fromkeys(leg.level for leg in legs)
     share_texts = [f"{getattr(fitted.efficiency, level):.0%} of {level}" for level in levels] if fitted else []
     return "line rates of the data sheet" + (f"; plans take the fitted {', '.join(share_texts)}" if share_texts else "")
@@ -209,12 +209,12 @@ def one_way_rates(legs: tuple[Leg, ...], calibration: Calibration | None = None)
     if calibration is not None:
         efficiency, hop_s = calibration.efficiency.ici, calibration.hop_s.get("ici", hop_s)
     s_per_byte, ring_latency_s = leg.sharing / (leg.bytes_per_s * efficiency), ring_hops(leg.size) * hop_s
-    once_around = KindRate(s_per_byte, ring_latency_s, level="ici")
+    ring_rate = KindRate(s_per_byte, ring_latency_s, level="ici")
     return GroupRates(
         size=leg.size,
         kinds={
-            "all_gather": once_around,
-            "reduce_scatter": once_around,
+            "all_gather": ring_rate,
+            "reduce_scatter": ring_rate,
             "all_reduce": KindRate(2 * s_per_byte, 2 * ring_latency_s, level="ici"),
             "all_to_all": KindRate(s_per_byte / 2, ring_latency_s, level="ici"),
             "permute": KindRate(s_per_byte, hop_s, level="ici"),
@@ -232,35 +232,35 @@ def link_bytes(kind: CollectiveKind, num_bytes: float, legs: tuple[Leg, ...], *,
 def _latency_forms(legs: tuple[Leg, ...]) -> dict[str, float] | None:
     """Returns hops and latency of a gather over switches, in a ring and in a tree; None without switches."""
     network_legs = [leg for leg in legs if leg.level in ("network", "dcn")]
-    forms: dict[str, float] = {}
-    for name, num_hops in (("ring", ring_hops), ("tree", tree_hops)):
-        forms[f"{name}_hops"] = sum(num_hops(leg.size) for leg in network_legs)
-        forms[f"{name}_s"] = sum(num_hops(leg.size) * leg.hop_s for leg in network_legs)
-    return forms if network_legs else None
+    value_by_form: dict[str, float] = {}
+    for name, count_hops in (("ring", ring_hops), ("tree", tree_hops)):
+        value_by_form[f"{name}_hops"] = sum(count_hops(leg.size) for leg in network_legs)
+        value_by_form[f"{name}_s"] = sum(count_hops(leg.size) * leg.hop_s for leg in network_legs)
+    return value_by_form if network_legs else None
 
 
-def _collectives_text(found: Facts) -> Iterator[Piece]:
+def _collectives_text(facts: Facts) -> Iterator[Piece]:
     title = (
-        f"{format_bytes(found['bytes'])} (the whole array) over {','.join(found['axes'])} of {found['cluster']}: "
-        f"{counted(found['group_size'], 'chip')}{'' if found['two_way'] else ', one way round'}"
+        f"{format_bytes(facts['bytes'])} (the whole array) over {','.join(facts['axes'])} of {facts['cluster']}: "
+        f"{counted(facts['group_size'], 'chip')}{'' if facts['two_way'] else ', one way round'}"
     )
-    kinds = [row["kind"] for row in found["collectives"]]
-    has_link_bytes = any(row["link_bytes"] is not None for row in found["collectives"])
+    kinds = [row["kind"] for row in facts["collectives"]]
+    has_link_bytes = any(row["link_bytes"] is not None for row in facts["collectives"])
     link_column = {"over a link": "link_bytes"} if has_link_bytes else {}
-    yield Table.of(found["collectives"], {**COLUMNS, **link_column}, title)
+    yield Table.of(facts["collectives"], {**COLUMNS, **link_column}, title)
     if has_link_bytes:
         ways_text = (
             "both directions of the ring are used, and this is their mean"
-            if found["two_way"]
+            if facts["two_way"]
             else "the ring is used in one direction"
         )
         yield f"over a link: bytes that cross each link of the ring in one direction; {ways_text}"
-    yield f"rates: {found['rates']}"
-    if found["turns"] and "reduce_scatter" in kinds:
-        yield found["turns"]
+    yield f"rates: {facts['rates']}"
+    if facts["turns"] and "reduce_scatter" in kinds:
+        yield facts["turns"]
     if "permute" in kinds:
         yield "permute: each chip sends this many bytes to its neighbour"
-    forms = found["latency_forms"]
+    forms = facts["latency_forms"]
     if forms:
         yield (
             f"latency of the network for one gather: ring {forms['ring_hops']:,} hops, "
@@ -273,19 +273,19 @@ def _collectives_text(found: Facts) -> Iterator[Piece]:
 
 
 def _draw_frames(
-    path: Path, kind: CollectiveKind | None, legs: tuple[Leg, ...], on: str, *, two_way: bool
+    path: Path, kind: CollectiveKind | None, legs: tuple[Leg, ...], place: str, *, two_way: bool
 ) -> list[str]:
     """Draws all steps in one picture, or one picture a step if the path is a folder; returns the files."""
     from meshwright.report.arrays.ring import MAX_DEVICES, Numbers, ring_figure
     from meshwright.report.figure import PICTURES, save
 
-    to_draw = next((drawable for drawable in DRAWN_KINDS if drawable == kind), None)
-    if to_draw is None:
-        kinds = f"{', '.join(DRAWN_KINDS[:-1])} or {DRAWN_KINDS[-1]}"
-        raise InputError(f"--frames draws one collective: give --collective {kinds}.")
+    draw_kind = next((drawable for drawable in DRAWN_KINDS if drawable == kind), None)
+    if draw_kind is None:
+        kinds_text = f"{', '.join(DRAWN_KINDS[:-1])} or {DRAWN_KINDS[-1]}"
+        raise InputError(f"--frames draws one collective: give --collective {kinds_text}.")
     if len(legs) != 1:
         raise InputError("--frames draws one axis. Name one --axis, such as x of v5e:4x4 or domain of h100:8x4.")
-    leg, size, moves = legs[0], int(legs[0].size), leg_moves(to_draw, legs[0], two_way=two_way)
+    leg, size, moves = legs[0], int(legs[0].size), leg_moves(draw_kind, legs[0], two_way=two_way)
     if size > MAX_DEVICES:
         raise InputError(f"--frames shows at most {MAX_DEVICES} devices and the axis has {size}. Name a smaller one.")
     shape, usage = "a line", "both directions of each link are used"
@@ -293,10 +293,10 @@ def _draw_frames(
         shape, usage = ("a switch", "in one step") if len(moves) == 1 else ("trees", "each step reaches twice as far")
     elif leg.wraps:
         shape, usage = "a ring", "both ways round" if two_way else "one way round"
-    frames = collective_frames(to_draw, size, moves)
-    title = f"{BOOK_NAMES[to_draw]} on {shape} of {size}: {len(frames) - 1} step{'s' * (len(frames) > 2)}"
-    subtitle = f"{WORDS[to_draw]}; {usage} ({on})."
-    numbers: Numbers = "sources" if to_draw == "all_gather" else "blocks" if to_draw == "all_to_all" else "addends"
+    frames = collective_frames(draw_kind, size, moves)
+    title = f"{BOOK_NAMES[draw_kind]} on {shape} of {size}: {len(frames) - 1} step{'s' * (len(frames) > 2)}"
+    subtitle = f"{WORDS[draw_kind]}; {usage} ({place})."
+    numbers: Numbers = "sources" if draw_kind == "all_gather" else "blocks" if draw_kind == "all_to_all" else "addends"
     if path.suffix.lower() in PICTURES:
         paths = [save(ring_figure(frames, title=title, subtitle=subtitle, numbers=numbers), path)]
     else:

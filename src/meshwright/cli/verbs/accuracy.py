@@ -54,9 +54,9 @@ def command(given: Given) -> Answer:
 
     The default FILE has the published steps of this repository: benchmarks/data/published_training.jsonl.
     """
-    default_file = KERNELS if given.kernels else PUBLISHED
-    if given.file == PUBLISHED and not default_file.exists():
-        raise InputError(f"{default_file}, the default, is in a checkout of meshwright. Work there, or give a FILE.")
+    default_path = KERNELS if given.kernels else PUBLISHED
+    if given.file == PUBLISHED and not default_path.exists():
+        raise InputError(f"{default_path}, the default, is in a checkout of meshwright. Work there, or give a FILE.")
     if given.kernels:
         return _kernels(given)
     records = read_records(given.file)
@@ -71,12 +71,12 @@ def command(given: Given) -> Answer:
     result = accuracy(chosen_records, datasheet=given.datasheet)
     basis = "data-sheet rates" if given.datasheet else "fitted numbers"
     table = Table.of(result.predictions, RECORDS)
-    text = [*_accuracy_text(result, title=basis)]
+    pieces = [*_accuracy_text(result, title=basis)]
     if given.worst:
         worst_predictions = sorted(result.predictions, key=lambda prediction: -abs(prediction.error))[: given.worst]
-        text.append(Table.of(worst_predictions, {"worst": "id", **{name: RECORDS[name] for name in SHOWN_OF_WORST}}))
-    text += [table] if given.every else []
-    return Answer(result.to_json(), text, {given.png: lambda: _figure(result, basis)}, [table, _summaries(result)])
+        pieces.append(Table.of(worst_predictions, {"worst": "id", **{name: RECORDS[name] for name in SHOWN_OF_WORST}}))
+    pieces += [table] if given.every else []
+    return Answer(result.to_json(), pieces, {given.png: lambda: _figure(result, basis)}, [table, _summaries(result)])
 
 
 RECORDS: TableColumns = {
@@ -91,58 +91,58 @@ RECORDS: TableColumns = {
 SHOWN_OF_WORST = ("measured", "predicted", "error")
 
 
-def _figure(found: Accuracy, how: str) -> Any:
+def _figure(result: Accuracy, basis: str) -> Any:
     from meshwright.report.plans.measured import accuracy_figure
 
-    summary = found.summary()
+    summary = result.summary()
     if not summary.n:
         raise InputError("no record is predicted, so there is nothing to draw. Leave out --png, or name another file.")
-    subtitle = f"{summary.n:,} published training steps, {how}; grey: within 20%"
-    return accuracy_figure(found.predictions, title="Predicted against measured", subtitle=subtitle)
+    subtitle = f"{summary.n:,} published training steps, {basis}; grey: within 20%"
+    return accuracy_figure(result.predictions, title="Predicted against measured", subtitle=subtitle)
 
 
-def _accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
+def _accuracy_text(result: Accuracy, *, title: str) -> Iterator[Piece]:
     """Yields the table by group, and the records that were not predicted."""
-    yield _summaries(found, f"{title}: errors")
-    pick = found.regret()
+    yield _summaries(result, f"{title}: errors")
+    pick = result.regret()
     if pick.regret is not None:
         yield (
             f"the pick: of the configurations measured for one job, the one predicted fastest takes {pick.regret:.1%} "
             f"longer than the fastest ({pick.num_jobs} jobs, right in {pick.right:.0%}); a random one {pick.random:.0%}"
         )
-    unadapted = [prediction for prediction in found.predictions if not prediction.adapters]
-    if unadapted and (rest := len(found.predictions) - len(unadapted)):
+    unadapted = [prediction for prediction in result.predictions if not prediction.adapters]
+    if unadapted and (rest := len(result.predictions) - len(unadapted)):
         mape = summarise(unadapted).mape
         yield f"all: {rest:,} train adapters and are in no fit; the other {len(unadapted):,} have a MAPE of {mape:.1%}"
-    unfitted = [prediction for prediction in found.predictions if not prediction.fitted]
-    if unfitted and len(unfitted) < len(found.predictions):
-        chips_text = ", ".join(dict.fromkeys(prediction.chip for prediction in unfitted))
-        yield f"by data-sheet rates: {len(unfitted):,}, nothing is fitted for {chips_text}"
-    for reason, ids in found.reasons().items():
+    unfitted_predictions = [prediction for prediction in result.predictions if not prediction.fitted]
+    if unfitted_predictions and len(unfitted_predictions) < len(result.predictions):
+        chips_text = ", ".join(dict.fromkeys(prediction.chip for prediction in unfitted_predictions))
+        yield f"by data-sheet rates: {len(unfitted_predictions):,}, nothing is fitted for {chips_text}"
+    for reason, ids in result.reasons().items():
         ids_text = ", ".join(ids[:MAX_NAMED]) if len(ids) <= MAX_NAMED else f"{ids[0]} and {len(ids) - 1:,} more"
         yield f"not predicted: {len(ids):,}, {reason} ({ids_text})"
 
 
-def _summaries(found: Accuracy, title: str = "") -> Table:
+def _summaries(result: Accuracy, title: str = "") -> Table:
     """Returns one row per group with a prediction, then core training and everything."""
-    rows = [(group or "no group", found.summary(group=group)) for group in found.groups]
-    rows = [(group, summary) for group, summary in rows if summary.n]
-    if found.what == "decode":
-        kinds = {kind: [row for row in found.predictions if row.group.endswith(kind)] for kind in ("dense", "experts")}
-        rows += [(kind, summarise(predictions)) for kind, predictions in kinds.items() if predictions]
-    core_name = "core training" if found.what == "train" else f"core {found.what}"
-    rows += [(f"{core_name}{' of ' * bool(date)}{date}", summary) for date, summary in found.cores.items()]
-    rows += [("all", found.summary())]
-    percent, signed_percent, whole_percent = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
+    summaries = [(group or "no group", result.summary(group=group)) for group in result.groups]
+    summaries = [(group, summary) for group, summary in summaries if summary.n]
+    if result.what == "decode":
+        kinds = {kind: [row for row in result.predictions if row.group.endswith(kind)] for kind in ("dense", "experts")}
+        summaries += [(kind, summarise(predictions)) for kind, predictions in kinds.items() if predictions]
+    core_name = "core training" if result.what == "train" else f"core {result.what}"
+    summaries += [(f"{core_name}{' of ' * bool(date)}{date}", summary) for date, summary in result.cores.items()]
+    summaries += [("all", result.summary())]
+    format_percent, format_signed, format_whole = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
     columns: TableColumns = {
         "group": "group",
         "records": "n",
-        "MAPE": ("mape", percent),
-        "median": ("median", percent),
-        "bias": ("bias", signed_percent),
-        "interval holds": ("coverage", whole_percent),
+        "MAPE": ("mape", format_percent),
+        "median": ("median", format_percent),
+        "bias": ("bias", format_signed),
+        "interval holds": ("coverage", format_whole),
     }
-    return Table.of(({"group": name, **msgspec.structs.asdict(summary)} for name, summary in rows), columns, title)
+    return Table.of(({"group": name, **msgspec.structs.asdict(summary)} for name, summary in summaries), columns, title)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------
@@ -166,16 +166,16 @@ def _kernels(given: Given) -> Answer:
     errors = kernels.kernel_errors(groups, fitted.numbers)
     _write(given, fitted, {"kernels": Table.of(errors, KERNEL_COLUMNS)})
     table = Table.of(errors, KERNEL_COLUMNS, f"kernels, on shapes held out in {NUM_FOLDS} folds")
-    due = [row for row in errors if row.goal]
-    text: list[Piece] = [
+    rows = [row for row in errors if row.goal]
+    pieces: list[Piece] = [
         table,
-        f"{sum(row.goal == 'yes' for row in due)} of {len(due)} chips and operations with {kernels.FEWEST_ROWS} rows "
+        f"{sum(row.goal == 'yes' for row in rows)} of {len(rows)} chips and operations with {kernels.FEWEST_ROWS} rows "
         f"or more reach their goal: a median of {kernels.GOAL:.0%}, in token generation {kernels.GENERATION_GOAL:.0%}",
         f"{len(fitted.numbers)} numbers, {fitted.source}, {fitted.date}",
-        *(f"left out: {count:,}, {reason}" for reason, count in omitted.items()),
+        *(f"left out: {num_omitted:,}, {reason}" for reason, num_omitted in omitted.items()),
     ]
     facts = {"kernels": [msgspec.structs.asdict(row) for row in errors], "left_out": omitted, "numbers": fitted.numbers}
-    return Answer(facts, text)
+    return Answer(facts, pieces)
 
 
 KERNEL_COLUMNS: TableColumns = {
@@ -216,10 +216,10 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
         return Answer(result.to_json(), [*_accuracy_text(result, title="fitted numbers")], {}, [_summaries(result)])
     if given.page:
         _with_tables(given.page, dict.fromkeys(SERVED, ""))
-    fitted = fit_served(records)
+    refit = fit_served(records)
     say("simulating the queues of every client")
-    numbers = fitted.numbers
-    errors_by_name = fitted.errors | queued_accuracy(fitted.cases, fitted.held_out, fitted.unpredicted)
+    numbers = refit.numbers
+    errors_by_name = refit.errors | queued_accuracy(refit.cases, refit.held_out, refit.unpredicted)
     errors_by_name |= pooled_accuracy(records, numbers)
     num_records = errors_by_name["served"].summary().n
     return _refitted(given, f"{num_records:,} published times per output token", numbers, errors_by_name)
@@ -230,7 +230,7 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
 
 def _fitted(given: Given, records: tuple[Record, ...]) -> Answer:
     """Fits the numbers again, and predicts every record by numbers that have not seen it."""
-    all_cases, unpredicted = cases_of(records, training_case)
+    all_cases, unpredicted_records = cases_of(records, training_case)
     # numbers are for steps that train all weights
     cases = [case for case in all_cases if not has_frozen_matrices(case.setting.model)]
     if len({case.record.group for case in cases}) < 2 or len(cases) < 2 * NUM_FOLDS:
@@ -240,48 +240,48 @@ def _fitted(given: Given, records: tuple[Record, ...]) -> Answer:
         _with_tables(given.page, dict.fromkeys(HEADINGS, ""))
     suffix = f"; left out: {len(all_cases) - len(cases):,} that train adapters" if len(cases) < len(all_cases) else ""
     say(f"fitting on {len(cases):,} records{suffix}")
-    numbers, errors = _fit_anew(cases, unpredicted, with_groups=bool(given.page or not given.out))
-    return _refitted(given, f"{len(cases):,} published training steps", numbers, errors)
+    numbers, result_by_name = _fit_anew(cases, unpredicted_records, with_groups=bool(given.page or not given.out))
+    return _refitted(given, f"{len(cases):,} published training steps", numbers, result_by_name)
 
 
-def _refitted(given: Given, what: str, numbers: dict[str, float], errors: Mapping[str, Accuracy]) -> Answer:
-    """Returns numbers fitted on ``what`` and the errors by heading, which it writes to -o and --page."""
-    _write(given, _fitted_numbers(what, numbers), {name: _summaries(fit) for name, fit in errors.items()})
-    text = [piece for name, fit in errors.items() for piece in _accuracy_text(fit, title=(HEADINGS | SERVED)[name])]
+def _refitted(given: Given, data_text: str, numbers: dict[str, float], errors: Mapping[str, Accuracy]) -> Answer:
+    """Returns numbers fitted on ``data_text`` and the errors by heading, which it writes to -o and --page."""
+    _write(given, _fitted_numbers(data_text, numbers), {name: _summaries(fit) for name, fit in errors.items()})
+    pieces = [piece for name, fit in errors.items() for piece in _accuracy_text(fit, title=(HEADINGS | SERVED)[name])]
     facts = {name: fit.to_json() for name, fit in errors.items()} | {"numbers": numbers}
-    return Answer(facts, [*text, Table(["number", "value"], [*numbers.items()])])
+    return Answer(facts, [*pieces, Table(["number", "value"], [*numbers.items()])])
 
 
-def _fitted_numbers(what: str, numbers: dict[str, float]) -> FittedNumbers:
-    source = f"fitted on {what}, see docs/accuracy.md"
+def _fitted_numbers(data_text: str, numbers: dict[str, float]) -> FittedNumbers:
+    source = f"fitted on {data_text}, see docs/accuracy.md"
     return FittedNumbers(date=date.today().isoformat(), source=source, numbers=numbers)
 
 
-def _write(given: Given, fitted: FittedNumbers, tables: Mapping[str, Table]) -> None:
+def _write(given: Given, fitted: FittedNumbers, table_by_name: Mapping[str, Table]) -> None:
     """Writes numbers to -o and tables into --page, where these are given, and says so."""
     if given.out:
         write_text_whole(given.out, dump_toml(fitted))
         fitted_numbers.cache_clear()
         say(f"wrote {given.out}")
     if given.page:
-        markdown_by_name = {name: as_markdown(table) for name, table in tables.items()}
+        markdown_by_name = {name: as_markdown(table) for name, table in table_by_name.items()}
         write_text_whole(given.page, _with_tables(given.page, markdown_by_name))
         say(f"wrote {given.page}")
 
 
-def _with_tables(page: Path, tables: Mapping[str, str]) -> str:
+def _with_tables(page: Path, table_by_name: Mapping[str, str]) -> str:
     """Returns the text of the page with these tables between their marks. Raises InputError for missing marks."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot read {page}: {error.strerror}. Name the page that the tables go into.") from None
-    for name, table in tables.items():
+    for name, table in table_by_name.items():
         opening = BEGIN.format(name)
-        head, mark, rest = text.partition(opening)
-        _, closing, tail = rest.partition(END)
-        if not mark or not closing:
+        head_text, found_mark, rest_text = text.partition(opening)
+        _, end_mark, tail_text = rest_text.partition(END)
+        if not found_mark or not end_mark:
             raise InputError(f"{page} has no place for the table {name!r}. Put '{opening}' and '{END}' where it goes.")
-        text = f"{head}{opening}\n{table}{closing}{tail}"
+        text = f"{head_text}{opening}\n{table}{end_mark}{tail_text}"
     return text
 
 
@@ -297,10 +297,10 @@ def _fit_anew(
     held_out_s = fit.held_out(problem, fit.folds(cases))
     has_experts = np.array([case.setting.model.num_experts > 0 for case in cases])
     numbers |= fit.with_intervals(held_out_s, problem.measured_s, problem.weights, has_experts)
-    seconds_of = {"cross-validation": held_out_s}
+    seconds_by_name = {"cross-validation": held_out_s}
     if with_groups:
         say("leaving out each group in turn")
-        seconds_of["groups"] = fit.held_out(problem, np.array([case.record.group for case in cases]), rounds=10)
-    seconds_of["fitted"] = problem.seconds([numbers])[0]
+        seconds_by_name["groups"] = fit.held_out(problem, np.array([case.record.group for case in cases]), rounds=10)
+    seconds_by_name["fitted"] = problem.seconds([numbers])[0]
     rates = calibrations(cases, numbers)
-    return numbers, {name: accuracy_of(cases, predicted, rates, unpredicted) for name, predicted in seconds_of.items()}
+    return numbers, {name: accuracy_of(cases, step_s, rates, unpredicted) for name, step_s in seconds_by_name.items()}

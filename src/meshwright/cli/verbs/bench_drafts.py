@@ -60,15 +60,15 @@ def command(given: Given) -> Answer:
     from meshwright.serve.offline.bulk import USUAL, read_prompts
 
     sampling = Sampling(temperature=given.temperature)
-    template = msgspec.structs.replace(USUAL, max_tokens=given.max_tokens, sampling=sampling)
+    base_request = msgspec.structs.replace(USUAL, max_tokens=given.max_tokens, sampling=sampling)
     results = []
-    for count in [*draft_counts, 0]:
-        varied_options = Given(**vars(given) | ({"num_drafts": count} if count else {"draft": None}))
-        opened = open_given(varied_options, in_background=False)
-        asked_lines = read_prompts(opened.source, opened.engine.check, given.prompts, template)
-        requests = [asked.request for asked in asked_lines]
-        results.append(measure_drafts(opened.engine, requests))
-        say(f"{counted(count, 'draft')}: {three_digits(results[-1].tokens_per_s)} tokens/s")
+    for draft_count in [*draft_counts, 0]:
+        varied_options = Given(**vars(given) | ({"num_drafts": draft_count} if draft_count else {"draft": None}))
+        opened_engine = open_given(varied_options, in_background=False)
+        prompt_lines = read_prompts(opened_engine.source, opened_engine.engine.check, given.prompts, base_request)
+        requests = [line.request for line in prompt_lines]
+        results.append(measure_drafts(opened_engine.engine, requests))
+        say(f"{counted(draft_count, 'draft')}: {three_digits(results[-1].tokens_per_s)} tokens/s")
     results = [results[-1], *results[:-1]]
     predicted = predicted_speedups(results)
     speedups = [result.tokens_per_s / results[0].tokens_per_s for result in results]
@@ -82,7 +82,7 @@ def command(given: Given) -> Answer:
         "time of a step ({})": ("s", [], [(result.num_drafts, result.step_s) for result in results]),
     }
     title = f"Drafts by {given.draft} for {given.what.name}"
-    text: list[Piece] = [Fact("prompts", f"{len(requests)} of {given.prompts}, temperature {given.temperature:g}"), ""]
+    lines: list[Piece] = [Fact("prompts", f"{len(requests)} of {given.prompts}, temperature {given.temperature:g}"), ""]
     facts = {"draft": given.draft, "results": rows, "predicted": predicted}
-    figure = {given.png: lambda: load_figure(panels, x="drafts of a step", title=title)}
-    return Answer(facts, [*text, Table.of(shown_rows, COLUMNS)], figure)
+    draw_by_path = {given.png: lambda: load_figure(panels, x="drafts of a step", title=title)}
+    return Answer(facts, [*lines, Table.of(shown_rows, COLUMNS)], draw_by_path)

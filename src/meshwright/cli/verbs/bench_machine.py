@@ -69,7 +69,7 @@ def command(given: Given) -> Answer:
     if given.png is not None:
         from meshwright.report.machine.bench import bench_figures
 
-        pictures = {given.png / name: lambda drawn=drawn: drawn for name, drawn in bench_figures(report).items()}
+        pictures = {given.png / name: lambda figure=figure: figure for name, figure in bench_figures(report).items()}
     return Answer(facts, report_text(report), pictures)
 
 
@@ -131,10 +131,10 @@ def report_text(report: results.BenchReport) -> Iterator[Piece]:
         load_text = f"{report.load:.1f} on {os.cpu_count()} cores"
         yield Fact("load before", f"{load_text}: rates of a quiet machine need one near 0")
     yield ""
-    for name, show in SHOWN.items():
+    for name, show_part in SHOWN.items():
         part = getattr(report, name)
         if part is not None:
-            pieces = [*show(part), *left_out_lines(part.left_out)]
+            pieces = [*show_part(part), *left_out_lines(part.left_out)]
             yield from pieces
             if any(isinstance(piece, str) for piece in pieces[1:]):
                 yield ""
@@ -142,11 +142,11 @@ def report_text(report: results.BenchReport) -> Iterator[Piece]:
 
 def left_out_lines(lines: Sequence[str]) -> list[str]:
     """Returns a line for each reason, with everything that was not measured for that reason."""
-    reasons: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for line in lines:
         thing, _, why = line.rpartition(": ")
-        reasons.setdefault(why, []).append(thing)
-    return [f"not measured ({why}): {'; '.join(things)}" if all(things) else why for why, things in reasons.items()]
+        by_reason.setdefault(why, []).append(thing)
+    return [f"not measured ({why}): {'; '.join(things)}" if all(things) else why for why, things in by_reason.items()]
 
 
 def _table(title: str, rows: Sequence[Any], columns: TableColumns) -> Table | str:
@@ -173,10 +173,10 @@ def _matmul_text(part: results.MatmulPart) -> Iterator[Piece]:
 
 
 def _contents_text(part: results.ContentsPart) -> Iterator[Piece]:
-    normal_s = {p.dtype: p.seconds.median_s for p in part.products if p.contents == "normal"}
+    normal_s_by_type = {p.dtype: p.seconds.median_s for p in part.products if p.contents == "normal"}
 
     def speed_up(product: Any) -> float | None:
-        return normal_s[product.dtype] / product.seconds.median_s if product.dtype in normal_s else None
+        return normal_s_by_type[product.dtype] / product.seconds.median_s if product.dtype in normal_s_by_type else None
 
     first_columns: TableColumns = {"dtype": "dtype", "numbers": "contents", "side": "n"}
     yield _table(
@@ -186,17 +186,17 @@ def _contents_text(part: results.ContentsPart) -> Iterator[Piece]:
 
 def _mlp_text(part: results.MlpPart) -> Iterator[Piece]:
     title = ", ".join(["Gated MLP forward and backward", *(mlp.dtype for mlp in part.mlps[:1])])
-    sizes: TableColumns = {
+    size_columns: TableColumns = {
         "tokens": "tokens",
         "D x F": (lambda mlp: [mlp.d_model, mlp.d_ff], "{0[0]} x {0[1]}".format, "d_model_d_ff"),
     }
-    shares: TableColumns = {"MFU": ("mfu", share), "of products'": ("of_matmul", share)}
-    yield _table(title, part.mlps, {**sizes, **PRODUCT, **shares})
+    share_columns: TableColumns = {"MFU": ("mfu", share), "of products'": ("of_matmul", share)}
+    yield _table(title, part.mlps, {**size_columns, **PRODUCT, **share_columns})
 
 
 def _elementwise_text(part: results.ElementwisePart) -> Iterator[Piece]:
-    fused, eager = ({c.repeats: c for c in part.chains if c.fused == is_fused} for is_fused in (True, False))
-    rows = [{"repeats": n, "fused": fused.get(n), "eager": eager.get(n)} for n in sorted(fused | eager)]
+    fused_at, eager_at = ({c.repeats: c for c in part.chains if c.fused == is_fused} for is_fused in (True, False))
+    rows = [{"repeats": n, "fused": fused_at.get(n), "eager": eager_at.get(n)} for n in sorted(fused_at | eager_at)]
     cache_text = f", cache {format_bytes(part.cache_bytes)}" if part.cache_bytes else ""
     title = f"Multiply-adds on an array of {format_bytes(part.elements * results.ELEMENT_BYTES)} a device{cache_text}"
 
@@ -265,8 +265,8 @@ def _collectives_text(part: results.CollectivesPart) -> Iterator[Piece]:
     yield _table("Collectives: lines through every size", part.collectives, columns)
     if not part.collectives:
         return
-    sizes = ", ".join(format_bytes(time.array_bytes) for time in part.collectives[0].times)
-    yield f"sizes {sizes}; off: median distance of the points from the line; largest: time of the largest size"
+    sizes_text = ", ".join(format_bytes(time.array_bytes) for time in part.collectives[0].times)
+    yield f"sizes {sizes_text}; off: median distance of the points from the line; largest: time of the largest size"
 
 
 def _attention_text(part: results.AttentionPart) -> Iterator[Piece]:

@@ -86,12 +86,12 @@ def command(given: Given) -> Answer:
 def _started(given: Given, stack: ExitStack) -> "BenchedServer":
     from meshwright.bench.serving.server import benched_server
 
-    num_emulated = given.on.num_chips if given.on is not None and given.on.kind == "host" else None
+    num_devices = given.on.num_chips if given.on is not None and given.on.kind == "host" else None
     mesh = given.axes or ({"tensor": given.on.num_chips} if given.on is not None else None)
     assert given.what is not None
     say("opening the model and timing the steps of its engine")
     server = stack.enter_context(
-        benched_server(given.what, engine_options(given, mesh), num_devices=num_emulated, serves=given.url is None)
+        benched_server(given.what, engine_options(given, mesh), num_devices=num_devices, serves=given.url is None)
     )
     say_all(server.lines)
     return server
@@ -167,8 +167,8 @@ class LoadAnswer:
                 f"{format_seconds(clock.chunk_s[-1])} ({clock.chunk_rows[-1]}), off by {clock.error:.0%} in the "
                 f"median",
             )
-            added_s = (("request", clock.request_s), ("step", clock.served_s), ("token", clock.token_s))
-            added_words = [f"{format_seconds(seconds)} a {unit}" for unit, seconds in added_s if seconds]
+            added_times = (("request", clock.request_s), ("step", clock.served_s), ("token", clock.token_s))
+            added_words = [f"{format_seconds(seconds)} a {unit}" for unit, seconds in added_times if seconds]
             yield Fact("HTTP", ", ".join(added_words) + " more" if added_words else "no time that is visible")
         if self.capacity is not None:
             yield Fact("capacity", f"{three_digits(self.capacity)} requests/s, simulated")
@@ -178,8 +178,8 @@ class LoadAnswer:
         for row in self.rows if len(self.rows) == 1 else ():
             yield f"{counted(row.num_requests, 'request')}, {three_digits(row.rate_per_s)} a second"
             yield Table.compared(
-                (name, read(row.predicted) if row.predicted else None, read(row.measured), show)
-                for name, (read, show) in FIGURES.items()
+                (name, read_figure(row.predicted) if row.predicted else None, read_figure(row.measured), show)
+                for name, (read_figure, show) in FIGURES.items()
                 if name != "goodput/s" or self.given.ttft or self.given.tpot
             ).known()
         drifts = [row.drift for row in self.rows if row.drift is not None]
@@ -194,20 +194,20 @@ class LoadAnswer:
 
     def _table(self) -> Table:
         columns: list[str | Heading] = [Heading("requests/s", three_digits, "rate_per_s"), "requests"]
-        cells: list[list[Any]] = [[row.rate_per_s, row.num_requests] for row in self.rows]
+        cell_rows: list[list[Any]] = [[row.rate_per_s, row.num_requests] for row in self.rows]
         if self.capacity is not None:
             columns[1] = Heading("load", "{:.0%}".format, "share")
-            cells = [[row.rate_per_s, row.rate_per_s / self.capacity] for row in self.rows]
+            cell_rows = [[row.rate_per_s, row.rate_per_s / self.capacity] for row in self.rows]
         for name in CURVES:
-            read, show = FIGURES[name]
+            read_figure, show = FIGURES[name]
             if self.server is not None and width() >= WIDE:
                 columns.append(Heading(f"{name} predicted", show))
             columns.append(Heading(f"{name} measured" if width() >= WIDE else name, show))
             columns += [Heading("ratio", "{:.2f}".format, f"{name} ratio")] if self.server is not None else []
-            for row, cell in zip(self.rows, cells, strict=True):
-                predicted = [read(row.predicted)] if row.predicted and width() >= WIDE else []
-                cell += [*predicted, read(row.measured), *([_ratios(row)[name]] if row.predicted else [])]
-        return Table(columns, cells, "Measured; ratios are to the simulation" if self.server is not None else "")
+            for row, cells in zip(self.rows, cell_rows, strict=True):
+                predicted_cells = [read_figure(row.predicted)] if row.predicted and width() >= WIDE else []
+                cells += [*predicted_cells, read_figure(row.measured), *([_ratios(row)[name]] if row.predicted else [])]
+        return Table(columns, cell_rows, "Measured; ratios are to the simulation" if self.server is not None else "")
 
     def picture(self) -> Figure:
         """Returns throughput and median latencies over the rate."""
@@ -221,8 +221,8 @@ class LoadAnswer:
         panels: Facts = {}
         for name, title, unit in zip(CURVES, titles, ("", "s", "s"), strict=True):
             read = FIGURES[name][0]
-            simulated = [(rate, read(summary)) for rate, summary in self.between]
-            panels[title] = unit, sorted([*points(read, "predicted"), *simulated]), points(read, "measured")
+            simulated_points = [(rate, read(summary)) for rate, summary in self.between]
+            panels[title] = unit, sorted([*points(read, "predicted"), *simulated_points]), points(read, "measured")
         subtitle = f"prompts {self.given.prompt}, outputs {self.given.output} tokens; dashed: simulated capacity"
         return load_figure(panels, capacity=self.capacity, title=f"{self.name} under load", subtitle=subtitle)
 
@@ -250,5 +250,5 @@ def _ratios(row: "RateResult") -> dict[str, float]:
     """Returns measured over predicted of each figure."""
     if row.predicted is None:
         return {}
-    figures = {name: (read(row.measured), read(row.predicted)) for name, (read, _) in FIGURES.items()}
-    return {name: measured / predicted if predicted else np.nan for name, (measured, predicted) in figures.items()}
+    pair_by_name = {name: (read(row.measured), read(row.predicted)) for name, (read, _) in FIGURES.items()}
+    return {name: measured / predicted if predicted else np.nan for name, (measured, predicted) in pair_by_name.items()}

@@ -25,8 +25,8 @@ def command(given: Given) -> None:
             "compiled programs cannot be kept for several CPU devices, or while JAX keeps them itself. Use one device, "
             "and unset JAX_COMPILATION_CACHE_DIR."
         )
-    opened = open_given(given, in_background=False)
-    stores = [engine.packed.programs for engine in opened.engine.engines]
-    new, loaded = (sum(getattr(store, name) for store in stores) for name in ("num_compiled", "num_loaded"))
-    folders = ", ".join(str(store.folder) for store in stores)
-    say_all([f"{counted(new, 'program')} compiled, {loaded} were there: {folders}"])
+    opened_engine = open_given(given, in_background=False)
+    stores = [engine.packed.programs for engine in opened_engine.engine.engines]
+    num_new, num_loaded = (sum(getattr(store, name) for store in stores) for name in ("num_compiled", "num_loaded"))
+    folders_text = ", ".join(str(store.folder) for store in stores)
+    say_all([f"{counted(num_new, 'program')} compiled, {num_loaded} were there: {folders_text}"])

@@ -80,13 +80,13 @@ def _convert(given: Given, source: Path) -> tuple[Model, int | None, list[Path]]
     folder, dtype = given.folder, given.dtype
     options: Facts = {"dtype": dtype, "max_shard_bytes": int(given.file_size)}
     if given.step is None and is_adapter(source):
-        base = base_folder(source)
-        model = adapted_model(model_from_config(base / "config.json", source.resolve().name), source)
+        base_path = base_folder(source)
+        model = adapted_model(model_from_config(base_path / "config.json", source.resolve().name), source)
         if given.merge:
             model = with_stored_mtp(model, source)
             return frozen_base(model), None, convert_hf(model, source, folder, **options)
         with open_source(model, source) as (fetch, dtypes):
-            return model, None, save_adapter(model, fetch, dtypes, folder, base=str(base.resolve()), dtype=dtype)
+            return model, None, save_adapter(model, fetch, dtypes, folder, base=str(base_path.resolve()), dtype=dtype)
     if given.step is None and has_weights(source):
         _require_adapter(given, None)
         model = with_stored_mtp(model_from_config(source / "config.json", source.resolve().name), source)
@@ -102,16 +102,16 @@ def _convert(given: Given, source: Path) -> tuple[Model, int | None, list[Path]]
             return saved.model, saved.step, write_hf(saved.model, saved.fetch, saved.dtypes, folder, **options)
         if not given.merge:
             base_name = str(saved.base.resolve())
-            files = save_adapter(saved.model, saved.fetch, saved.dtypes, folder, base=base_name, dtype=dtype)
-            return saved.model, saved.step, files
+            paths = save_adapter(saved.model, saved.fetch, saved.dtypes, folder, base=base_name, dtype=dtype)
+            return saved.model, saved.step, paths
         model = frozen_base(saved.model)
         with open_source(model, saved.base) as (fetch_base, dtypes):
 
             def fetch(name: str, index: tuple[int, ...]) -> Any:
                 return (saved.fetch if name in saved.dtypes else fetch_base)(name, index)
 
-            files = write_hf(model, merged(saved.model, fetch), dtypes, folder, **options)
-        return model, saved.step, files
+            paths = write_hf(model, merged(saved.model, fetch), dtypes, folder, **options)
+        return model, saved.step, paths
 
 
 def _require_adapter(given: Given, model: Model | None) -> None:

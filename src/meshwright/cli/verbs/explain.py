@@ -47,11 +47,11 @@ def command(given: PlanOptions) -> Answer:
     steps of both phases, and its figures as formulas."""
     if service := service_of(given):
         return service_explanation(service, given.what)
-    resolved = resolve(given, read_fields(given.pairs), verb="explain")
-    require_training(check_tokens(resolved.setting.job), "explain")
-    explanation = explain(resolved.plan())
-    predicted = resolved.predicted or explanation.estimate
-    stored, now_text = format_seconds(predicted.step_s), format_seconds(explanation.estimate.step_s)
+    asked_plan = resolve(given, read_fields(given.pairs), verb="explain")
+    require_training(check_tokens(asked_plan.setting.job), "explain")
+    explanation = explain(asked_plan.plan())
+    stored_estimate = asked_plan.predicted or explanation.estimate
+    stored, now_text = format_seconds(stored_estimate.step_s), format_seconds(explanation.estimate.step_s)
     if stored != now_text:
         say(
             f"{given.what} predicts {stored} a step and its own rates now give {now_text}: it was changed by hand, or "
@@ -59,16 +59,16 @@ def command(given: PlanOptions) -> Answer:
         )
     parts = [part for block in explanation.blocks for part in (block.forward, block.backward)]
     parts += [explanation.between.sends, explanation.once] if explanation.between else [explanation.once]
-    lines = [{"title": part.title, **asdict(line)} for part in parts for line in part.lines]
+    line_rows = [{"title": part.title, **asdict(line)} for part in parts for line in part.lines]
     facts = _facts(explanation)
     estimate = {name: value for name, value in asdict(explanation.estimate).items() if not isinstance(value, dict)}
     row = {**facts, "estimate": estimate, "memory_bytes": explanation.estimate.memory}
-    return Answer(facts, _text(explanation), raw=[lines, explanation.terms, explanation.limits, [row]])
+    return Answer(facts, _text(explanation), raw=[line_rows, explanation.terms, explanation.limits, [row]])
 
 
-def _facts(told: Explanation) -> Facts:
-    facts = asdict(told)
-    plan, changes = facts.pop("plan"), msgspec.to_builtins(told.changes)
+def _facts(explanation: Explanation) -> Facts:
+    facts = asdict(explanation)
+    plan, changes = facts.pop("plan"), msgspec.to_builtins(explanation.changes)
     if changes["best"]:
         changes["best"]["strategy"] |= msgspec.to_builtins(plan.assumptions)
     return {
@@ -78,8 +78,8 @@ def _facts(told: Explanation) -> Facts:
         "axes": plan.strategy.mesh,
         "fsdp_case": facts.pop("fsdp"),
         "between_stages": facts.pop("between"),
-        "forward": told.forward,
-        "backward": told.backward,
+        "forward": explanation.forward,
+        "backward": explanation.backward,
         **facts,
         "changes": changes,
     }
@@ -89,14 +89,14 @@ def _text(told: Explanation) -> Iterator[Piece]:
     plan = told.plan
     state_text = f"state {plan.strategy.state}{optimizer_words(plan.job)}"
     choice_texts = (words_of(plan.strategy) for words_of in (sharding_words, remat_words, collective_matmul_words))
-    summary = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), *choice_texts, state_text)))
-    yield f"{plan.model.name} on {plan.cluster.short_name}: {summary}"
+    summary_text = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), *choice_texts, state_text)))
+    yield f"{plan.model.name} on {plan.cluster.short_name}: {summary_text}"
     batch, job = told.batch, plan.job
-    replicas = mesh_words({axis: plan.strategy.mesh.get(axis, 1) for axis in BATCH_AXES}, alone="one replica")
+    replicas_text = mesh_words({axis: plan.strategy.mesh.get(axis, 1) for axis in BATCH_AXES}, alone="one replica")
     yield Fact(
         "batch",
         f"{format_count(job.tokens_per_step)} tokens a step = {batch.sequences:,.0f} sequences of {job.seq_len:,} = "
-        f"{batch.sequences_per_microbatch:,.0f} x {batch.data_parallel:,} ({replicas}) x "
+        f"{batch.sequences_per_microbatch:,.0f} x {batch.data_parallel:,} ({replicas_text}) x "
         f"{microbatch_words(plan.strategy)}; {batch.positions_per_device:,.0f} positions of a sequence on a device",
     )
     yield Fact("placement", placement_words(plan.strategy.placement))
@@ -164,74 +164,74 @@ def limit_tables(limits: Sequence[Limit]) -> dict[str, Table]:
     return {kind: Table(["", "formula", "bound", "here", ""], rows[kind], _TITLES[kind]) for kind in rows if rows[kind]}
 
 
-def _limits_text(told: Explanation) -> Iterator[Piece]:
-    for kind, table in limit_tables(told.limits).items():
+def _limits_text(explanation: Explanation) -> Iterator[Piece]:
+    for kind, table in limit_tables(explanation.limits).items():
         yield ""
         yield table
         if kind == "speed":
-            yield legend(told.symbols)
-        yield from (f"{limit.name}: {limit.note}" for limit in told.limits if limit.kind == kind and limit.note)
+            yield legend(explanation.symbols)
+        yield from (f"{limit.name}: {limit.note}" for limit in explanation.limits if limit.kind == kind and limit.note)
 
 
 def legend(at: Letters, split: str = "data x fsdp x context") -> str:
     """Returns what the letters of the formulas stand for; ``split`` is X in words."""
     slices_text, micro_text = " of each slice" * (at.num_slices > 1), " of a microbatch" * (at.num_microbatches > 1)
-    words = [
+    entries = [
         f"B = {format_count(at.batch_tokens)} tokens{slices_text}{micro_text}",
         f"N = {counted(at.num_chips, 'chip')}{slices_text}",
     ]
-    words += [f"F = {at.d_ff:,}", f"C = {format_flops(at.peak_flops)}"]
+    entries += [f"F = {at.d_ff:,}", f"C = {format_flops(at.peak_flops)}"]
     if at.alpha is not None:
         sheet_text = f", {at.sheet_alpha:,.4g} by the data sheet" if at.sheet_alpha not in (None, at.alpha) else ""
-        words.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte{sheet_text} with W {at.width}")
-        words.append(f"X = {split} on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes")
-        words.append("root = square root of the discriminant")
+        entries.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte{sheet_text} with W {at.width}")
+        entries.append(f"X = {split} on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes")
+        entries.append("root = square root of the discriminant")
     elif at.link:
-        words.append("W one way: of a chip in its domain (nvlink), of a domain's cards (node), of one card (W alone)")
-    return ", ".join(words)
+        entries.append("W one way: of a chip in its domain (nvlink), of a domain's cards (node), of one card (W alone)")
+    return ", ".join(entries)
 
 
 # -- what is said first ---------------------------------------------------------------------------------
 
 
-def _lead_text(told: Explanation) -> Iterator[Piece]:
+def _lead_text(explanation: Explanation) -> Iterator[Piece]:
     """Yields two to six facts before the algorithm."""
-    terms = [term for n, term in enumerate(told.terms[:MAX_TERMS]) if n == 0 or term.share >= MIN_SHARE]
-    for number, term in enumerate(terms):
-        yield Fact("what matters" if number == 0 else "", _term_words(term, told))
-    near_limit = _nearest_limit(told, [limit_of_term(term, told.limits) for term in terms])
+    terms = [term for n, term in enumerate(explanation.terms[:MAX_TERMS]) if n == 0 or term.share >= MIN_SHARE]
+    for term_index, term in enumerate(terms):
+        yield Fact("what matters" if term_index == 0 else "", _term_words(term, explanation))
+    near_limit = _nearest_limit(explanation, [limit_of_term(term, explanation.limits) for term in terms])
     if near_limit is not None:
         yield Fact("beyond a limit" if near_limit.holds is False else "near a limit", limit_words(near_limit))
-    yield Fact("what would help", _change_words(told))
-    if told.fsdp is not None:
-        yield Fact("data parallelism", told.fsdp.words)
+    yield Fact("what would help", _change_words(explanation))
+    if explanation.fsdp is not None:
+        yield Fact("data parallelism", explanation.fsdp.words)
 
 
-def _nearest_limit(told: Explanation, said: Sequence[Limit | None]) -> Limit | None:
+def _nearest_limit(explanation: Explanation, said: Sequence[Limit | None]) -> Limit | None:
     """Returns the limit of a term that the plan is nearest to, on either side, and not in ``said``; None if far."""
-    term_limits = [limit_of_term(term, told.limits) for term in told.terms]
+    term_limits = [limit_of_term(term, explanation.limits) for term in explanation.terms]
     open_limits = [limit for limit in term_limits if limit is not None and limit not in said]
-    near = [limit for limit in open_limits if min(limit.limit, limit.here) > 0 and _distance(limit) <= math.log(NEAR)]
-    return min(near, key=_distance, default=None)
+    limits = [limit for limit in open_limits if min(limit.limit, limit.here) > 0 and _distance(limit) <= math.log(NEAR)]
+    return min(limits, key=_distance, default=None)
 
 
 def _distance(limit: Limit) -> float:
     return abs(math.log(limit.here / limit.limit))
 
 
-def _term_words(term: Term, told: Explanation) -> str:
-    words = f"{term.words}: {format_seconds(term.added_s)}, {term.share:.0%} of the step"
+def _term_words(term: Term, explanation: Explanation) -> str:
+    text = f"{term.words}: {format_seconds(term.added_s)}, {term.share:.0%} of the step"
     if term.alone_s > 1.1 * term.added_s:
-        words += f" ({format_seconds(term.alone_s)} by themselves, the rest hides)"
-    limit = limit_of_term(term, told.limits)
+        text += f" ({format_seconds(term.alone_s)} by themselves, the rest hides)"
+    limit = limit_of_term(term, explanation.limits)
     if limit is not None:
-        return f"{words}; {limit_words(limit)}"
+        return f"{text}; {limit_words(limit)}"
     if term.name in ("elementwise", "optimizer"):
-        return f"{words}; at the memory rate of {told.plan.cluster.chip.name}"
+        return f"{text}; at the memory rate of {explanation.plan.cluster.chip.name}"
     if term.name in ("matmul", "attention", "loss_head"):
-        rerun_text = f", {told.recomputed:.0%} of all FLOPs recomputed" if told.recomputed > 0.005 else ""
-        return f"{words}; at the rates of {told.plan.cluster.chip.name}{rerun_text}"
-    return words
+        rerun_text = f", {explanation.recomputed:.0%} of all FLOPs recomputed" if explanation.recomputed > 0.005 else ""
+        return f"{text}; at the rates of {explanation.plan.cluster.chip.name}{rerun_text}"
+    return text
 
 
 def limit_amounts(limit: Limit) -> tuple[Quantity, Quantity]:
@@ -248,23 +248,23 @@ def _below_one(limit: Limit) -> bool:
 
 def limit_words(limit: Limit) -> str:
     """Returns ``"tokens/chip, weights hide: > 850, here 1,024: 1.2 times above"``."""
-    bound, here = limit_amounts(limit)
-    sign = f"{limit.formula[0]} " if limit.formula[0] in "<>" and not _below_one(limit) else ""
-    words = f"{limit.name}: {sign}{bound}, here {here}"
+    bound_amount, plan_amount = limit_amounts(limit)
+    sign_text = f"{limit.formula[0]} " if limit.formula[0] in "<>" and not _below_one(limit) else ""
+    text = f"{limit.name}: {sign_text}{bound_amount}, here {plan_amount}"
     if min(limit.limit, limit.here) <= 0:
-        return words
+        return text
     side = "above" if limit.here > limit.limit else "below"
     ratio = math.exp(_distance(limit))
-    return f"{words}: {ratio:.3g} times {side}{'' if limit.holds is not False else ', not met'}"
+    return f"{text}: {ratio:.3g} times {side}{'' if limit.holds is not False else ', not met'}"
 
 
-def _change_words(told: Explanation) -> str:
+def _change_words(explanation: Explanation) -> str:
     """Returns the best single change and its gain, or says that none helps."""
-    changes = told.changes
+    changes = explanation.changes
     tried_text = f"{changes.num_tried} changes tried ({changes.num_legal} of them run)"
     if changes.best is None:
         return f"none of the {tried_text} makes it faster"
-    gain_share = changes.gain_s / told.estimate.step_s
+    gain_share = changes.gain_s / explanation.estimate.step_s
     new_estimate = changes.best.estimate
     return (
         f"{changes.best.words}: {format_seconds(new_estimate.step_s)} a step, {gain_share:.1%} less, "

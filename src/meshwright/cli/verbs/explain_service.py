@@ -29,7 +29,7 @@ def service_explanation(plan: ServicePlan, name: str) -> Answer:
     ]
     if change_texts:
         say(f"{name} predicts {', '.join(change_texts)}: it was changed by hand, or written by another version.")
-    lines = [
+    line_rows = [
         {"title": part.title, **msgspec.structs.asdict(line)}
         for phase in explained.phases
         for part in phase.blocks
@@ -43,25 +43,25 @@ def service_explanation(plan: ServicePlan, name: str) -> Answer:
         **{phase.phase: {**msgspec.structs.asdict(phase), "pool": phase.pool.to_json()} for phase in explained.phases},
         "formulas": explained.formulas,
     }
-    return Answer(facts, _text(explained), raw=[lines, explained.formulas])
+    return Answer(facts, _text(explained), raw=[line_rows, explained.formulas])
 
 
-def _text(told: ServiceExplanation) -> Iterator[Piece]:
-    plan, service = told.plan, told.plan.service
-    engines = ", ".join(line.strip() for line in engine_lines(plan))
-    yield f"serving {plan.model.name} on {plan.cluster.short_name}: {engines}; {service_words(service)}"
-    decode, prefill = told.phases
-    tpot_s = told.value("TPOT")
+def _text(explanation: ServiceExplanation) -> Iterator[Piece]:
+    plan, service = explanation.plan, explanation.plan.service
+    engines_text = ", ".join(line.strip() for line in engine_lines(plan))
+    yield f"serving {plan.model.name} on {plan.cluster.short_name}: {engines_text}; {service_words(service)}"
+    decode, prefill = explanation.phases
+    tpot_s = explanation.value("TPOT")
     step_s = plan.generate.step_s / plan.step_tokens if plan.num_drafts else decode.step_s
     # where engines prefill too, a token also waits for prompts of others
     wait_text = f", {format_seconds(tpot_s - step_s)} of it waiting for the prefills of others" * (not plan.has_pools)
-    yield Fact("TPOT", f"{format_seconds(tpot_s)}{wait_text}; TTFT {format_seconds(told.value('TTFT'))}")
+    yield Fact("TPOT", f"{format_seconds(tpot_s)}{wait_text}; TTFT {format_seconds(explanation.value('TTFT'))}")
     for name, phase in (("decode", decode), ("prefill", prefill)):
-        longest = max(phase.parts, key=lambda part: part.alone_s)
+        top_part = max(phase.parts, key=lambda part: part.alone_s)
         yield Fact(
             name,
-            f"{format_seconds(phase.step_s)} a step, most of it {longest.name}: {format_seconds(longest.alone_s)} by "
-            f"{'itself' if longest.name != 'parameters' else 'themselves'}",
+            f"{format_seconds(phase.step_s)} a step, most of it {top_part.name}: {format_seconds(top_part.alone_s)} by "
+            f"{'itself' if top_part.name != 'parameters' else 'themselves'}",
         )
     if plan.num_drafts:
         yield Fact(
@@ -69,46 +69,46 @@ def _text(told: ServiceExplanation) -> Iterator[Piece]:
             f"{plan.num_drafts} a step, which takes {format_seconds(plan.generate.step_s)} and makes "
             f"{plan.step_tokens:.3g} tokens; listed is a step without any",
         )
-    for phase in told.phases:
+    for phase in explanation.phases:
         yield from _phase_text(phase)
     yield ""
     prefill_text = ", P engines that only prefill" if plan.has_pools else ""
     yield f"The figures of the service, with G engines that generate, B sequences in each{prefill_text}"
-    for row in told.formulas:
+    for row in explanation.formulas:
         yield Fact(f"  {row.name}", row.text, 20)
         yield Fact("", f"= {row.numbers} = {row.shown}" if " " in row.numbers[:-2] else f"= {row.shown}", 20)
     yield from service_notes(plan.setting, service, (plan.stored,))
 
 
-def _phase_text(told: PhaseExplanation) -> Iterator[Piece]:
-    pool = told.pool
-    plural, length_text = "s" * (pool.batch_seqs > 1), f"{told.num_positions:,}"
-    work_text = f"{pool.batch_seqs:,} prompt{plural} of {length_text} tokens"
-    if told.phase == "decode":
-        work_text = f"a token of {pool.batch_seqs:,} sequence{plural}, {length_text} positions in each cache"
+def _phase_text(phase: PhaseExplanation) -> Iterator[Piece]:
+    pool = phase.pool
+    plural_end, length_text = "s" * (pool.batch_seqs > 1), f"{phase.num_positions:,}"
+    work_text = f"{pool.batch_seqs:,} prompt{plural_end} of {length_text} tokens"
+    if phase.phase == "decode":
+        work_text = f"a token of {pool.batch_seqs:,} sequence{plural_end}, {length_text} positions in each cache"
     yield ""
-    yield f"{told.phase} on {pool.part.short_name} ({engine_words(pool.strategy)}): {work_text}"
+    yield f"{phase.phase} on {pool.part.short_name} ({engine_words(pool.strategy)}): {work_text}"
     yield Fact("placement", placement_words(pool.strategy.placement))
-    for part in told.blocks:
+    for part in phase.blocks:
         yield from algorithm_text(part)
     yield ""
-    yield Table.of(told.parts, PARTS)
+    yield Table.of(phase.parts, PARTS)
     yield "parameters: products with weights, with the rows that they read and write; KV: attention, with its queries"
-    yield Table.of(told.terms, TERMS)
-    yield Fact("step", _sum_words(told))
-    items_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in told.memory.items())
-    yield Fact("memory of a chip", f"{format_bytes(sum(told.memory.values()))}: {items_text}")
+    yield Table.of(phase.terms, TERMS)
+    yield Fact("step", _sum_words(phase))
+    items_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in phase.memory.items())
+    yield Fact("memory of a chip", f"{format_bytes(sum(phase.memory.values()))}: {items_text}")
 
 
-def _sum_words(told: PhaseExplanation) -> str:
+def _sum_words(phase: PhaseExplanation) -> str:
     """Returns the step as the sum of its listings, and what it takes beside them or hides of them."""
-    listed = [(repeat, part.alone_s) for part, repeat in zip(told.blocks, told.repeats, strict=True)]
-    runs_text = " + ".join(f"{repeat} x " * (repeat > 1) + format_seconds(seconds) for repeat, seconds in listed)
-    rest_s = told.step_s - sum(repeat * seconds for repeat, seconds in listed)
+    listings = [(repeat, part.alone_s) for part, repeat in zip(phase.blocks, phase.repeats, strict=True)]
+    runs_text = " + ".join(f"{repeat} x " * (repeat > 1) + format_seconds(seconds) for repeat, seconds in listings)
+    rest_s = phase.step_s - sum(repeat * seconds for repeat, seconds in listings)
     if rest_s < 0:
-        return f"{format_seconds(told.step_s)} = {runs_text} - {format_seconds(-rest_s)}, which overlaps"
-    host_text = f" + {format_seconds(rest_s)} of the host" * (rest_s > 1e-6 * told.step_s)
-    return f"{format_seconds(told.step_s)} = {runs_text}{host_text}"
+        return f"{format_seconds(phase.step_s)} = {runs_text} - {format_seconds(-rest_s)}, which overlaps"
+    host_text = f" + {format_seconds(rest_s)} of the host" * (rest_s > 1e-6 * phase.step_s)
+    return f"{format_seconds(phase.step_s)} = {runs_text}{host_text}"
 
 
 def _amount(part: StepPart, seconds: float = 0.0) -> str | None:
@@ -153,7 +153,7 @@ def algorithm_text(part: Algorithm) -> Iterator[Piece]:
 
 def _measures(line: ListedStep) -> str:
     """Returns FLOPs if there are any, bytes, seconds, and whether the step can overlap."""
-    amounts = [format_flop_count(line.flops)] if line.flops else []
+    amount_texts = [format_flop_count(line.flops)] if line.flops else []
     times_text = {0.0: "not on the busiest device", 1.0: ""}.get(line.times, f"{line.times:,.4g} times")
-    words = (*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), times_text, line.overlaps)
-    return ", ".join(word for word in words if word)
+    texts = (*amount_texts, format_bytes(line.num_bytes), format_seconds(line.time_s), times_text, line.overlaps)
+    return ", ".join(word for word in texts if word)

@@ -51,7 +51,7 @@ def command(given: Given) -> Answer:
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
     is_live = len(prompts) == 1 and given.form == "text"
     prompts_left = iter(prompts)
-    generated = generate_text(
+    generated_text = generate_text(
         given.what,
         prompts,
         TextOptions(**asdict(options), max_tokens=given.max_tokens, sampling=sampling),
@@ -60,7 +60,7 @@ def command(given: Given) -> Answer:
     )
     if is_live:
         click.echo(next(prompts_left, ""))
-    return answer(generated, prompts, sampling, live=is_live)
+    return answer(generated_text, prompts, sampling, live=is_live)
 
 
 def bulk(given: Given) -> Answer:
@@ -80,14 +80,14 @@ def bulk(given: Given) -> Answer:
     source = open_model(given.what, folders_by_name(given.adapters))
     bounds = RequestBounds(source.model.vocab_size, given.max_len or source.model.max_positions, source.adapters)
     read_work(source, bounds.check, (given.prompt_file, out), base_request)
-    opened = open_given(given, source)
+    opened_engine = open_given(given, source)
 
     def tell(done: int, all: int) -> None:
         if (tenth := 10 * done // all) not in tenths:
             tenths.add(tenth)
             say(f"{done:,} of {all:,} lines")
 
-    result = generate_file(opened.source, opened.engine, (given.prompt_file, out), base_request, tell)
+    result = generate_file(opened_engine.source, opened_engine.engine, (given.prompt_file, out), base_request, tell)
     facts = {"out": str(out), "written": result.written, "there": result.there}
     return Answer(facts, [Paragraph(f"{result.written:,} lines written to {out}, {result.there:,} were there", None)])
 
@@ -103,7 +103,7 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
         {"prompt": prompt, "text": text, "tokens": completion.tokens, "finish": completion.finish}
         for prompt, text, completion in zip(prompts, found.texts, found.generated.completions, strict=True)
     ]
-    lines = [Paragraph(f"[{number}] {row['prompt']}{row['text']}", None) for number, row in enumerate(completions, 1)]
+    lines = [Paragraph(f"[{index}] {row['prompt']}{row['text']}", None) for index, row in enumerate(completions, 1)]
     return Answer(
         {
             "model": found.model,
@@ -128,8 +128,8 @@ def _prompts(given: Given) -> list[str]:
         prompts += [line for line in lines if line.strip()]
     if not prompts:
         raise InputError("generate needs a prompt. Write: generate runs/NAME-001 --prompt 'The statement'.")
-    for number, prompt in enumerate(prompts, start=1):
+    for prompt_number, prompt in enumerate(prompts, start=1):
         # Python decodes bytes of an argument that are not UTF-8 as lone surrogates.
         if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise InputError(f"prompt {number} is not UTF-8. Give it as UTF-8 text.")
+            raise InputError(f"prompt {prompt_number} is not UTF-8. Give it as UTF-8 text.")
     return prompts

@@ -50,8 +50,8 @@ def command(given: Given) -> Answer:
     if given.op:
         return _explained(program, given.op, given.png)
     if program.entry == LINES:
-        names = [instruction.name for instruction in program if instruction.opcode != "parameter"]
-        rows = [_explained(program, name, None) for name in names[: given.top]]
+        op_names = [instruction.name for instruction in program if instruction.opcode != "parameter"]
+        rows = [_explained(program, name, None) for name in op_names[: given.top]]
         return Answer({"instructions": [row.facts for row in rows]}, [piece for row in rows for piece in row.pieces])
     if given.png:
         return _drawn(program, given)
@@ -59,21 +59,21 @@ def command(given: Given) -> Answer:
     return Answer({"file": path, **summary}, _summary_text(summary, given.top), raw=[summary[name] for name in RAW])
 
 
-def _stable(path: Path, read: StableHlo) -> Answer:
-    kinds_text = ", ".join(f"{count} {kind}" for kind, count in sorted(read.collectives.items())) or "none"
-    mesh_text = f" over a mesh of {read.mesh}" if read.mesh else ""
-    names = ("num_partitions", "num_functions", "mesh", "collectives")
-    facts = {"file": path, "format": "stablehlo", "module": read.name, **{name: getattr(read, name) for name in names}}
-    program_text = f"StableHLO for {read.num_partitions} partitions{mesh_text}, {read.num_functions} functions"
+def _stable(path: Path, hlo: StableHlo) -> Answer:
+    kinds_text = ", ".join(f"{count} {kind}" for kind, count in sorted(hlo.collectives.items())) or "none"
+    mesh_text = f" over a mesh of {hlo.mesh}" if hlo.mesh else ""
+    fields = ("num_partitions", "num_functions", "mesh", "collectives")
+    facts = {"file": path, "format": "stablehlo", "module": hlo.name, **{name: getattr(hlo, name) for name in fields}}
+    program_text = f"StableHLO for {hlo.num_partitions} partitions{mesh_text}, {hlo.num_functions} functions"
     note = f"{kinds_text} written in the program; the compiler has added none yet"
-    return Answer(facts, [Fact(read.name, program_text), Fact("collectives", note)])
+    return Answer(facts, [Fact(hlo.name, program_text), Fact("collectives", note)])
 
 
 def _explained(module: Module, name: str, png: Path | None) -> Answer:
     instruction = module.find(name)
     if instruction is None:
         raise InputError(f"{module.name} has no instruction {name!r}.{nearest(name, (i.name for i in module))}")
-    explained = explain_instruction(module, instruction)
+    label_values = explain_instruction(module, instruction)
     facts: Facts = {
         "name": instruction.name,
         "opcode": instruction.opcode,
@@ -83,21 +83,21 @@ def _explained(module: Module, name: str, png: Path | None) -> Answer:
         "source": [str(frame) for frame in module.source(instruction)],
         "operands": list(instruction.operands),
         "shapes": [{name.removeprefix("num_"): getattr(shape, name) for name in SHAPE} for shape in instruction.shapes],
-        "facts": [list(fact) for fact in explained],
+        "facts": [list(fact) for fact in label_values],
     }
-    text = [Paragraph(instruction.name, None), *(_place_text(f"  {label}", value) for label, value in explained)]
+    pieces = [Paragraph(instruction.name, None), *(_place_text(f"  {label}", value) for label, value in label_values)]
     pictures = {png: lambda: tiling_figure(_one_shape(instruction), name=instruction.name)}
-    return Answer(facts, text, pictures, [Table(["fact", "text"], explained)])
+    return Answer(facts, pieces, pictures, [Table(["fact", "text"], label_values)])
 
 
 SHAPE = ("dtype", "dims", "minor_to_major", "tiles", "memory_space", "num_bytes", "padded_bytes")
 
 
-def _one_shape(one: Instruction) -> Shape:
+def _one_shape(instruction: Instruction) -> Shape:
     """Returns the array that a picture shows: the result, or the largest of a tuple."""
-    shapes = one.shapes
+    shapes = instruction.shapes
     if not shapes:
-        raise InputError(f"{one.name} makes no array to draw. Choose another instruction.")
+        raise InputError(f"{instruction.name} makes no array to draw. Choose another instruction.")
     return max(shapes, key=lambda shape: shape.padded_bytes)
 
 
@@ -154,29 +154,29 @@ def _summary(module: Module, mesh: Mapping[str, int]) -> Facts:
     }
 
 
-def _labelled(one: Any, *besides: str) -> Facts:
+def _labelled(struct: Any, *more_names: str) -> Facts:
     """Returns the fields of a struct and further attributes, with its label as text."""
-    fields = asdict(one) | {name: getattr(one, name) for name in besides}
-    return fields | {"label": str(one.label) if one.label else None}
+    fields = asdict(struct) | {name: getattr(struct, name) for name in more_names}
+    return fields | {"label": str(struct.label) if struct.label else None}
 
 
-def _summary_text(found: Mapping[str, Any], top: int) -> Iterator[Piece]:
+def _summary_text(summary: Mapping[str, Any], top: int) -> Iterator[Piece]:
     """Yields the tables, ``top`` rows of each."""
-    devices_text = f"{found['num_partitions']} partitions"
-    if found["num_replicas"] > 1:
-        devices_text += f" x {found['num_replicas']} replicas"
-    counts_text = f"{found['num_computations']:,} computations, {found['num_instructions']:,} instructions"
-    column_width = max(18, len(found["module"]) + 2)
-    yield Fact(found["module"], f"HLO for {devices_text}: {counts_text}", column=column_width)
-    if not found.get("whole", True):
+    devices_text = f"{summary['num_partitions']} partitions"
+    if summary["num_replicas"] > 1:
+        devices_text += f" x {summary['num_replicas']} replicas"
+    counts_text = f"{summary['num_computations']:,} computations, {summary['num_instructions']:,} instructions"
+    column_width = max(18, len(summary["module"]) + 2)
+    yield Fact(summary["module"], f"HLO for {devices_text}: {counts_text}", column=column_width)
+    if not summary.get("whole", True):
         yield Fact("", "no ENTRY computation: a part of a program, or a text that is cut off", column=column_width)
     yield ""
-    if found["collectives"]:
-        yield _collectives_table(found["collectives"], top, bool(found["mesh"]))
+    if summary["collectives"]:
+        yield _collectives_table(summary["collectives"], top, bool(summary["mesh"]))
     else:
-        yield Fact("collectives", found["why"] or "none")
+        yield Fact("collectives", summary["why"] or "none")
         yield ""
-    for title, rows, columns in _tables(found):
+    for title, rows, columns in _tables(summary):
         if rows:
             yield _table(title, rows, top, columns)
 
@@ -207,12 +207,12 @@ def _collectives_table(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bo
 
 def _steps(steps: Sequence[str]) -> str:
     """Returns ``layer forward h, h1; embed forward x +3``: the first few, grouped by block and phase."""
-    results_of: dict[str, list[str]] = {}
+    results_by_pass: dict[str, list[str]] = {}
     for step in steps[:_MAX_STEPS]:
         pass_name, _, result = step.replace("near ", "~").rpartition(":")
-        results_of.setdefault(pass_name.replace(":", " "), []).append(result)
+        results_by_pass.setdefault(pass_name.replace(":", " "), []).append(result)
     rest_text = f" +{len(steps) - _MAX_STEPS}" if len(steps) > _MAX_STEPS else ""
-    return "; ".join(f"{pass_name} {', '.join(results)}" for pass_name, results in results_of.items()) + rest_text
+    return "; ".join(f"{pass_name} {', '.join(results)}" for pass_name, results in results_by_pass.items()) + rest_text
 
 
 def _mb(num_bytes: int) -> str:
@@ -251,25 +251,25 @@ PADDED: TableColumns = {
 }
 
 
-def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], TableColumns]]:
+def _tables(summary: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], TableColumns]]:
     """Yields title, rows and columns of the tables after the collectives."""
-    yield "Loops", found["loops"], LOOPS
+    yield "Loops", summary["loops"], LOOPS
     rows_by_array: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for row in found["largest"]:
+    for row in summary["largest"]:
         rows_by_array.setdefault((row["name"], row["shape"], row["memory_space"], row["times"]), []).append(row)
-    groups = [{**group[0], "arrays": len(group)} for group in rows_by_array.values()]
-    yield "Arrays that it allocates or takes", groups, ARRAYS
-    total = sum(row["total_bytes"] for row in found["relayouts"] if not row["inside_fusion"])
-    total_text = f", {format_bytes(total)} by those not fused" if total else ""
-    yield f"Copies to another layout{total_text}", found["relayouts"], COPIES
-    padded_rows = [row for row in found["paddings"] if row["padded_bytes"] >= MIN_PADDED_BYTES]
+    array_rows = [{**group[0], "arrays": len(group)} for group in rows_by_array.values()]
+    yield "Arrays that it allocates or takes", array_rows, ARRAYS
+    total_bytes = sum(row["total_bytes"] for row in summary["relayouts"] if not row["inside_fusion"])
+    total_text = f", {format_bytes(total_bytes)} by those not fused" if total_bytes else ""
+    yield f"Copies to another layout{total_text}", summary["relayouts"], COPIES
+    padded_rows = [row for row in summary["paddings"] if row["padded_bytes"] >= MIN_PADDED_BYTES]
     yield "Padding that tiles add, largest first", padded_rows, PADDED
 
 
 def _place_text(label: str, text: str) -> Paragraph:
     """Returns a fact whose long paths may be broken after a slash."""
-    lines = filled(f"{label:<13}{text.replace('/', '/ ')}", width(), 13)
-    return Paragraph(lines.replace("/ ", "/"), None)
+    filled_text = filled(f"{label:<13}{text.replace('/', '/ ')}", width(), 13)
+    return Paragraph(filled_text.replace("/ ", "/"), None)
 
 
 def _stacked(*lines: str | None) -> str | None:
@@ -286,8 +286,8 @@ def _name(name: str, longest: int = MAX_NAME) -> str:
     """Returns the name of an instruction or a computation, broken once if it is long."""
     if len(name) <= longest:
         return name
-    end = max(name.rfind(mark, 0, longest) for mark in "-_.") + 1
-    return f"{name[:end]}\n{name[end:]}" if end else name
+    break_at = max(name.rfind(mark, 0, longest) for mark in "-_.") + 1
+    return f"{name[:break_at]}\n{name[break_at:]}" if break_at else name
 
 
 def _layout(shape: str) -> str:

@@ -130,26 +130,26 @@ def free_port() -> int:
 
 def _pass_on_signals(children: Sequence[Process]) -> Sequence[signal.Signals]:
     """Passes Ctrl-C and SIGTERM on to every process; a second one kills them. Returns the list of those received."""
-    received: list[signal.Signals] = []
+    received_signals: list[signal.Signals] = []
 
     def forward(number: signal.Signals) -> None:
-        _send(children, signal.SIGKILL if received else number)
-        received.append(number)
+        _send(children, signal.SIGKILL if received_signals else number)
+        received_signals.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, forward, number)
-    return received
+    return received_signals
 
 
-def _send(children: Sequence[Process], number: signal.Signals) -> None:
+def _send(children: Sequence[Process], signal_number: signal.Signals) -> None:
     for child in children:
         if child.returncode is None:
-            child.send_signal(number)
+            child.send_signal(signal_number)
 
 
-def _numbered(index: int, lost: Sequence[int]) -> Callable[[str], None]:
+def _numbered(process_index: int, lost_indices: Sequence[int]) -> Callable[[str], None]:
     """Says lines after the number of their process; once one process was killed, only its own, as others then fail."""
-    return lambda line: say(f"[{index}] {line}") if index in lost or not lost else None
+    return lambda line: say(f"[{process_index}] {line}") if process_index in lost_indices or not lost_indices else None
 
 
 async def _pass_on(source: asyncio.StreamReader | None, show: Callable[[str], None], said: set[str]) -> None:

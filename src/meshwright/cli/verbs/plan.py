@@ -78,15 +78,15 @@ def command(given: Given) -> Answer:
         if "collective_matmul" in fields["strategy"]:
             raise InputError("strategy.collective_matmul is given in --collective-matmul and in --set. Leave one out.")
         fields["strategy"]["collective_matmul"] = given.collective_matmul
-    axes = take_axes(given.axes, fields["strategy"])
+    size_by_axis = take_axes(given.axes, fields["strategy"])
     why_nots = [parse_why_not(text) for text in given.why_nots]
     what_ifs = [parse_what_if(text) for text in given.what_ifs]
     assumptions = with_fields(AS_RUN, "assumptions", fields["assumptions"])
     setting = Setting(model, clusters[0], job, assumptions=assumptions)
-    setting = with_rates(setting, given.calibration, axes, fields["strategy"])
+    setting = with_rates(setting, given.calibration, size_by_axis, fields["strategy"])
     result = rank_slices(
         [setting.on(cluster) for cluster in clusters],
-        axes=axes,
+        axes=size_by_axis,
         overrides=fields["strategy"],
         choices=FULL if given.full else USUAL,
         exhaustive=given.full,
@@ -108,12 +108,12 @@ def command(given: Given) -> Answer:
         answers.append(what_if_answer(result, what_ifs))
     if given.recipe:
         answers.append(recipe_answer(result))
-    best = result.plans[0]
+    best_plan = result.plans[0]
     if given.price is not None:
-        usd_per_hour, usd_per_token = best.cluster.chip.price_usd_per_hour, best.usd_per_token or 0.0
+        usd_per_hour, usd_per_token = best_plan.cluster.chip.price_usd_per_hour, best_plan.usd_per_token or 0.0
         cost_text = f"${1e6 * usd_per_token:.3g} a million tokens with the best, at ${usd_per_hour:,.2f} a chip-hour"
         answers.append(Answer({"usd_per_token": usd_per_token}, [Fact("cost", cost_text)]))
-    budget = run_budget(result.plans[0], step_s=best.predicted.step_s)
+    budget = run_budget(result.plans[0], step_s=best_plan.predicted.step_s)
     facts = {**result.to_json(), "training": budget}
     pictures: dict[Path | None, Any] = {}
     for answer in answers:
@@ -133,32 +133,32 @@ def _verified(result: PlanResult) -> tuple[PlanResult, list[Facts]]:
     from meshwright.api.proving import prove_strategy
     from meshwright.verify.targets import usable_target
 
-    accepted: list[Plan] = []
+    accepted_plans: list[Plan] = []
     verdicts: list[Facts] = []
-    for number, plan in enumerate(result.plans, 1):
+    for rank, plan in enumerate(result.plans, 1):
         proof = prove_strategy(msgspec.structs.replace(plan.setting, calibration=result.setting.rates), plan.strategy)
-        needed = None if proof.memory is None else proof.memory.needed
-        verdicts.append({"strategy": number, "runs": proof.runs, "refusal": proof.refusal, "hbm_bytes_needed": needed})
-        fit_text = "compiles" if needed is None else f"compiles and fits, {format_bytes(needed)} a chip"
-        say(f"verified {number} of {len(result.plans)}: {fit_text if proof.runs else proof.refusal}")
-        accepted += [plan] if proof.runs else []
-    if not accepted:
+        num_bytes = None if proof.memory is None else proof.memory.needed
+        verdicts.append({"strategy": rank, "runs": proof.runs, "refusal": proof.refusal, "hbm_bytes_needed": num_bytes})
+        fit_text = "compiles" if num_bytes is None else f"compiles and fits, {format_bytes(num_bytes)} a chip"
+        say(f"verified {rank} of {len(result.plans)}: {fit_text if proof.runs else proof.refusal}")
+        accepted_plans += [plan] if proof.runs else []
+    if not accepted_plans:
         raise CannotRunError(
             f"the compiler accepts none of the {len(verdicts)} best strategies. Of the first: {verdicts[0]['refusal']}"
         )
     how_text = f"compile for {result.setting.cluster.chip.full_name or result.setting.cluster.chip.name} and fit"
     if usable_target(result.plans[0].cluster).platform == "cpu":
         how_text = "compile for emulated CPU devices, which shows nothing of their memory"
-    note = f"{len(accepted)} of {len(verdicts)} strategies {how_text}"
-    return msgspec.structs.replace(result, plans=tuple(accepted), notes=(*result.notes, note)), verdicts
+    note_text = f"{len(accepted_plans)} of {len(verdicts)} strategies {how_text}"
+    return msgspec.structs.replace(result, plans=tuple(accepted_plans), notes=(*result.notes, note_text)), verdicts
 
 
 def plan_text(result: PlanResult) -> Iterator[Piece]:
     """Yields the ranked strategies, the best one's placement and run, and the conventions behind the numbers."""
-    job, best = result.setting.job, result.plans[0]
-    used = best.cluster
+    job, best_plan = result.setting.job, result.plans[0]
+    used = best_plan.cluster
     yield (
-        f"{best.model.name} on {used.short_name} ({used.num_chips:,} chip{'s' if used.num_chips > 1 else ''}), "
+        f"{best_plan.model.name} on {used.short_name} ({used.num_chips:,} chip{'s' if used.num_chips > 1 else ''}), "
         f"{format_count(job.tokens_per_step)} tokens a step = {counted(job.batch_seqs, 'sequence')} of {job.seq_len:,}"
     )
     yield from result.shortfall
@@ -166,7 +166,7 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     shared_choices = [words_of for words_of in CHOICES if len({words_of(s) for s in strategies}) == 1]
     varied_choices = [words_of for words_of in CHOICES if words_of not in shared_choices]
     # The range beside a step time is an interval that measurements fall into, or bounds of the overlap.
-    range_heading = "bounds" if best.predicted.step_s_p10 is None else "P10-P90"
+    range_heading = "bounds" if best_plan.predicted.step_s_p10 is None else "P10-P90"
     columns: TableColumns = {
         "strategy, best first": lambda plan: _strategy_words(plan.strategy, varied_choices),
         **STEP,
@@ -178,30 +178,30 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
         yield Fact("unmasked", "MFU without the scores that the mask leaves out; MFU counts them")
     if shared_choices:
         yield Fact("all of them", ", ".join(filter(None, (words_of(strategies[0]) for words_of in shared_choices))))
-    yield Fact("placement", f"of the best: {placement_words(best.strategy.placement)}")
-    if overlap_text := overlap_words(result.overlap, best.setting, best.strategy):
+    yield Fact("placement", f"of the best: {placement_words(best_plan.strategy.placement)}")
+    if overlap_text := overlap_words(result.overlap, best_plan.setting, best_plan.strategy):
         yield Fact("overlap", f"of the best: {overlap_text}")
-    budget = run_budget(result.plans[0], step_s=best.predicted.step_s)
+    budget = run_budget(result.plans[0], step_s=best_plan.predicted.step_s)
     if budget is not None:
-        yield from budget_text(budget, best.num_chips)
+        yield from budget_text(budget, best_plan.num_chips)
     yield from result.notes
 
 
-def _range_words(at: Estimate) -> str:
-    if at.step_s_p10 is None or at.step_s_p90 is None:
-        return format_range(at.step_s_lower, at.step_s_upper)
-    return format_range(at.step_s_p10, at.step_s_p90)
+def _range_words(estimate: Estimate) -> str:
+    if estimate.step_s_p10 is None or estimate.step_s_p90 is None:
+        return format_range(estimate.step_s_lower, estimate.step_s_upper)
+    return format_range(estimate.step_s_p10, estimate.step_s_p90)
 
 
-def _strategy_words(strategy: Strategy, varied: Sequence[Callable[[Strategy], str]]) -> str:
+def _strategy_words(strategy: Strategy, varied_choices: Sequence[Callable[[Strategy], str]]) -> str:
     """Returns the mesh, broken between axes only, and below it the choices in which the listed strategies differ."""
-    lines = [""]
+    mesh_lines = [""]
     for part in mesh_words(strategy.mesh).split(", "):
-        if lines[-1] and len(lines[-1]) + len(part) + 2 > width() - NUMBERS_WIDTH:
-            lines[-1] += ","
-            lines.append(part)
+        if mesh_lines[-1] and len(mesh_lines[-1]) + len(part) + 2 > width() - NUMBERS_WIDTH:
+            mesh_lines[-1] += ","
+            mesh_lines.append(part)
         else:
-            lines[-1] += f", {part}" if lines[-1] else part
-    choices_text = ", ".join(filter(None, (words_of(strategy) for words_of in varied)))
+            mesh_lines[-1] += f", {part}" if mesh_lines[-1] else part
+    choices_text = ", ".join(filter(None, (words_of(strategy) for words_of in varied_choices)))
     max_width = max(20, width() - NUMBERS_WIDTH - 2)
-    return "\n".join([*lines, *(f"  {line}" for line in wrap(choices_text, max_width))])
+    return "\n".join([*mesh_lines, *(f"  {line}" for line in wrap(choices_text, max_width))])

@@ -55,8 +55,8 @@ def mfu_columns(found: Iterable[Any]) -> TableColumns:
     """Returns the column of MFU; if one is above 100%, or a model has a mask of its own, beside it a column of MFU
     without masked scores."""
     has_unmasked = any(unmasked(plan.predicted) or plan.setting.model.attention_mask for plan in found)
-    field_of_heading = {"MFU": "mfu"} | ({"unmasked": "mfu_causal"} if has_unmasked else {})
-    return {heading: (f"predicted.{name}", "{:.0%}".format) for heading, name in field_of_heading.items()}
+    field_by_heading = {"MFU": "mfu"} | ({"unmasked": "mfu_causal"} if has_unmasked else {})
+    return {heading: (f"predicted.{name}", "{:.0%}".format) for heading, name in field_by_heading.items()}
 
 
 MEMORY: TableColumns = {"memory": ("predicted.hbm_bytes_per_chip", format_bytes)}
@@ -86,10 +86,10 @@ def rerun_words(strategy: Strategy, num_layers: int) -> str:
     num_held = -(-num_layers // (strategy.mesh.get("pipeline", 1) * strategy.chunks))
     length = min(strategy.segment, num_held)
     num_segments, num_rest = divmod(num_held, length)
-    reruns = num_segments * length * (length - 1) // 2 + num_rest * (num_rest - 1) // 2
+    num_reruns = num_segments * length * (length - 1) // 2 + num_rest * (num_rest - 1) // 2
     return (
         f"of {num_held} layers in sequence the input of one in {length} is kept; each layer's backward pass runs the "
-        f"layers from there to it again: {reruns:,} forward passes of a layer, C (C - 1) / 2 for every C = {length}"
+        f"layers from there to it again: {num_reruns:,} forward passes of a layer, C (C - 1) / 2 for every C = {length}"
     )
 
 
@@ -102,13 +102,13 @@ def schedule_words(strategy: Strategy) -> str:
 
 def sharding_words(strategy: Strategy) -> str:
     """Returns the ZeRO stage, with its axes unless ``fsdp`` is one, and the attention over ``context``; "" without."""
-    words = []
-    axes = [axis for axis in ZERO_AXES if strategy.mesh.get(axis, 1) > 1]
-    if axes and strategy.zero is not None:
-        words.append(f"ZeRO-{strategy.zero}" + (f" over {' and '.join(axes)}" if "fsdp" not in axes else ""))
+    texts = []
+    zero_axes = [axis for axis in ZERO_AXES if strategy.mesh.get(axis, 1) > 1]
+    if zero_axes and strategy.zero is not None:
+        texts.append(f"ZeRO-{strategy.zero}" + (f" over {' and '.join(zero_axes)}" if "fsdp" not in zero_axes else ""))
     if strategy.mesh.get("context", 1) > 1:
-        words.append({"gather": "gathered keys"}.get(strategy.context_attention, strategy.context_attention))
-    return ", ".join(words)
+        texts.append({"gather": "gathered keys"}.get(strategy.context_attention, strategy.context_attention))
+    return ", ".join(texts)
 
 
 def collective_matmul_words(strategy: Strategy) -> str:
@@ -140,7 +140,7 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
         f"{format_count(budget.train_tokens)} tokens in {budget.steps:,.0f} steps: "
         f"{format_seconds(budget.days * DAY_S)}, {cost_text}, {format_params(budget.chip_hours)} chip-hours",
     )
-    petaflop_days, years = (three_digits(x) for x in (budget.petaflop_days, budget.one_chip_years))
+    petaflop_days, years = (three_digits(value) for value in (budget.petaflop_days, budget.one_chip_years))
     yield Fact(
         "",
         f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, "
@@ -168,8 +168,8 @@ def engine_lines(plan: ServicePlan) -> list[str]:
 
 def service_words(service: Service, cached: str = "") -> str:
     """Returns the lengths of requests, how much of a prompt is ``cached``, the targets and the load."""
-    targets = [f"{name} at most {format_seconds(target)}" for name, target in service.targets.items()]
-    limits_text = ", ".join(filter(None, [*targets, service.load_words]))
+    target_texts = [f"{name} at most {format_seconds(target)}" for name, target in service.targets.items()]
+    limits_text = ", ".join(filter(None, [*target_texts, service.load_words]))
     lengths_text = f"{service.prompt_len:,} tokens of prompt{cached}, {service.output_len:,} of output"
     return f"{lengths_text}; {limits_text}" if limits_text else lengths_text
 
@@ -186,5 +186,5 @@ def overlap_words(priced: PricedOverlap, setting: Setting, strategy: Strategy) -
         is_compiled = target_of(setting.cluster).platform != "cpu" and not setting.assumptions.of_other_software
     except CannotRunError:
         is_compiled = False
-    hint = ". meshwright verify shows what of it is compiled" * is_compiled
-    return f"hides {hidden_text} of {alone_text} of communication; without any the step takes {step_text}{hint}"
+    hint_text = ". meshwright verify shows what of it is compiled" * is_compiled
+    return f"hides {hidden_text} of {alone_text} of communication; without any the step takes {step_text}{hint_text}"

@@ -57,9 +57,9 @@ def command(given: Given) -> Answer | None:
     return profile_answer(profile, folder) if is_first() else None
 
 
-def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Profile":
-    require_runnable(chosen.model)
-    require_devices(chosen)
+def _run(plan: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Profile":
+    require_runnable(plan.model)
+    require_devices(plan)
     folder.mkdir(parents=True, exist_ok=True)
     import jax
 
@@ -70,23 +70,23 @@ def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: in
     from meshwright.profile.subjects import Prefill, Subject, Training
     from meshwright.profile.summary import analyse
 
-    first = warmup or warmup_steps()
-    setting = replace(chosen.setting, storage=storage)
-    if chosen.job.kind == "decode":
-        subject: Subject = ServedDecode(setting, chosen.strategy, first + steps)
+    num_warm = warmup or warmup_steps()
+    setting = replace(plan.setting, storage=storage)
+    if plan.job.kind == "decode":
+        subject: Subject = ServedDecode(setting, plan.strategy, num_warm + steps)
     else:
-        subject_type = Training if chosen.job.trains else Prefill
-        subject = subject_type(step_of(setting, chosen.strategy, {}), chosen.job)
+        subject_type = Training if plan.job.trains else Prefill
+        subject = subject_type(step_of(setting, plan.strategy, {}), plan.job)
     if is_first():
-        suffix = "" if chosen.job.trains else f", {chosen.job.kind}"
+        suffix = "" if plan.job.trains else f", {plan.job.kind}"
         say(
-            f"{chosen.model.name} on {chosen.cluster.short_name}{suffix}: {first} steps to warm up, then {steps} under "
+            f"{plan.model.name} on {plan.cluster.short_name}{suffix}: {num_warm} steps to warm up, then {steps} under "
             "the profiler"
         )
     # one folder each: processes on one machine would write files of the same name
     trace_name = "trace" if is_first() else f"trace-{jax.process_index()}"
-    recording = record_steps(subject, folder=folder / trace_name, steps=steps, warmup=first)
-    return analyse(chosen, recording.trace, recording.hlo, recording, storage=storage)
+    recording = record_steps(subject, folder=folder / trace_name, steps=steps, warmup=num_warm)
+    return analyse(plan, recording.trace, recording.hlo, recording, storage=storage)
 
 
 # -- what is answered -----------------------------------------------------------------------------------
@@ -98,13 +98,13 @@ def profile_answer(profile: "Profile", folder: Path) -> Answer:
     """Writes the report into the folder. Returns its short form, and as data all but the single samples of memory."""
     from meshwright.report.machine.profile_report import write_report
 
-    files = write_report(profile, folder)
-    facts = _facts(profile) | {"files": files}
+    paths = write_report(profile, folder)
+    facts = _facts(profile) | {"files": paths}
     raw = [profile.comparison.terms, profile.comparison.steps, [facts]]
-    return Answer(facts, _text(profile, files), raw=raw)
+    return Answer(facts, _text(profile, paths), raw=raw)
 
 
-def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
+def _text(profile: "Profile", paths: Sequence[Path]) -> Iterator[Piece]:
     """Yields one screen: the step, where its time goes, the worst terms and steps, advice, memory, files."""
     from meshwright.plan.why.explain import attention_kernel
     from meshwright.report.machine.profile_report import difference_words, headline_rows, times_table
@@ -143,7 +143,7 @@ def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
             f"memory: peak {format_bytes(peak.num_bytes)} {owner_text}; largest on a device: {owner.name} "
             f"({owner.kind}), {format_bytes(owner.num_bytes)}"
         )
-    yield f"wrote {', '.join(map(str, files))}"
+    yield f"wrote {', '.join(map(str, paths))}"
 
 
 OF_PROFILE = ("platform", "step_s", "host_s", "mfu", "hfu", "flops", "advice", "notes")

@@ -44,8 +44,8 @@ def command(given: Given) -> None:
             raise InputError(f"{flag} is empty. Give a text, or leave the option out.")
     if given.deadline == 0:
         raise InputError("--deadline 0 leaves no time for a request. Give more seconds, or leave it out for no limit.")
-    address = {"host": given.host, "port": given.port, "uds": given.uds}
-    given_address: dict[str, Any] = {name: value for name, value in address.items() if value is not None}
+    address_fields = {"host": given.host, "port": given.port, "uds": given.uds}
+    given_address: dict[str, Any] = {name: value for name, value in address_fields.items() if value is not None}
     if given.uds and len(given_address) > 1:
         flags_text = " and ".join(f"--{name}" for name in given_address)
         raise InputError(f"{flags_text} each say where to listen. Leave --uds out, or the others.")
@@ -54,22 +54,22 @@ def command(given: Given) -> None:
     from meshwright.serve.http.served import served_model
     from meshwright.serve.model_folder import open_model
 
-    source = open_model(given.what, folders_by_name(given.adapters))
-    served = served_model(source, given.name)
-    opened = open_given(given, source)
+    model_folder = open_model(given.what, folders_by_name(given.adapters))
+    named_model = served_model(model_folder, given.name)
+    opened_engine = open_given(given, model_folder)
     from meshwright.serve.frontend import Frontend
     from meshwright.serve.http.app import make_app
 
-    frontend = Frontend(opened.engine, max_queued=given.max_queued, deadline_s=given.deadline)
-    app = make_app(frontend, served, api_keys=given.api_key, logs_requests=given.log_requests)
+    frontend = Frontend(opened_engine.engine, max_queued=given.max_queued, deadline_s=given.deadline)
+    app = make_app(frontend, named_model, api_keys=given.api_key, logs_requests=given.log_requests)
     metrics = app.state.metrics
-    metrics.load_prices = partial(_prices, opened.engine.engines)
+    metrics.load_prices = partial(_prices, opened_engine.engine.engines)
 
     def on_line() -> None:
         if (line := metrics.line()) and not given.no_log_stats:
             say(line)
 
-    serve_app(app, frontend, listening, lambda url: say(f"serving {served.name} at {url}"), on_line)
+    serve_app(app, frontend, listening, lambda url: say(f"serving {named_model.name} at {url}"), on_line)
     if frontend.num_cut:
         say(f"the server has ended with {counted(frontend.num_cut, 'request')} unfinished")
 

@@ -148,35 +148,35 @@ def command(given: Given) -> Answer:
 
 def _stored(model: Model, given: Given, chip: Chip) -> tuple[Model, tuple[StoredDtypes, ...], str]:
     """Returns the model as its folder stores it, the dtypes to try, and what is to be said of the folder."""
-    weights, note = given.weights, ""
-    if weights is None and (folder := weights_of(given.model)):
+    weights_text, note = given.weights, ""
+    if weights_text is None and (folder := weights_of(given.model)):
         with open_files(path := as_folder(Path(folder))) as tensors:
             on_disk = folder_weights(model, path, tensors)
             refusal = why_refused(model, tensors, on_disk.quantisation)
         if on_disk.dtype == "fp32":
             note = "the folder is in float32, which serve keeps; this plan is in bf16: convert it with --dtype bf16"
         if on_disk.stored:
-            model, weights = replace(model, stored=on_disk.stored), STORED
+            model, weights_text = replace(model, stored=on_disk.stored), STORED
             dtypes_text = ", ".join(dict.fromkeys(dtype for _, dtype, _ in on_disk.stored.matrices))
             note = f"weights as {given.model} stores them: {dtypes_text} with products in bf16. --weights names others"
         note = "; ".join(filter(None, (note, *on_disk.notes, refusal and f"serve would refuse the folder: {refusal}")))
-    dtypes = (tuple(map(str.strip, text.split(","))) if text is not None else () for text in (weights, given.kv))
+    dtypes = (tuple(map(str.strip, text.split(","))) if text is not None else () for text in (weights_text, given.kv))
     return model, stored_dtypes(*dtypes, chip=chip), note
 
 
 def _row(plan: ServicePlan) -> Facts:
     """Returns a row of CSV: the engines in words, their batches, and the figures of the service."""
-    engines = {"engines": plan.generate.words, "prefill_engines": plan.prefill.words if plan.has_pools else ""}
-    batches = {"batch": plan.generate.batch_seqs, "prompts_at_once": plan.prefill.batch_seqs}
-    figures = {name: value for name, value in plan.to_json().items() if not isinstance(value, dict)}
-    return {**engines, **batches, "bound_by": plan.generate.bound_by, **figures}
+    engine_facts = {"engines": plan.generate.words, "prefill_engines": plan.prefill.words if plan.has_pools else ""}
+    batch_facts = {"batch": plan.generate.batch_seqs, "prompts_at_once": plan.prefill.batch_seqs}
+    figure_by_name = {name: value for name, value in plan.to_json().items() if not isinstance(value, dict)}
+    return {**engine_facts, **batch_facts, "bound_by": plan.generate.bound_by, **figure_by_name}
 
 
 def _why_not_facts(answer: ServiceWhyNot) -> Facts:
     """Returns the answer as plain data, with the engines of its plan whole."""
     plan = answer.plan
-    pools = plan and {**plan.to_json(), "generate": plan.generate, "prefill": plan.prefill}
-    return {**msgspec.structs.asdict(answer), "plan": pools}
+    plan_facts = plan and {**plan.to_json(), "generate": plan.generate, "prefill": plan.prefill}
+    return {**msgspec.structs.asdict(answer), "plan": plan_facts}
 
 
 def _simulated(result: ServiceResult, given: Given) -> tuple[ServicePlan, ServingRecord]:
@@ -211,10 +211,10 @@ def _simulated(result: ServiceResult, given: Given) -> tuple[ServicePlan, Servin
     return plans[0], record
 
 
-def _load_text(found: ServingSummary, plan: ServicePlan, given: Given) -> Iterator[Piece]:
+def _load_text(summary: ServingSummary, plan: ServicePlan, given: Given) -> Iterator[Piece]:
     """Yields what requests meet that arrive at random, in percentiles."""
     rows = [
-        {"of a request": name, **msgspec.structs.asdict(getattr(found, field))}
+        {"of a request": name, **msgspec.structs.asdict(getattr(summary, field))}
         for name, field in (
             ("queue", "queue"), ("TTFT", "ttft"), ("TPOT", "tpot"), ("between tokens", "itl"), ("whole", "latency")
         )
@@ -227,22 +227,22 @@ def _load_text(found: ServingSummary, plan: ServicePlan, given: Given) -> Iterat
     yield ""
     policy_text = f", policy {given.policy}, on {', '.join(map(str.strip, engine_lines(plan)))}" * bool(given.policy)
     source = f"{given.trace or f'{format_seconds(given.simulate or 0)} of Poisson arrivals'}"
-    source += f" at {three_digits(given.rate or found.offered_per_s)} requests/s"
+    source += f" at {three_digits(given.rate or summary.offered_per_s)} requests/s"
     if given.concurrency:
         limit_text = f"at most {counted(given.concurrency, 'request')} on their way"
         source = f"a client with {limit_text}" if given.rate is None and not given.trace else f"{source}, {limit_text}"
     yield Fact("simulated", f"{source}{policy_text}")
-    is_behind = found.requests_per_s < SERVED_SHARE * found.offered_per_s
+    is_behind = summary.requests_per_s < SERVED_SHARE * summary.offered_per_s
     yield Fact(
         "served",
-        f"{three_digits(found.requests_per_s)} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; "
-        + f"{found.met:.0%} of requests meet the targets; " * bool(given.ttft or given.tpot)
-        + f"{found.num_preempted} preempted, {found.page_waste:.1%} of pages wasted"
+        f"{three_digits(summary.requests_per_s)} requests/s, {summary.output_tokens_per_s:,.0f} tokens/s; "
+        + f"{summary.met:.0%} of requests meet the targets; " * bool(given.ttft or given.tpot)
+        + f"{summary.num_preempted} preempted, {summary.page_waste:.1%} of pages wasted"
         + "; fewer end than arrive: simulate for longer than a request takes, or lower the rate" * is_behind,
     )
     yield Fact(
         "engines",
-        "; ".join(f"busy {pool.utilisation:.0%}, {pool.mean_running:.3g} sequences in each" for pool in found.pools),
+        "; ".join(f"busy {pool.utilisation:.0%}, {pool.mean_running:.3g} sequences in each" for pool in summary.pools),
     )
 
 
@@ -262,41 +262,41 @@ def _changed(result: ServiceResult, text: str) -> Answer:
             raise InputError(f"--what-if {name}: services have none. Change service.prompt_len or service.output_len.")
         else:
             factors |= parse_what_if(f"{name}={value}")
-    setting, words = changed_setting(result.setting, factors)
+    setting, edits = changed_setting(result.setting, factors)
     setting = replace(setting, model=with_fields(setting.model, "model", fields["model"]))
     service = with_fields(result.service, "service", fields["service"])
     for section, struct in (("model", result.setting.model), ("service", result.service)):
-        words += tuple(f"{section}.{name}: {getattr(struct, name)} -> {new}" for name, new in fields[section].items())
+        edits += tuple(f"{section}.{name}: {getattr(struct, name)} -> {new}" for name, new in fields[section].items())
     facts: Facts = {
         "asked": text,
-        "changed": words,
+        "changed": edits,
         "now": result.plans[0].to_json(),
         "then": None,
         "note": "",
     }
-    lines: list[Piece] = ["", *(Paragraph(f"{'    and' if n else 'What if'} {row}", 10) for n, row in enumerate(words))]
+    lines: list[Piece] = ["", *(Paragraph(f"{'    and' if n else 'What if'} {row}", 10) for n, row in enumerate(edits))]
     try:
-        planned_with: Facts = {"stored": result.stored, "axes": result.axes, "pareto": result.is_frontier}
-        then = plan_service(setting, service, **planned_with).plans[0]
+        plan_options: Facts = {"stored": result.stored, "axes": result.axes, "pareto": result.is_frontier}
+        new_plan = plan_service(setting, service, **plan_options).plans[0]
     except CannotRunError as error:
         return Answer({**facts, "note": str(error)}, [*lines, Fact("  nothing serves", str(error))])
-    plans = [result.plans[0], then]
+    plans = [result.plans[0], new_plan]
     table = Table.of(plans, service_columns("engines", service)).known()
     rows = [[f"  {name}", *row] for name, row in zip(("now", "then"), table.rows, strict=True)]
-    ratio = then.predicted.tokens_per_s_per_chip / plans[0].predicted.tokens_per_s_per_chip
+    ratio = new_plan.predicted.tokens_per_s_per_chip / plans[0].predicted.tokens_per_s_per_chip
     lines += [
         Table([Heading("", None, "plan"), *table.columns], rows),
         Fact("  in all", f"{three_digits(ratio)} times the output tokens per second and chip"),
     ]
-    return Answer({**facts, "then": then.to_json()}, lines)
+    return Answer({**facts, "then": new_plan.to_json()}, lines)
 
 
-def _field_of(name: str, text: str, now: Any) -> Any:
+def _field_of(name: str, text: str, old_value: Any) -> Any:
     """Returns the new value of a field: a factor of the present number (2x), a time, a load, a count, or TOML."""
     option_text, field = f"--what-if {name}", name.rpartition(".")[2]
-    if text.endswith("x") and isinstance(now, int | float):
+    if text.endswith("x") and isinstance(old_value, int | float):
         (factor,) = parse_what_if(f"chip.flops={text}").values()
-        return round(now * factor) if isinstance(now, int) else now * factor
+        return round(old_value * factor) if isinstance(old_value, int) else old_value * factor
     if field in ("ttft_s", "tpot_s"):
         return parse_target(text, what=option_text)
     if field == "requests_per_s":

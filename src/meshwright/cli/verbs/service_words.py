@@ -97,26 +97,26 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
     memory_text = ", ".join(f"{_MEMORY[name]} {format_bytes(size)}" for name, size in best.generate.memory.items())
     yield Fact("memory of a chip", f"{memory_text}; {format_bytes(figures.free_bytes)} left")
     if result.as_written and (best.weights, best.cache) != ("bf16", "bf16"):
-        as_written, its = result.as_written, result.as_written.predicted
-        words = f"makes {three_digits(its.tokens_per_s_per_chip)} tok/s"
-        words = words if service.requests_per_s is None else f"needs {counted(its.num_chips, 'chip')}"
+        as_written, prediction = result.as_written, result.as_written.predicted
+        text = f"makes {three_digits(prediction.tokens_per_s_per_chip)} tok/s"
+        text = text if service.requests_per_s is None else f"needs {counted(prediction.num_chips, 'chip')}"
         yield Fact(
             "all in bf16",
-            f"the best {words} at TPOT {format_seconds(its.tpot_s)}: "
+            f"the best {text} at TPOT {format_seconds(prediction.tpot_s)}: "
             f"{', '.join(line.strip() for line in engine_lines(as_written))}",
         )
 
 
-def _gap_words(best: ServicePlan) -> str:
+def _gap_words(plan: ServicePlan) -> str:
     """Returns the longest time between two tokens, with and without chunks."""
-    gap_text = format_seconds(best.predicted.itl_s or 0.0)
-    unchunked = format_seconds(best.generate.step_s + best.prefill.step_s)
-    if best.has_pools:
+    gap_text = format_seconds(plan.predicted.itl_s or 0.0)
+    whole_gap = format_seconds(plan.generate.step_s + plan.prefill.step_s)
+    if plan.has_pools:
         return f"at most {gap_text}, a step"
-    if not best.chunk_len:
+    if not plan.chunk_len:
         return f"at most {gap_text}, with whole prompts"
-    return f"at most {gap_text} with chunks of {best.chunk_len:,} tokens; {unchunked} with whole prompts, TTFT " + (
-        format_seconds(best.prefill.step_s)
+    return f"at most {gap_text} with chunks of {plan.chunk_len:,} tokens; {whole_gap} with whole prompts, TTFT " + (
+        format_seconds(plan.prefill.step_s)
     )
 
 
@@ -125,15 +125,15 @@ _MEMORY = {"weights": "weights", "kv_cache": "KV", "activations": "activations"}
 
 def _step_words(pool: EnginePool) -> str:
     """Returns the seconds of a step and of its parts by themselves, the longest first, without small ones."""
-    parts = sorted(pool.bounds_s.items(), key=lambda part: -part[1])
-    words = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds > 0.03 * pool.step_s)
+    pairs = sorted(pool.bounds_s.items(), key=lambda part: -part[1])
+    words = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in pairs if seconds > 0.03 * pool.step_s)
     return f"{format_seconds(pool.step_s)} ({words}, each by itself)"
 
 
 def frontier_figure(result: ServiceResult) -> Figure:
     curves, split_curves = (
-        {name: [(1e3 * x, factor * y) for x, y in points] for name, points in lines.items()}
-        for lines, factor in ((result.frontiers, 1.0), (result.split, 1e3))
+        {name: [(1e3 * x, y_factor * y) for x, y in points] for name, points in points_by_name.items()}
+        for points_by_name, y_factor in ((result.frontiers, 1.0), (result.split, 1e3))
     )
     cluster, first_plan = result.setting.cluster, result.plans[0]
     figures = first_plan.predicted
@@ -157,9 +157,9 @@ def why_not_text(result: ServiceResult, told: ServiceWhyNot) -> Iterator[Piece]:
     if told.plan is None:
         yield Fact("  refused", told.refusal)
         return
-    first_plan, best = result.plans[0], told.plan
-    yield Fact("  best with it", ", ".join(line.strip() for line in engine_lines(best)))
-    figures, targets = best.predicted, result.service.targets
+    first_plan, best_plan = result.plans[0], told.plan
+    yield Fact("  best with it", ", ".join(line.strip() for line in engine_lines(best_plan)))
+    figures, targets = best_plan.predicted, result.service.targets
     for name, factor in told.misses.items():
         if name in targets:
             own_text = format_seconds(getattr(figures, TARGETS[name]) or 0.0)
@@ -167,18 +167,18 @@ def why_not_text(result: ServiceResult, told: ServiceWhyNot) -> Iterator[Piece]:
         else:
             chips_text = f"it needs {figures.num_chips:,} chips of {result.setting.cluster.num_chips:,}"
             yield Fact("  misses the load", chips_text)
-    if best == first_plan:
+    if best_plan == first_plan:
         yield Fact("", "that is the first plan itself")
         return
-    ratio = figures.tokens_per_s_per_chip / first_plan.predicted.tokens_per_s_per_chip - 1
+    extra_share = figures.tokens_per_s_per_chip / first_plan.predicted.tokens_per_s_per_chip - 1
     yield Fact(
         "  output",
-        f"{three_digits(figures.tokens_per_s_per_chip)} tok/s per chip, {abs(ratio):.1%} "
-        f"{'more' if ratio > 0 else 'fewer'} than the first",
+        f"{three_digits(figures.tokens_per_s_per_chip)} tok/s per chip, {abs(extra_share):.1%} "
+        f"{'more' if extra_share > 0 else 'fewer'} than the first",
     )
     for name, field in (("TPOT", "tpot_s"), ("TTFT", "ttft_s")):
-        own_text, first_text = (format_seconds(getattr(plan.predicted, field)) for plan in (best, first_plan))
+        own_text, first_text = (format_seconds(getattr(plan.predicted, field)) for plan in (best_plan, first_plan))
         yield Fact(f"  {name}", f"{own_text}, the first's is {first_text}")
-    rows = [(f"  {name}", *pair) for name, pair in told.chip_s.items()]
+    rows = [(f"  {name}", *seconds) for name, seconds in told.chip_s.items()]
     columns = [Heading(name, format_seconds) for name in ("first", "here")]
     yield Table([Heading("  chip-time of a token", None, "part"), *columns], rows)

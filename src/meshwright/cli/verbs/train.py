@@ -184,21 +184,21 @@ def _run_profiled(
 
     given.runs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.runs, prefix=".profile-", ignore_cleanup_errors=True) as folder:
-        with TracedSteps(Path(folder), steps=given.profiled or 0, warmup=warmup_steps()) as traced:
+        with TracedSteps(Path(folder), steps=given.profiled or 0, warmup=warmup_steps()) as tracer:
             result = run_training(
-                plan, settings, runs=given.runs, resume=resume, on_step=lambda record: traced.step_done(record.step_s)
+                plan, settings, runs=given.runs, resume=resume, on_step=lambda record: tracer.step_done(record.step_s)
             )
         settings_table = {"weights": plan.job.weights, **settings}
         setup = prepare(plan.model, plan.strategy, plan.job, with_whole_paths(settings_from_table(settings_table)))
         # Compiled by every process: compilers of GPUs share the search for the fastest kernels among them.
-        recording = traced.recording(setup.step, plan.job)
+        recording = tracer.recording(setup.step, plan.job)
         if not is_first():
             return result, None
         profile = analyse(plan, recording.trace, recording.hlo, recording)
-        report = Path(result.run) / "profile"
-        answer = profile_answer(profile, report)
-        shutil.rmtree(report / "trace", ignore_errors=True)
-        shutil.move(folder, report / "trace")
+        report_folder = Path(result.run) / "profile"
+        answer = profile_answer(profile, report_folder)
+        shutil.rmtree(report_folder / "trace", ignore_errors=True)
+        shutil.move(folder, report_folder / "trace")
     return result, answer
 
 
@@ -215,13 +215,13 @@ def result_text(chosen: Plan, result: "TrainResult", speed: float | None = None)
     finite_losses = [loss for loss in result.losses if math.isfinite(loss)]  # damaged lines of metrics have none
     losses_text = f"loss {finite_losses[0]:.3f} -> {finite_losses[-1]:.3f}" if finite_losses else "loss -"
     yield f"{counted(result.steps, 'step')}{stopped_text}: {losses_text}, held out {held_out_text}"
-    predicted = chosen.predicted
+    estimate = chosen.predicted
     memory_bytes = result.memory.total_bytes if result.memory else None
     yield Table.compared(
         [
-            ("step", predicted.step_s, result.step_s, format_seconds),
-            *utilisation_rows(predicted, result),
-            ("memory of a device", predicted.hbm_bytes_per_chip, memory_bytes, format_bytes),
+            ("step", estimate.step_s, result.step_s, format_seconds),
+            *utilisation_rows(estimate, result),
+            ("memory of a device", estimate.hbm_bytes_per_chip, memory_bytes, format_bytes),
         ]
     )
     yield from speed_words(chosen, speed)
@@ -252,9 +252,9 @@ def speed_words(chosen: Plan, speed: float | None) -> Iterator[str]:
             f"product runs at {speed:.2f} of its speed then, at which the step would be predicted to take "
             f"{format_seconds(chosen.predicted.step_s / speed)}"
         )
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if speed is not None and load > cores:
-        yield f"load {load:.1f} on {counted(cores, 'core')} in the last minute, this run's threads included"
+    load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
+    if speed is not None and load > num_cores:
+        yield f"load {load:.1f} on {counted(num_cores, 'core')} in the last minute, this run's threads included"
 
 
 def goodput_words(goodput: "Goodput") -> str:

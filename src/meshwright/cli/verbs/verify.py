@@ -57,15 +57,15 @@ def command(given: Given) -> Answer:
         return _service_answer(service, given)
     setting, strategy, _ = resolve(given, fields, verb="verify", step=given.step)
     if not setting.job.trains and fields["train"]:
-        name = next(iter(fields["train"]))
-        raise InputError(f"--set train.{name} is a setting of training. Leave it out, or take --step train.")
+        setting_name = next(iter(fields["train"]))
+        raise InputError(f"--set train.{setting_name} is a setting of training. Leave it out, or take --step train.")
     options = _options(given, fields["train"])
     stored_setting = msgspec.structs.replace(setting, storage=storage_of(given, setting.job))
     proof = prove_strategy(stored_setting, strategy, options)
     refusal = None if proof.runs else CannotRunError(proof.refusal)
     facts = proof_table(proof)
-    rows = proof.traffic.rows if proof.traffic else ()
-    return Answer(facts, proof_text(proof), raw=[rows, [facts]], error=refusal)
+    traffic_rows = proof.traffic.rows if proof.traffic else ()
+    return Answer(facts, proof_text(proof), raw=[traffic_rows, [facts]], error=refusal)
 
 
 def _options(given: Given, settings: Mapping[str, Any]) -> ProofOptions:
@@ -88,16 +88,16 @@ def _service_answer(plan: ServicePlan, given: Given) -> Answer:
             f"{given.what} says how a service is stored, and it has the steps decode and prefill. Take --step decode "
             f"or leave the options out."
         )
-    phases_of_step: Mapping[str | None, Sequence[GenerationPhase]] = {None: PHASES, "prefill": ("prefill",)}
-    proofs = prove_service(plan, phases_of_step.get(given.step, ("decode",)), _options(given, {}))
+    phases_by_step: Mapping[str | None, Sequence[GenerationPhase]] = {None: PHASES, "prefill": ("prefill",)}
+    proof_by_phase = prove_service(plan, phases_by_step.get(given.step, ("decode",)), _options(given, {}))
     pieces: list[Piece] = []
-    rows = []
-    for phase, proof in proofs.items():
+    traffic_rows = []
+    for phase, proof in proof_by_phase.items():
         pieces += [*proof_text(proof), ""]
-        rows += [{"step": phase, **asdict(row)} for row in (proof.traffic.rows if proof.traffic else ())]
-    refusals = [CannotRunError(proof.refusal) for proof in proofs.values() if not proof.runs]
-    facts = {str(phase): proof_table(proof) for phase, proof in proofs.items()}
-    return Answer(facts, pieces, raw=[rows], error=refusals[0] if refusals else None)
+        traffic_rows += [{"step": phase, **asdict(row)} for row in (proof.traffic.rows if proof.traffic else ())]
+    refusals = [CannotRunError(proof.refusal) for proof in proof_by_phase.values() if not proof.runs]
+    facts = {str(phase): proof_table(proof) for phase, proof in proof_by_phase.items()}
+    return Answer(facts, pieces, raw=[traffic_rows], error=refusals[0] if refusals else None)
 
 
 # -- what is printed ----------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
     strategy, setting = request.strategy, request.setting
     headline = f"{setting.model.name} on {setting.cluster.short_name}, {request.step}: {mesh_words(strategy.mesh)}"
     if request.step == "train":
-        choices = (words_of(strategy) for words_of in (microbatch_words, remat_words, sharding_words))
-        headline += f"; {', '.join(filter(None, choices))}"
+        choice_texts = (words_of(strategy) for words_of in (microbatch_words, remat_words, sharding_words))
+        headline += f"; {', '.join(filter(None, choice_texts))}"
     yield f"{headline}; {format_count(setting.job.batch_seqs)} sequences of {format_count(setting.job.seq_len)}"
     if request.form == "gspmd":
         yield Fact("form", "GSPMD: the derived shardings as constraints, collectives by the compiler")
@@ -184,7 +184,7 @@ def _traffic_text(traffic: "TrafficComparison", form: Form) -> Iterator[Piece]:
         yield _wide("without a name", f"{traffic.remainder:.2%} of all bytes")
 
 
-def _overlap_text(found: "OverlapComparison") -> Iterator[Piece]:
+def _overlap_text(overlap: "OverlapComparison") -> Iterator[Piece]:
     """Yields what the schedule overlaps beside what the price hides, and the step with no more overlap than that."""
     columns: TableColumns = {
         "overlap with compute": lambda row: f"{row.kind} over {','.join(row.axes)}",
@@ -195,39 +195,39 @@ def _overlap_text(found: "OverlapComparison") -> Iterator[Piece]:
         "how": lambda row: ", ".join(row.overlapped),
     }
     yield ""
-    yield Table.of(found.rows, columns)
-    priced, beside = found.priced, format_seconds(found.beside_s)
-    hidden, alone, exposed = map(format_seconds, (priced.hidden_s, priced.alone_s, priced.exposed_step_s))
-    share = f"{priced.hidden_s / priced.step_s:.0%} of its {format_seconds(priced.step_s)}"
+    yield Table.of(overlap.rows, columns)
+    price, beside = overlap.priced, format_seconds(overlap.beside_s)
+    hidden, alone, exposed = map(format_seconds, (price.hidden_s, price.alone_s, price.exposed_step_s))
+    share = f"{price.hidden_s / price.step_s:.0%} of its {format_seconds(price.step_s)}"
     yield _wide(
         "as compiled",
         f"compute runs beside {beside} of {alone} of communication; the price hides {hidden} ({share}). If the rest "
-        f"overlaps with nothing, the step takes {exposed} (MFU {priced.exposed_mfu:.0%})",
+        f"overlaps with nothing, the step takes {exposed} (MFU {price.exposed_mfu:.0%})",
     )
 
 
-def _products_text(found: "Products") -> Iterator[Piece]:
+def _products_text(products: "Products") -> Iterator[Piece]:
     """Yields FLOPs of matrix products, and the steps in which they are not as derived."""
-    excess = found.compiled / found.derived - 1 if found.derived else 0.0
+    excess_share = products.compiled / products.derived - 1 if products.derived else 0.0
     yield _wide(
         "matrix products",
-        f"{_flops(found.compiled)} on a device, derived {_flops(found.derived)} ({excess:+.2%})",
+        f"{_flops(products.compiled)} on a device, derived {_flops(products.derived)} ({excess_share:+.2%})",
     )
-    for difference in found.differences[:SHOWN_PLACES]:
+    for difference in products.differences[:SHOWN_PLACES]:
         yield _wide("", f"{difference.where}: {_flops(difference.compiled)}, derived {_flops(difference.derived)}")
-    if found.by_data:
-        yield _wide("", f"left out, since their number depends on the data: {', '.join(found.by_data)}")
+    if products.by_data:
+        yield _wide("", f"left out, since their number depends on the data: {', '.join(products.by_data)}")
 
 
 SHOWN_PLACES = 3
 """Steps with one kind of difference that are named; `--json` has them all."""
 
 
-def _difference_words(found: list["Difference"]) -> str:
+def _difference_words(rows: list["Difference"]) -> str:
     """Returns the bytes of a kind of difference, what it is, and where most of it is."""
     from meshwright.verify.differences import CLASSES
 
-    extra = sum(row.extra_bytes for row in found)
-    places = ", ".join(f"{row.where} {format_bytes(abs(row.extra_bytes))}" for row in found[:SHOWN_PLACES])
-    rest = f" and {len(found) - SHOWN_PLACES} more" if len(found) > SHOWN_PLACES else ""
-    return f"{format_bytes(abs(extra))} {'more' if extra >= 0 else 'less'}, {CLASSES[found[0].name]}: {places}{rest}"
+    extra = sum(row.extra_bytes for row in rows)
+    places = ", ".join(f"{row.where} {format_bytes(abs(row.extra_bytes))}" for row in rows[:SHOWN_PLACES])
+    rest = f" and {len(rows) - SHOWN_PLACES} more" if len(rows) > SHOWN_PLACES else ""
+    return f"{format_bytes(abs(extra))} {'more' if extra >= 0 else 'less'}, {CLASSES[rows[0].name]}: {places}{rest}"

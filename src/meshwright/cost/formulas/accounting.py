@@ -85,9 +85,9 @@ def _layer_matrices(model: Model) -> list[Weight]:
     return [row for row in weight_table(model) if row.kind == "matrix" and row.layers]
 
 
-def _equal_len(model: Model, rows: list[Weight]) -> float:
+def _equal_len(model: Model, weight_rows: list[Weight]) -> float:
     value_dim = model.v_head_dim if model.latent_attention else model.head_dim
-    equal_keys = sum(row.num_active_params for row in rows) / (model.num_heads * (model.head_dim + value_dim))
+    equal_keys = sum(row.num_active_params for row in weight_rows) / (model.num_heads * (model.head_dim + value_dim))
     window, num_windowed = model.sliding_window or math.inf, len(model.sliding_layers)
     if not num_windowed or equal_keys / model.num_layers <= window:
         return equal_keys / model.num_layers
@@ -109,17 +109,17 @@ def forward_flops(model: Model, seq_len: int, *, causal: bool = False) -> dict[s
     The backward pass has twice as many. S are the keys of a query, see `keys_per_query`; only chosen experts count.
     MFU counts three times their sum. Source: How to Scale Your Model, section 4.3.
     """
-    flops = dict.fromkeys(("projections", "scores", "feed-forward", "vocabulary"), 0.0)
+    flops_by_item = dict.fromkeys(("projections", "scores", "feed-forward", "vocabulary"), 0.0)
     for row in weight_table(model):
         if row.kind == "matrix" and row.part in FLOP_PARTS:
-            num_used = math.prod(row.shape) if row.tied_to else row.num_active_params
-            flops[FLOP_PARTS[row.part]] += 2.0 * num_used * seq_len
+            num_used_params = math.prod(row.shape) if row.tied_to else row.num_active_params
+            flops_by_item[FLOP_PARTS[row.part]] += 2.0 * num_used_params * seq_len
     window_keys = keys_per_query(seq_len, window=model.sliding_window, causal=causal)
     num_windowed = len(model.sliding_layers) if model.sliding_window else 0
-    keys = (model.num_layers - num_windowed) * keys_per_query(seq_len, causal=causal) + num_windowed * window_keys
+    num_keys = (model.num_layers - num_windowed) * keys_per_query(seq_len, causal=causal) + num_windowed * window_keys
     value_dim = model.v_head_dim if model.latent_attention else model.head_dim
-    flops["scores"] = 2.0 * seq_len * keys * model.num_heads * (model.head_dim + value_dim)
-    return flops
+    flops_by_item["scores"] = 2.0 * seq_len * num_keys * model.num_heads * (model.head_dim + value_dim)
+    return flops_by_item
 
 
 def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Number, str, Number]]:
@@ -130,7 +130,7 @@ def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Numb
     """
     weight_bytes = 2 * sum(row.num_params for row in weight_table(model) if row.layers) / model.num_layers
     act_bytes = 2 * num_tokens * model.d_model
-    traffic: dict[str, tuple[str, Number, str, Number]] = {
+    traffic_by_strategy: dict[str, tuple[str, Number, str, Number]] = {
         "data": ("nothing", 0, "sum 4P", 2 * weight_bytes),
         "fsdp": ("gather 2P", weight_bytes, "gather 2P, scatter 2P", 2 * weight_bytes),
         "tensor": ("gather 4BD, scatter 4BD", 4 * act_bytes, "gather 4BD, scatter 4BD", 4 * act_bytes),
@@ -138,11 +138,11 @@ def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Numb
     }
     if not model.latent_attention:
         ring_bytes = 4 * num_tokens * model.num_kv_heads * model.head_dim
-        traffic["context ring"] = ("keys, values 4BKH", ring_bytes, "and gradients 8BKH", 2 * ring_bytes)
+        traffic_by_strategy["context ring"] = ("keys, values 4BKH", ring_bytes, "and gradients 8BKH", 2 * ring_bytes)
     if model.num_experts:
         sent_bytes = 2 * model.experts_per_token * act_bytes
-        traffic["expert"] = ("to and from 4kBD", sent_bytes, "to and from 4kBD", sent_bytes)
-    return traffic
+        traffic_by_strategy["expert"] = ("to and from 4kBD", sent_bytes, "to and from 4kBD", sent_bytes)
+    return traffic_by_strategy
 
 
 # -- bytes of the training state ------------------------------------------------------------------------
@@ -199,16 +199,16 @@ def saved_widths(
     assignment = standard_assignment(sequence_parallel=sequence_parallel)
     strategy = Strategy(mesh={"tensor": tensor}, remat=remat, assignment=assignment)
     derived = derive(transformer(model), strategy_of_heads(strategy, model.num_kv_heads))
-    sizes: dict[str, Number] = held_dims(model.dims, strategy.mesh) | {"B": 1, "T": 1}
+    size_by_dim: dict[str, Number] = held_dims(model.dims, strategy.mesh) | {"B": 1, "T": 1}
     if model.num_experts:
-        sizes["C"] = Fraction(model.experts_per_token, model.num_experts)
-    widths: dict[str, Number] = {}
+        size_by_dim["C"] = Fraction(model.experts_per_token, model.num_experts)
+    width_by_name: dict[str, Number] = {}
     for block in derived.blocks:
         for array in block.kept if block.is_layer else ():
-            width = math.prod(sizes[dim] for dim in array.dims)
+            width = math.prod(size_by_dim[dim] for dim in array.dims)
             num_parts = model.num_layers * (tensor if "tensor" in array.spread else 1)
-            widths[array.name] = widths.get(array.name, 0) + Fraction(block.repeat * width, num_parts)
-    return {name: int(width) if width.denominator == 1 else float(width) for name, width in widths.items()}
+            width_by_name[array.name] = width_by_name.get(array.name, 0) + Fraction(block.repeat * width, num_parts)
+    return {name: int(width) if width.denominator == 1 else float(width) for name, width in width_by_name.items()}
 
 
 def saved_bytes(
@@ -230,14 +230,14 @@ def kv_cache_bytes(model: Model, num_positions: Number, *, element_bytes: Number
     position_elements = 2 * model.num_kv_heads * model.head_dim
     if model.latent_attention:
         position_elements = model.kv_lora_rank + model.qk_rope_head_dim
-    elements = cached_elements(
+    num_elements = cached_elements(
         num_positions,
         per_position=position_elements,
         num_layers=model.num_layers,
         window=model.sliding_window,
         num_local=len(model.sliding_layers),
     )
-    return elements * element_bytes
+    return num_elements * element_bytes
 
 
 def cached_elements(
@@ -256,5 +256,5 @@ def cached_elements(
     """
     minimum = np.minimum if isinstance(num_positions, np.ndarray) else min
     window_positions = num_positions if window is None else minimum(num_positions, window)
-    elements = ((num_layers - num_local) * num_positions + num_local * window_positions) * per_position
-    return elements if layers_per_cache == 1 else elements / layers_per_cache
+    num_elements = ((num_layers - num_local) * num_positions + num_local * window_positions) * per_position
+    return num_elements if layers_per_cache == 1 else num_elements / layers_per_cache

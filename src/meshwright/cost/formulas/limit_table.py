@@ -63,13 +63,13 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
         is_known = all(getattr(at, name) is not None for name in self.needs)
         if not is_known or any(getattr(at, name) is not None for name in self.if_not):
             return None
-        limit, value = _value(self.limit, at), _value(self.here, at)
+        bound, here_value = _value(self.limit, at), _value(self.here, at)
         return Limit(
             name=self.name,
             formula=self.formula if isinstance(self.formula, str) else self.formula(at),
-            limit=limit,
-            here=value,
-            holds=None if not self.relation or math.isnan(value) else _HOLDS[self.relation](value, limit),
+            limit=bound,
+            here=here_value,
+            holds=None if not self.relation or math.isnan(here_value) else _HOLDS[self.relation](here_value, bound),
             kind=self.kind,
             unit=self.unit,
             note=self.note if isinstance(self.note, str) else self.note(at),
@@ -89,9 +89,9 @@ def limits_at(at: Letters) -> tuple[Limit, ...]:
     return tuple(limit for row in LIMITS if (limit := row.at(at)) is not None)
 
 
-def _open(value: float | None) -> float:
+def _open(letter_value: float | None) -> float:
     """Returns the value of a letter: NaN if it is not known."""
-    return math.nan if value is None else value
+    return math.nan if letter_value is None else letter_value
 
 
 def _value(form: LetterForm, at: Letters) -> float:
@@ -99,16 +99,16 @@ def _value(form: LetterForm, at: Letters) -> float:
 
 
 def _split_words(at: Letters) -> str:
-    fsdp, tensor = limits.round_split(at.mixture.best_size, at.num_chips)
-    return f"in powers of two: {fsdp:,} x tensor {tensor:,}"
+    fsdp_size, tensor_size = limits.round_split(at.mixture.best_size, at.num_chips)
+    return f"in powers of two: {fsdp_size:,} x tensor {tensor_size:,}"
 
 
 _NO_TENSOR = "the closed forms with tensor are for dense layers and left out for experts"
 
 
-def _pods_words(at: Letters, chips: float) -> str:
+def _pods_words(at: Letters, max_chips: float) -> str:
     """Says how many whole pods are within a bound on chips of one slice; "" where not even one is."""
-    num_pods = int(chips / at.pod_chips) if at.pod_chips else 0
+    num_pods = int(max_chips / at.pod_chips) if at.pod_chips else 0
     return f"{num_pods} whole pod{'s' * (num_pods > 1)} of {at.pod_chips:,} chips" if num_pods else ""
 
 
@@ -122,9 +122,9 @@ def _fewest_words(at: Letters) -> str:
     if at.run_days is None or at.train_tokens is None:
         return ""
     fewest_chips = min_chips(_open(at.shared_bytes), _open(at.memory_bytes))
-    slow_s = rescaled_days(at.run_days, chips_from=at.all_chips, chips_to=fewest_chips) * DAY_S
+    run_s = rescaled_days(at.run_days, chips_from=at.all_chips, chips_to=fewest_chips) * DAY_S
     tokens_text = format_count(at.train_tokens)
-    return f"there {tokens_text} tokens would take {format_seconds(slow_s)} at this utilisation"
+    return f"there {tokens_text} tokens would take {format_seconds(run_s)} at this utilisation"
 
 
 def _tensor_words(at: Letters) -> str:

@@ -85,8 +85,8 @@ class Mixture(msgspec.Struct, frozen=True):
 
         It is the discriminant of F/M_X X^2 - (B F / alpha) X + B N / M_Y < 0: T_comms < T_math, multiplied by X N.
         """
-        linear, axes = self.batch_tokens * self.d_ff / self.alpha, self.fsdp_axes * self.tensor_axes
-        return linear**2 - 4 * self.d_ff * self.batch_tokens * self.num_chips / axes
+        linear_term, axes_product = self.batch_tokens * self.d_ff / self.alpha, self.fsdp_axes * self.tensor_axes
+        return linear_term**2 - 4 * self.d_ff * self.batch_tokens * self.num_chips / axes_product
 
     @property
     def roots(self) -> Roots:
@@ -94,10 +94,10 @@ class Mixture(msgspec.Struct, frozen=True):
 
         Source: section 6.3, whose 1927 is the upper root.
         """
-        root = math.sqrt(self.discriminant) if self.discriminant >= 0 else math.nan
-        width = root * self.fsdp_axes / (2 * self.d_ff)
+        sqrt_discriminant = math.sqrt(self.discriminant) if self.discriminant >= 0 else math.nan
+        half_width = sqrt_discriminant * self.fsdp_axes / (2 * self.d_ff)
         middle = fsdp_roots_middle(self.batch_tokens, self.alpha, fsdp_axes=self.fsdp_axes)
-        return Roots(lower=middle - width, upper=middle + width)
+        return Roots(lower=middle - half_width, upper=middle + half_width)
 
 
 class MixedLayer(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,8 +137,8 @@ def round_split(fsdp_size: float, num_chips: int) -> tuple[int, int]:
     if fsdp_size <= 0 or num_chips < 1:
         raise InputError(f"cannot split {num_chips} chips by {fsdp_size:g}. Give positive sizes.")
     max_size = 2 ** int(math.log2(num_chips))
-    fsdp = min(max_size, 2 ** max(0, round(math.log2(fsdp_size))))
-    return fsdp, 2 ** int(math.log2(num_chips / fsdp))
+    rounded_fsdp = min(max_size, 2 ** max(0, round(math.log2(fsdp_size))))
+    return rounded_fsdp, 2 ** int(math.log2(num_chips / rounded_fsdp))
 
 
 def dcn_min_batch_per_pod(peak_flops: Number, dcn_bytes_per_s_per_host: Number, chips_per_host: Number) -> Number:

@@ -104,10 +104,10 @@ def channel_rate(chip: Chip, channel: Channel) -> float:
     "dcn" a chip's share. Raises InputError if the chip has none."""
     if channel not in _CHANNEL_FIGURES:
         raise InputError(f"unknown channel {channel!r}.{nearest(channel, _CHANNEL_FIGURES)}")
-    links = {"ici": ("torus", "ICI"), "nvlink": ("switched", "NVLink")}
-    if channel in links and chip.topology != links[channel][0]:
-        usable_channel = next((name for name, (wiring, _) in links.items() if wiring == chip.topology), "hbm")
-        raise InputError(f"{chip.name} has no {links[channel][1]}. Use --channel {usable_channel}.")
+    link_by_channel = {"ici": ("torus", "ICI"), "nvlink": ("switched", "NVLink")}
+    if channel in link_by_channel and chip.topology != link_by_channel[channel][0]:
+        usable_channel = next((name for name, (wiring, _) in link_by_channel.items() if wiring == chip.topology), "hbm")
+        raise InputError(f"{chip.name} has no {link_by_channel[channel][1]}. Use --channel {usable_channel}.")
     return known(chip, _CHANNEL_FIGURES[channel])
 
 
@@ -115,10 +115,10 @@ def vector_peak(chip: Chip) -> float | None:
     """Returns FP32 FLOP/s of the vector units: the table's, else a cycle's: one for an ALU of a TPU, two for a lane
     of a GPU, which multiplies and adds. None if a figure is not known."""
     vpu = ("num_cores", "vpu_lanes_per_core", "vpu_alus_per_lane", "clock_hz")
-    for factor, figures in ((1, ("vector_flops",)), (1, vpu), (2, ("num_sms", "fp32_lanes_per_sm", "clock_hz"))):
-        values = [getattr(chip, name) for name in figures]
-        if None not in values:
-            return float(factor * math.prod(values))
+    for factor, field_names in ((1, ("vector_flops",)), (1, vpu), (2, ("num_sms", "fp32_lanes_per_sm", "clock_hz"))):
+        figures = [getattr(chip, name) for name in field_names]
+        if None not in figures:
+            return float(factor * math.prod(figures))
     return None
 
 
@@ -137,8 +137,8 @@ def einsum_work(operands: Sequence[Operand], out: Operand, sizes: Mapping[str, N
     """
     arrays = (*operands, out)
     _check_sizes(arrays, sizes)
-    dims = dict.fromkeys(dim for array in arrays for dim in array.dims)
-    flops = (2 if len(operands) > 1 else 1) * _size(dims, sizes)
+    all_dims = dict.fromkeys(dim for array in arrays for dim in array.dims)
+    flops = (2 if len(operands) > 1 else 1) * _size(all_dims, sizes)
     return Work(flops=flops, num_bytes=sum(_size(a.dims, sizes) * dtype_bytes(a.dtype) for a in arrays))
 
 
@@ -206,15 +206,15 @@ def critical_repeats(ops_per_s: Number, bytes_per_s: Number, *, bytes_per_elemen
     return ops_per_s * bytes_per_element / bytes_per_s
 
 
-def _size(dims: Sequence[str] | Mapping[str, None], sizes: Mapping[str, Number]) -> Number:
-    total: Number = 1.0
+def _size(dims: Sequence[str] | Mapping[str, None], size_by_dim: Mapping[str, Number]) -> Number:
+    num_elements: Number = 1.0
     for dim in dims:
-        total = total * sizes[dim]
-    return total
+        num_elements = num_elements * size_by_dim[dim]
+    return num_elements
 
 
-def _check_sizes(arrays: Sequence[Operand], sizes: Mapping[str, Number]) -> None:
-    missing_dims = dict.fromkeys(dim for array in arrays for dim in array.dims if dim not in sizes)
+def _check_sizes(arrays: Sequence[Operand], size_by_dim: Mapping[str, Number]) -> None:
+    missing_dims = dict.fromkeys(dim for array in arrays for dim in array.dims if dim not in size_by_dim)
     if missing_dims:
         dims_text = ",".join(f"{dim}=..." for dim in missing_dims)
         raise InputError(f"no size for {', '.join(missing_dims)}. Give every dim: --dims {dims_text}.")

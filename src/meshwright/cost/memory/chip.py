@@ -61,8 +61,8 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     def segment_bytes(self, share: Number) -> Number:
         """Returns the bytes of the results of the one segment that is being run again."""
-        repeats = 1 if self.reruns else self.segment_repeats(share)
-        return 0.0 if self.segment is None else self.kept_bytes / self.repeat * repeats
+        num_repeats = 1 if self.reruns else self.segment_repeats(share)
+        return 0.0 if self.segment is None else self.kept_bytes / self.repeat * num_repeats
 
     def segment_repeats(self, share: Number) -> Number:
         """Returns the repeats from one kept input to the next in a run of a share of the repeats."""
@@ -93,14 +93,14 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
     def moved_bytes(self, pipeline: PipelineCost) -> Number:
         """Returns the bytes that one repeat keeps for the backward pass of one microbatch: the most of any block."""
-        share = pipeline.share(self.num_layers) / np.asarray(pipeline.chunks)
-        return largest(layer.moved_bytes(share) for layer in self.layers)
+        run_share = pipeline.share(self.num_layers) / np.asarray(pipeline.chunks)
+        return largest(layer.moved_bytes(run_share) for layer in self.layers)
 
     def elements(self, part: str, pipeline: PipelineCost) -> Number:
         """Returns the elements of one of `STATE_PARTS` on the fullest device."""
-        share = pipeline.share(self.num_layers) * pipeline.copies(part)
-        return total(layer.elements[part] for layer in self.layers) * share + pipeline.ends_held(
-            [end.elements[part] for end in self.ends]
+        held_share = pipeline.share(self.num_layers) * pipeline.copies(part)
+        return total(layer.elements[part] for layer in self.layers) * held_share + pipeline.ends_held(
+            [end_block.elements[part] for end_block in self.ends]
         )
 
     def optimizer_bytes(self, pipeline: PipelineCost) -> Number:
@@ -122,94 +122,94 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         taken to have the most layers, the most microbatches in flight and the ends of `PipelineCost.ends_held`.
         Offloading leaves the buffers of two repeats on the chip.
         """
-        state, one_stage = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
+        width_of, is_one_stage = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
         has_several = np.asarray(pipeline.microbatches) > 1
-        in_stages = pipeline.in_lockstep & ~pipeline.is_one
-        accumulated = DTYPE_BYTES["fp32"] * (has_several | in_stages) * (state["gradients"] < DTYPE_BYTES["fp32"])
+        is_in_stages = pipeline.in_lockstep & ~pipeline.is_one
+        sum_bytes = DTYPE_BYTES["fp32"] * (has_several | is_in_stages) * (width_of["gradients"] < DTYPE_BYTES["fp32"])
         # the first of two is no loop, and its gradients become the sum, if they are not scattered in every microbatch
-        unscattered = self.elements("gradients", pipeline) > self.elements("optimizer", pipeline)
-        is_first_of_two = one_stage & (np.asarray(pipeline.microbatches) == 2) & unscattered
-        single = np.where((in_stages | is_first_of_two) & (accumulated > 0), 0.0, state["gradients"])
-        share, optimizer = pipeline.share(self.num_layers), self.optimizer_bytes(pipeline)
-        gradients = np.where(
-            one_stage & ~has_several, self.elements("optimizer", pipeline), self.elements("gradients", pipeline)
+        is_unscattered = self.elements("gradients", pipeline) > self.elements("optimizer", pipeline)
+        is_first_of_two = is_one_stage & (np.asarray(pipeline.microbatches) == 2) & is_unscattered
+        own_bytes = np.where((is_in_stages | is_first_of_two) & (sum_bytes > 0), 0.0, width_of["gradients"])
+        layer_share, opt_bytes = pipeline.share(self.num_layers), self.optimizer_bytes(pipeline)
+        num_gradients = np.where(
+            is_one_stage & ~has_several, self.elements("optimizer", pipeline), self.elements("gradients", pipeline)
         )
-        chunks = np.asarray(pipeline.chunks)
-        saved = total(layer.saved_bytes(share, pipeline.stash, chunks) for layer in self.layers)
+        num_chunks = np.asarray(pipeline.chunks)
+        saved_bytes = total(layer.saved_bytes(layer_share, pipeline.stash, num_chunks) for layer in self.layers)
         if "activations" in offload:
-            saved = np.minimum(saved, BUFFERED_REPEATS * self.moved_bytes(pipeline))
+            saved_bytes = np.minimum(saved_bytes, BUFFERED_REPEATS * self.moved_bytes(pipeline))
         if "optimizer" in offload:
-            optimizer = np.minimum(1.0, BUFFERED_REPEATS / pipeline.layers_held(self.num_layers)) * optimizer
-        streams = largest(layer.stream_bytes for layer in self.layers)
-        messages = zip(pipeline.messages, (*self.boundary_bytes, streams), strict=True)
-        activations, gradients, logits, gathered, workspace = self._fullest_moment(
-            pipeline, gradients * (single + accumulated), saved
+            opt_bytes = np.minimum(1.0, BUFFERED_REPEATS / pipeline.layers_held(self.num_layers)) * opt_bytes
+        stream_bytes = largest(layer.stream_bytes for layer in self.layers)
+        messages = zip(pipeline.messages, (*self.boundary_bytes, stream_bytes), strict=True)
+        activation_bytes, gradient_bytes, logit_bytes, gathered_bytes, workspace_bytes = self._fullest_moment(
+            pipeline, num_gradients * (own_bytes + sum_bytes), saved_bytes
         )
         return {
-            "weights": self.elements("weights", pipeline) * state["weights"],
-            "gradients": gradients,
-            "optimizer": optimizer,
-            "activations": activations,
-            "logits": logits,
-            "kv_cache": self.cache_bytes * share * np.asarray(pipeline.microbatches) + 0.0 * workspace,
-            "communication": sum((count * size for count, size in messages), start=gathered),
-            "workspace": workspace + total(layer.retiled_bytes for layer in self.layers) * share,
+            "weights": self.elements("weights", pipeline) * width_of["weights"],
+            "gradients": gradient_bytes,
+            "optimizer": opt_bytes,
+            "activations": activation_bytes,
+            "logits": logit_bytes,
+            "kv_cache": self.cache_bytes * layer_share * np.asarray(pipeline.microbatches) + 0.0 * workspace_bytes,
+            "communication": sum((num_slots * slot_bytes for num_slots, slot_bytes in messages), start=gathered_bytes),
+            "workspace": workspace_bytes + total(layer.retiled_bytes for layer in self.layers) * layer_share,
         }
 
-    def _fullest_moment(self, pipeline: PipelineCost, gradients: Number, saved: Number) -> tuple[Number, ...]:
+    def _fullest_moment(self, pipeline: PipelineCost, gradient_bytes: Number, saved: Number) -> tuple[Number, ...]:
         """Returns the bytes of activations, gradients, logits, gathered weights and temporary results when they are
         most together: while the head, the layers or the embedding run, or after all."""
-        state, one_stage = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
+        width_of, one_stage = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
         has_several = np.asarray(pipeline.microbatches) > 1
         share, chunks = pipeline.share(self.num_layers), np.asarray(pipeline.chunks)
         pending = total(pipeline.pending_stash * share * layer.pending_bytes for layer in self.layers)
         running = total(layer.saved_bytes(share, pipeline.running_stash, chunks) for layer in self.layers)
         ends = self.shared_bytes + total(end.kept_bytes for end in self.ends)
-        activations, rerun = saved + pending + ends, total(layer.segment_bytes(share / chunks) for layer in self.layers)
+        act_bytes, rerun = saved + pending + ends, total(layer.segment_bytes(share / chunks) for layer in self.layers)
         logits = pipeline.ends_held([block.logits_bytes for block in (*self.layers, *self.ends)]) + self.chunk_bytes
         zero, head_bytes, embed_bytes = 0.0 * logits, _most(self.ends[1:]), _most(self.ends[:1])
-        all_grads = gradients + np.where(one_stage, self.tied_bytes, 0.0)
+        all_grads = gradient_bytes + np.where(one_stage, self.tied_bytes, 0.0)
         # one microbatch makes its gradients behind the head, and scatters each at once
-        of_head = (activations, np.where(one_stage & ~has_several, 0.0, gradients), logits, *head_bytes)
+        head_moment = (act_bytes, np.where(one_stage & ~has_several, 0.0, gradient_bytes), logits, *head_bytes)
         gathered, working = _most(self.layers)
         # the logits are gone before the layers run backward, and what these kept before the embedding does
-        of_layers = (activations + rerun + running, all_grads, zero, gathered, working + self._chunk_copies(pipeline))
-        of_embedding = (np.where(one_stage, ends, activations), all_grads, zero, *embed_bytes)
-        moments = [of_head, of_layers, of_embedding]
+        layers_moment = (act_bytes + rerun + running, all_grads, zero, gathered, working + self._chunk_copies(pipeline))
+        embedding_moment = (np.where(one_stage, ends, act_bytes), all_grads, zero, *embed_bytes)
+        moments = [head_moment, layers_moment, embedding_moment]
         if self.on_cpus:
             # a microbatch adds its gradients to a wide sum when it has all; sums over replicas take memory of their own
-            is_wide = state["gradients"] >= DTYPE_BYTES["fp32"]
-            wide_sums = one_stage * has_several * is_wide * self.elements("gradients", pipeline) * DTYPE_BYTES["fp32"]
-            moments[1:] = [(kept_bytes, gradient + wide_sums, *rest) for kept_bytes, gradient, *rest in moments[1:]]
-            sum_bytes = self.elements("optimizer", pipeline) * state["gradients"] * pipeline.sums_last
-            moments += [(zero, gradients + sum_bytes, zero, zero, zero)]
+            is_wide = width_of["gradients"] >= DTYPE_BYTES["fp32"]
+            wide_bytes = one_stage * has_several * is_wide * self.elements("gradients", pipeline) * DTYPE_BYTES["fp32"]
+            moments[1:] = [(kept_bytes, gradient + wide_bytes, *rest) for kept_bytes, gradient, *rest in moments[1:]]
+            sum_bytes = self.elements("optimizer", pipeline) * width_of["gradients"] * pipeline.sums_last
+            moments += [(zero, gradient_bytes + sum_bytes, zero, zero, zero)]
         return functools.reduce(_fuller, moments)
 
     def _chunk_copies(self, pipeline: PipelineCost) -> Number:
         """Returns the bytes of a run's weights, where a device has several, and of its gradients before they are added.
         One program of all stages holds them besides the whole arrays."""
-        chunks, width = np.asarray(pipeline.chunks), STATE_BYTES[self.state]["weights"]
+        num_chunks, element_bytes = np.asarray(pipeline.chunks), STATE_BYTES[self.state]["weights"]
         elements_of = {part: total(layer.elements[part] for layer in self.layers) for part in ("weights", "gradients")}
-        num_elements = elements_of["weights"] * (chunks > 1) + elements_of["gradients"]
-        share = pipeline.share(self.num_layers) / chunks
-        return np.where(pipeline.is_one | (not pipeline.in_lockstep), 0.0, num_elements * share * width)
+        num_elements = elements_of["weights"] * (num_chunks > 1) + elements_of["gradients"]
+        run_share = pipeline.share(self.num_layers) / num_chunks
+        return np.where(pipeline.is_one | (not pipeline.in_lockstep), 0.0, num_elements * run_share * element_bytes)
 
 
-def _fuller(one: tuple[Number, ...], other: tuple[Number, ...]) -> tuple[Number, ...]:
+def _fuller(figures: tuple[Number, ...], other_figures: tuple[Number, ...]) -> tuple[Number, ...]:
     """Returns the figures with the larger sum."""
-    is_larger = sum(other) > sum(one)
-    return tuple(np.where(is_larger, theirs, ours) for ours, theirs in zip(one, other, strict=True))
+    is_larger = sum(other_figures) > sum(figures)
+    return tuple(np.where(is_larger, theirs, ours) for ours, theirs in zip(figures, other_figures, strict=True))
 
 
 def _most(blocks: tuple[BlockMemory, ...]) -> tuple[Number, Number]:
     """Returns the bytes of (gathered weights, temporary results) of the block where their sum is largest."""
-    gathered: Number = 0.0
-    working: Number = 0.0
+    gathered_bytes: Number = 0.0
+    working_bytes: Number = 0.0
     for block in blocks:
-        is_larger = block.gathered_bytes + block.working_bytes > gathered + working
-        gathered = np.where(is_larger, block.gathered_bytes, gathered)
-        working = np.where(is_larger, block.working_bytes, working)
-    return gathered, working
+        is_larger = block.gathered_bytes + block.working_bytes > gathered_bytes + working_bytes
+        gathered_bytes = np.where(is_larger, block.gathered_bytes, gathered_bytes)
+        working_bytes = np.where(is_larger, block.working_bytes, working_bytes)
+    return gathered_bytes, working_bytes
 
 
 def total_bytes(items: dict[str, Number]) -> Number:
@@ -219,9 +219,9 @@ def total_bytes(items: dict[str, Number]) -> Number:
 
 def memory_limit(cluster: Cluster, calibration: Calibration | None = None) -> float:
     """Returns the bytes that a program may fill on one chip; infinity for this machine if its memory is not known."""
-    rates = calibration or datasheet_calibration(cluster.chip)
+    chip_calibration = calibration or datasheet_calibration(cluster.chip)
     try:
-        return memory_bytes(cluster.chip, rates)
+        return memory_bytes(cluster.chip, chip_calibration)
     except InputError:
         if cluster.kind == "host":
             return float("inf")

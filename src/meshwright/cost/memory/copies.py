@@ -66,18 +66,18 @@ def written_out(derived: Derived, sizes: OpSizes) -> Number:
 def turned_operands(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes of a layer's kept operands of products for weight gradients, which CPUs transpose."""
     gradient_names = {array.name for array in gradient_arrays(derived).values()}
-    products = (step for step in block.backward if not step.is_collective and step.result.name in gradient_names)
-    operands = dict.fromkeys(array for step in products for array in step.inputs if array in block.kept)
+    product_steps = (step for step in block.backward if not step.is_collective and step.result.name in gradient_names)
+    operands = dict.fromkeys(array for step in product_steps for array in step.inputs if array in block.kept)
     return total(sizes.bytes(array) for array in operands)
 
 
 def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes of a layer's weights that no device gathers: loops read them in other tiles than their own."""
-    gathers = {s.result.name: s for s in block.forward if s.op == "all_gather" and is_weight(s.result, derived)}
-    names = (name for name in weights_of(derived, block) if role_of(derived.declared[name], derived) == "weight")
+    gather_by_name = {s.result.name: s for s in block.forward if s.op == "all_gather" and is_weight(s.result, derived)}
+    weight_names = (name for name in weights_of(derived, block) if role_of(derived.declared[name], derived) == "weight")
     return total(
-        sizes.bytes(derived.declared[name]) * (1 - moves(gathers[name], sizes) if name in gathers else 1)
-        for name in names
+        sizes.bytes(derived.declared[name]) * (1 - moves(gather_by_name[name], sizes) if name in gather_by_name else 1)
+        for name in weight_names
     )
 
 
@@ -87,14 +87,14 @@ def copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
     if not (sizes.on_gpus or sizes.on_cpus):
         return 0.0
     expert_names = [name for name in weights_of(derived, block) if derived.declared[name].dims[0] == "E"]
-    gathered = {s.result.name: moves(s, sizes) for s in block.forward if s.op == "all_gather"}
+    is_gathered = {s.result.name: moves(s, sizes) for s in block.forward if s.op == "all_gather"}
     # rows without room go in further rounds, whose gradients are added up
-    exchanged = largest(moves(step, sizes) for step in block.forward if step.op == "all_to_all")
-    gradients = gradient_arrays(derived)
+    is_sent = largest(moves(step, sizes) for step in block.forward if step.op == "all_to_all")
+    gradient_of = gradient_arrays(derived)
     return total(
-        sizes.bytes(derived.declared[name]) * (1 - gathered.get(name, 0)) + sizes.bytes(gradients[name]) * exchanged
+        sizes.bytes(derived.declared[name]) * (1 - is_gathered.get(name, 0)) + sizes.bytes(gradient_of[name]) * is_sent
         for name in expert_names
-        if name in gradients
+        if name in gradient_of
     )
 
 
@@ -103,10 +103,10 @@ def turned_bytes(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray,
     it, and on TPUs one whose shards end within a tile."""
     if sizes.tile_rows:
         return largest(
-            size * _ends_within_tiles(gathers[array].inputs[0], gathers[array], sizes)
-            for array, size in gathered.items()
+            num_bytes * _ends_within_tiles(gathers[array].inputs[0], gathers[array], sizes)
+            for array, num_bytes in gathered.items()
         )
-    expert_bytes = (size for array, size in gathered.items() if array.dims[0] == "E" != gathers[array].dim)
+    expert_bytes = (num_bytes for array, num_bytes in gathered.items() if array.dims[0] == "E" != gathers[array].dim)
     return largest(expert_bytes) if sizes.on_gpus else 0.0
 
 
@@ -130,8 +130,8 @@ def _copies_of_scattered(step: Step, sizes: OpSizes) -> Number:
     """Returns how many copies of an array exist while TPUs scatter it: one where rows are added to its shards, one
     where several mesh axes fill the chips and are put into the order of the links, and one for both where shards have
     fewer rows than a tile."""
-    in_tile = _ends_within_tiles(step.result, step, sizes)
+    is_in_tile = _ends_within_tiles(step.result, step, sizes)
     axis_sizes = [np.asarray(sizes.mesh[axis]) for axis in step.axes]
     has_several = sum(axis_size > 1 for axis_size in axis_sizes) > 1
-    fills = product(axis_sizes) == product(sizes.mesh.values())
-    return np.where(sizes.local(step.result)[step.dim] < STORED_ROWS, 1.0, 1.0 * in_tile + has_several * fills)
+    is_full = product(axis_sizes) == product(sizes.mesh.values())
+    return np.where(sizes.local(step.result)[step.dim] < STORED_ROWS, 1.0, 1.0 * is_in_tile + has_several * is_full)

@@ -34,18 +34,18 @@ def cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
 
 
 def _layer_caches(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
-    caches = [derived.declared[name] for name in caches_of(block.block)]
-    return total(sizes.bytes(array) * _tiles(array, sizes) for array in caches)
+    cache_arrays = [derived.declared[name] for name in caches_of(block.block)]
+    return total(sizes.bytes(array) * _tiles(array, sizes) for array in cache_arrays)
 
 
 def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
     """Returns the rows of whole tiles over the heads of a slot, where these are a tile on TPUs: `cache_layout`."""
     if not sizes.tile_rows or len(array.dims) < 4:
         return 1.0
-    heads, word_heads = sizes.local(array)[array.dims[2]], WORD_BYTES / DTYPE_BYTES[array.dtype]
-    tile_heads = np.clip(2 ** np.ceil(np.log2(heads)), word_heads, SUBLANES)
+    n_heads, word_heads = sizes.local(array)[array.dims[2]], WORD_BYTES / DTYPE_BYTES[array.dtype]
+    tile_heads = np.clip(2 ** np.ceil(np.log2(n_heads)), word_heads, SUBLANES)
     # heads that do not fill a word lie outside of slots, and take their bytes
-    return np.where(heads >= np.maximum(word_heads, 2), np.ceil(heads / tile_heads) * tile_heads / heads, 1.0)
+    return np.where(n_heads >= np.maximum(word_heads, 2), np.ceil(n_heads / tile_heads) * tile_heads / n_heads, 1.0)
 
 
 def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
@@ -60,33 +60,33 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     has_few_rows = np.asarray(sizes.rows_each) <= 1
     weight_names = weights_of(derived, block) if block.is_layer else ()
     matrices = [derived.declared[name] for name in weight_names]
-    experts = [array for array in matrices if array.dims[0] == "E"]
-    quantised = [a for a in matrices if a.dtype == "int4" or (a in experts and a.dtype in ("int8", "fp8"))]
+    expert_arrays = [array for array in matrices if array.dims[0] == "E"]
+    narrow_matrices = [a for a in matrices if a.dtype == "int4" or (a in expert_arrays and a.dtype in ("int8", "fp8"))]
     # each is widened once the rows of its product are there, so one at a time
-    widened_bytes = largest(sizes.elements(array) * sizes.width for array in quantised)
+    widened_bytes = largest(sizes.elements(array) * sizes.width for array in narrow_matrices)
     num_bytes: Number = 0.0
     if sizes.on_gpus:
         num_bytes = widened_bytes + sizes.total(*matrices)
     elif sizes.tile_rows:
-        num_bytes = widened_bytes + np.where(has_few_rows, 0.0, sizes.total(*experts))
+        num_bytes = widened_bytes + np.where(has_few_rows, 0.0, sizes.total(*expert_arrays))
     if sizes.tile_rows:
         # writes of int8 latents and the kernel that reads them want other tiles
-        latents = (derived.declared[name] for name in caches_of(block.block))
-        int8_bytes = total(sizes.bytes(array) for array in latents if array.dtype == "int8" and len(array.dims) == 3)
+        caches = (derived.declared[name] for name in caches_of(block.block))
+        int8_bytes = total(sizes.bytes(array) for array in caches if array.dtype == "int8" and len(array.dims) == 3)
         num_bytes = num_bytes + np.where(has_few_rows, block.repeat * int8_bytes, 0.0)
-    gathers = [s for s in block.forward if s.is_collective and s.op == "all_gather"]
-    if slots := [step for step in gathers if step.dim == "C"]:
-        results = (s.result for s in block.forward if not s.is_collective and kind_of(s).is_einsum)
-        joined_bytes = largest(sizes.bytes(array) for array in results if "C" in array.dims)
-        num_bytes = num_bytes + joined_bytes * moves(slots[0], sizes)
+    gather_steps = [s for s in block.forward if s.is_collective and s.op == "all_gather"]
+    if slot_gathers := [step for step in gather_steps if step.dim == "C"]:
+        result_arrays = (s.result for s in block.forward if not s.is_collective and kind_of(s).is_einsum)
+        joined_bytes = largest(sizes.bytes(array) for array in result_arrays if "C" in array.dims)
+        num_bytes = num_bytes + joined_bytes * moves(slot_gathers[0], sizes)
     if sizes.tile_rows:
         steps = (s for s in block.forward if not s.is_collective and not kind_of(s).is_einsum)
-        biased = [s.result for s in steps if any(a.dims[0] == "E" and "C" not in a.dims for a in s.inputs[1:])]
-        num_bytes = num_bytes + sizes.total(*biased[:-1])
+        biased_results = [s.result for s in steps if any(a.dims[0] == "E" and "C" not in a.dims for a in s.inputs[1:])]
+        num_bytes = num_bytes + sizes.total(*biased_results[:-1])
     if sizes.on_gpus:
         # XLA does this before the loop over layers
-        turned = (s for s in gathers if s.result.name in weight_names and s.dim != s.result.dims[0])
-        num_bytes = num_bytes + block.repeat * total(sizes.bytes(s.inputs[0]) * moves(s, sizes) for s in turned)
+        turned_steps = (s for s in gather_steps if s.result.name in weight_names and s.dim != s.result.dims[0])
+        num_bytes = num_bytes + block.repeat * total(sizes.bytes(s.inputs[0]) * moves(s, sizes) for s in turned_steps)
     return num_bytes
 
 

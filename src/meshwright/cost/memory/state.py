@@ -28,17 +28,17 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """Returns the parts of a chip's memory that do not depend on the schedule."""
     # TPUs hold arrays in whole tiles; what the cache remembers is without padding
     sizes = msgspec.structs.replace(sizes, padded=sizes.tile_rows > 0, cache={})
-    elements = _state_elements(derived, sizes)
-    blocks = [(block, _block_memory(block, derived, sizes, elements[block.name])) for block in derived.blocks]
-    shared = (derived.shared[name] for name in dict.fromkeys(n for s in derived.program.stacks for n in s.inputs))
-    local = (step for block in derived.blocks for step in block.forward if not step.is_collective)
+    elements_of = _state_elements(derived, sizes)
+    memories = [(block, _block_memory(block, derived, sizes, elements_of[block.name])) for block in derived.blocks]
+    results = (derived.shared[name] for name in dict.fromkeys(n for s in derived.program.stacks for n in s.inputs))
+    local_steps = (step for block in derived.blocks for step in block.forward if not step.is_collective)
     return MemoryParts(
         state=sizes.state,
         num_layers=derived.num_layers,
-        layers=tuple(memory for block, memory in blocks if block.is_layer),
-        ends=tuple(memory for block, memory in blocks if not block.is_layer),
-        shared_bytes=total(sizes.total(result.given, result.cotangent) for result in shared),
-        chunk_bytes=sum(kind_of(step).chunk_bytes(step, sizes) for step in local),
+        layers=tuple(memory for block, memory in memories if block.is_layer),
+        ends=tuple(memory for block, memory in memories if not block.is_layer),
+        shared_bytes=total(sizes.total(result.given, result.cotangent) for result in results),
+        chunk_bytes=sum(kind_of(step).chunk_bytes(step, sizes) for step in local_steps),
         tied_bytes=_tied_bytes(derived, sizes),
         boundary_bytes=tuple(
             total(sizes.bytes(s.result) for s in derived.boundary if s.op == "permute" and s.phase == phase)
@@ -55,60 +55,60 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     A weight of several blocks (tied embeddings) belongs to the last one. A frozen weight counts as weights alone: its
     bytes over the width of the state, as its dtype may differ.
     """
-    owners = {name: block for block in derived.blocks for name in weights_of(derived, block)}
-    elements: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
+    block_by_weight = {name: block for block in derived.blocks for name in weights_of(derived, block)}
+    elems_of: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
     # a gradient is stored as it enters the collectives that run once per step, not scattered yet
-    gradients, updates = gradient_arrays(derived), weight_updates(derived)
-    for name, block in owners.items():
-        declared = derived.declared[name]
+    grad_of, update_of = gradient_arrays(derived), weight_updates(derived)
+    for name, block in block_by_weight.items():
+        full_array = derived.declared[name]
         if weight := derived.weights.get(name):
-            arrays = ((declared,), (gradients[name],), (weight.shard,), state_of_layer(weight, updates[name].update))
-            elements_of_part = [sum(sizes.elements(array) for array in group) for group in arrays]
+            arrays = ((full_array,), (grad_of[name],), (weight.shard,), state_of_layer(weight, update_of[name].update))
+            elements_by_part = [sum(sizes.elements(array) for array in part_arrays) for part_arrays in arrays]
         else:
-            elements_of_part = [stored_bytes(declared, sizes) / sizes.width]
-        block_elements = elements[block.name]
-        for part, num_elements in zip(STATE_PARTS, elements_of_part, strict=False):
+            elements_by_part = [stored_bytes(full_array, sizes) / sizes.width]
+        block_elements = elems_of[block.name]
+        for part, num_elements in zip(STATE_PARTS, elements_by_part, strict=False):
             block_elements[part] = block_elements[part] + block.repeat * num_elements
-    return elements
+    return elems_of
 
 
 def _tied_bytes(derived: Derived, sizes: OpSizes) -> Number:
     end_blocks = (block for block in derived.blocks if not block.is_layer)
     num_uses = Counter(name for block in end_blocks for name in weights_of(derived, block) if name in derived.weights)
-    gradients = gradient_arrays(derived)
-    tied = [name for name, count in num_uses.items() if count > 1]
+    gradient_of = gradient_arrays(derived)
+    tied_names = [name for name, n in num_uses.items() if n > 1]
     # which CPUs shard, or add to other gradients, only then
-    deferred = total(sizes.elements(derived.weights[name].shard) for name in tied) if sizes.on_cpus else 0.0
-    return (total(sizes.elements(gradients[name]) for name in tied) - deferred) * sizes.width
+    num_deferred = total(sizes.elements(derived.weights[name].shard) for name in tied_names) if sizes.on_cpus else 0.0
+    return (total(sizes.elements(gradient_of[name]) for name in tied_names) - num_deferred) * sizes.width
 
 
-def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements: dict[str, Number]) -> BlockMemory:
+def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements_of: dict[str, Number]) -> BlockMemory:
     is_layer, trains = block.is_layer, trains_in(derived)
-    activations, logits = _kept_bytes(block, derived, sizes)
-    retiled, sliced = copied_weights(block, derived, sizes)
+    act_bytes, logit_bytes = _kept_bytes(block, derived, sizes)
+    retiled_bytes, sliced_bytes = copied_weights(block, derived, sizes)
     if is_layer and trains and sizes.on_cpus:
         # without a loop over layers XLA transposes them in the forward pass already
-        activations = activations + block.repeat * turned_operands(block, derived, sizes) * written_out(derived, sizes)
+        act_bytes = act_bytes + block.repeat * turned_operands(block, derived, sizes) * written_out(derived, sizes)
     # a pass gathers all weights of a repeat, without waiting until one is used
-    gathers = {
+    gather_of = {
         step.result: step for step in block.forward if step.op == "all_gather" and is_weight(step.result, derived)
     }
     factor = widening(sizes)
-    gathered = {array: sizes.bytes(array) * moves(step, sizes) * factor for array, step in gathers.items() if trains}
+    bytes_of = {array: sizes.bytes(array) * moves(step, sizes) * factor for array, step in gather_of.items() if trains}
     return BlockMemory(
         repeat=block.repeat,
         segment=block.segment,
         reruns=block.rerun is not None,
-        elements=elements,
-        kept_bytes=activations if trains or not is_layer else 0.0,
-        logits_bytes=logits,
+        elements=elements_of,
+        kept_bytes=act_bytes if trains or not is_layer else 0.0,
+        logits_bytes=logit_bytes,
         pending_bytes=_pending_bytes(block, sizes) if trains else 0.0,
         stream_bytes=sizes.bytes(derived.declared[block.block.carry]) if trains and is_layer else 0.0,
-        gathered_bytes=total(gathered.values()) + turned_bytes(gathers, gathered, sizes),
+        gathered_bytes=total(bytes_of.values()) + turned_bytes(gather_of, bytes_of, sizes),
         working_bytes=working_set(block, derived, sizes)
-        + sliced
+        + sliced_bytes
         + (copied_experts(block, derived, sizes) if trains else copied_bytes(block, derived, sizes)),
-        retiled_bytes=retiled,
+        retiled_bytes=retiled_bytes,
     )
 
 
@@ -118,27 +118,27 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
     A gather or slice over one device returns its input, so its result counts only if there are several devices.
     Results that a backward step overwrites (the slopes of a fused head) count as its cotangents.
     """
-    overwritten = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
-    step_of = {array: step for step in block.forward for array in step.results}
-    kept_bytes: dict[bool, Number] = {False: 0.0, True: 0.0}
+    reused_arrays = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
+    step_of_array = {array: step for step in block.forward for array in step.results}
+    kept_by_is_logits: dict[bool, Number] = {False: 0.0, True: 0.0}
     for array in block.kept:
         is_logits = array.name == "logits"
-        if is_weight(array, derived) or (array in overwritten and not is_logits):
+        if is_weight(array, derived) or (array in reused_arrays and not is_logits):
             continue
-        step, num_copies = step_of.get(array), 1
+        step, num_copies = step_of_array.get(array), 1
         # its input is kept itself, or existed before the block ran
-        if step and step.only_moves and (step.inputs[0] in block.kept or step.inputs[0] not in step_of):
+        if step and step.only_moves and (step.inputs[0] in block.kept or step.inputs[0] not in step_of_array):
             num_copies = moves(step, sizes)
-        kept_bytes[is_logits] = kept_bytes[is_logits] + sizes.bytes(array) * num_copies
-    return block.repeat * kept_bytes[False], block.repeat * kept_bytes[True]
+        kept_by_is_logits[is_logits] = kept_by_is_logits[is_logits] + sizes.bytes(array) * num_copies
+    return block.repeat * kept_by_is_logits[False], block.repeat * kept_by_is_logits[True]
 
 
 def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
     """Returns the bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
-    step_of = {array: step for step in (*block.forward, *block.backward) for array in step.results}
-    pending_bytes, handed_over = 0.0, block.split.handed if block.split else ()
-    for array in handed_over:
-        step = step_of.get(array)
-        num_copies = moves(step, sizes) if step and step.only_moves and step.inputs[0] in handed_over else 1
+    step_of_array = {array: step for step in (*block.forward, *block.backward) for array in step.results}
+    pending_bytes, handed_arrays = 0.0, block.split.handed if block.split else ()
+    for array in handed_arrays:
+        step = step_of_array.get(array)
+        num_copies = moves(step, sizes) if step and step.only_moves and step.inputs[0] in handed_arrays else 1
         pending_bytes = pending_bytes + sizes.bytes(array) * num_copies
     return block.repeat * pending_bytes

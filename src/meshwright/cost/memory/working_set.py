@@ -40,64 +40,64 @@ def working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """
     if block.rerun is not None:
         # layers that run again leave nothing but their stream
-        passes = (block.backward[: block.num_again], block.backward[block.num_again :])
-        pass_blocks = (msgspec.structs.replace(block, backward=steps, num_again=0, rerun=None) for steps in passes)
+        pass_steps = (block.backward[: block.num_again], block.backward[block.num_again :])
+        pass_blocks = (msgspec.structs.replace(block, backward=steps, num_again=0, rerun=None) for steps in pass_steps)
         return largest(working_set(pass_block, derived, sizes) for pass_block in pass_blocks)
     steps = block.backward if trains_in(derived) else block.forward
-    changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
-    lives = _lives(steps, block, derived)
+    changes_by_step: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
+    life_of = _lives(steps, block, derived)
     if sizes.tile_rows:
-        _until_rows_are_back(lives, steps, derived)
+        _until_rows_are_back(life_of, steps, derived)
     if sizes.on_cpus and trains_in(derived):
-        _until_products_run(lives, steps, derived)
-    logits = next(
+        _until_products_run(life_of, steps, derived)
+    logits_step = next(
         (s for s in steps if not s.is_collective and kind_of(s).in_place and s.inputs[0].name == "logits"), None
     )
-    held_share = _held_cotangent(logits, sizes) if logits else 1
-    widened = {} if trains_in(derived) else widened_results(steps, sizes)
-    width_factor = widening(sizes) if trains_in(derived) else 1
-    for array, life in lives.items():
+    held_share = _held_cotangent(logits_step, sizes) if logits_step else 1
+    widening_of = {} if trains_in(derived) else widened_results(steps, sizes)
+    default_factor = widening(sizes) if trains_in(derived) else 1
+    for array, life in life_of.items():
         # capped logits are made in float32, of which the cotangent is a part, wherever it is made
-        factor = held_share if logits and array == logits.result and not logits.details.softcap else 1
-        factor = factor * widened.get(array, 1 if array.dtype else width_factor)
-        for step_number, change_bytes in _comes_and_goes(array, life, lives, sizes):
-            changes[step_number].append(change_bytes * factor)
-    if logits:
+        factor = held_share if logits_step and array == logits_step.result and not logits_step.details.softcap else 1
+        factor = factor * widening_of.get(array, 1 if array.dtype else default_factor)
+        for step_index, change_bytes in _comes_and_goes(array, life, life_of, sizes):
+            changes_by_step[step_index].append(change_bytes * factor)
+    if logits_step:
         # which another item counts; their cotangent takes their place
-        changes[steps.index(logits) + 1].append(-sizes.bytes(logits.inputs[0]) * held_share)
+        changes_by_step[steps.index(logits_step) + 1].append(-sizes.bytes(logits_step.inputs[0]) * held_share)
     live_bytes: Number = 0.0
     max_bytes: Number = 0.0
-    for step, byte_changes in zip(steps, changes, strict=False):
+    for step, byte_changes in zip(steps, changes_by_step, strict=False):
         for change_bytes in byte_changes:
             live_bytes = live_bytes + change_bytes
-        scratch_size = training_scratch_bytes(step, sizes) if trains_in(derived) else scratch_bytes(step, sizes)
-        max_bytes = np.maximum(max_bytes, live_bytes + scratch_size)
+        step_scratch_bytes = training_scratch_bytes(step, sizes) if trains_in(derived) else scratch_bytes(step, sizes)
+        max_bytes = np.maximum(max_bytes, live_bytes + step_scratch_bytes)
     return max_bytes
 
 
-def _until_rows_are_back(lives: dict[ShardedArray, "_Life"], steps: tuple[Step, ...], derived: Derived) -> None:
+def _until_rows_are_back(life_of: dict[ShardedArray, "_Life"], steps: tuple[Step, ...], derived: Derived) -> None:
     """Extends the lives of what experts' gradients are computed from to the last exchange of rows, which TPUs run
     first."""
-    exchanges = [number for number, step in enumerate(steps) if step.op == "all_to_all"]
-    gradients = {array.name for array in gradient_arrays(derived).values()}
-    for step in steps[: exchanges[-1]] if exchanges else ():
-        if step.result.name in gradients and not step.is_collective:
+    exchange_indices = [index for index, step in enumerate(steps) if step.op == "all_to_all"]
+    gradient_names = {array.name for array in gradient_arrays(derived).values()}
+    for step in steps[: exchange_indices[-1]] if exchange_indices else ():
+        if step.result.name in gradient_names and not step.is_collective:
             for array in step.inputs:
-                if array in lives:
-                    lives[array].end = max(lives[array].end, exchanges[-1])
+                if array in life_of:
+                    life_of[array].end = max(life_of[array].end, exchange_indices[-1])
 
 
-def _until_products_run(lives: dict[ShardedArray, "_Life"], steps: tuple[Step, ...], derived: Derived) -> None:
+def _until_products_run(life_of: dict[ShardedArray, "_Life"], steps: tuple[Step, ...], derived: Derived) -> None:
     """Extends the lives of operands of products for weight gradients to the next step that is no product: CPUs run
     first what more steps wait for."""
-    gradients = {array.name for array in gradient_arrays(derived).values()}
-    last_use = len(steps) - 1
-    for number, step in reversed([(number, step) for number, step in enumerate(steps) if not step.is_collective]):
+    gradient_names = {array.name for array in gradient_arrays(derived).values()}
+    last_use_index = len(steps) - 1
+    for index, step in reversed([(index, step) for index, step in enumerate(steps) if not step.is_collective]):
         if not kind_of(step).is_einsum:
-            last_use = number
-        elif step.result.name in gradients:
-            for array in lives.keys() & {*step.inputs}:
-                lives[array].end = max(lives[array].end, last_use)
+            last_use_index = index
+        elif step.result.name in gradient_names:
+            for array in life_of.keys() & {*step.inputs}:
+                life_of[array].end = max(life_of[array].end, last_use_index)
 
 
 def _held_cotangent(step: Step, sizes: OpSizes) -> Number:
@@ -114,20 +114,20 @@ def _held_cotangent(step: Step, sizes: OpSizes) -> Number:
 
 
 def _comes_and_goes(
-    array: ShardedArray, life: _Life, lives: dict[ShardedArray, _Life], sizes: OpSizes
+    array: ShardedArray, life: _Life, life_of: dict[ShardedArray, _Life], sizes: OpSizes
 ) -> list[tuple[int, Number]]:
     """Returns (step number, change of bytes): from that step on a result counts, or no longer counts.
 
     A collective or slice over one device is an alias: its result counts only after the last use of its input.
     """
-    size = sizes.bytes(array)
+    num_bytes = sizes.bytes(array)
     if life.source is None:
-        return [(life.start, size), (life.end + 1, -size)]
-    moved_bytes = size * moves(life.source, sizes)
-    source_life = lives.get(life.source.inputs[0])
+        return [(life.start, num_bytes), (life.end + 1, -num_bytes)]
+    moved_bytes = num_bytes * moves(life.source, sizes)
+    source_life = life_of.get(life.source.inputs[0])
     if source_life is None or source_life.end >= life.end:
         return [(life.start, moved_bytes), (life.end + 1, -moved_bytes)]
-    return [(life.start, moved_bytes), (source_life.end + 1, size - moved_bytes), (life.end + 1, -size)]
+    return [(life.start, moved_bytes), (source_life.end + 1, num_bytes - moved_bytes), (life.end + 1, -num_bytes)]
 
 
 def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
@@ -136,26 +136,26 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
     Training gathers the weights of a whole repeat ahead, which `BlockMemory.gathered_bytes` counts; a forward pass
     alone gathers each weight for its product, which counts here.
     """
-    shared = (derived.shared[name] for name in derived.program.inputs_from_earlier_stacks(block.name))
-    kept_arrays = {*block.kept, *(array for result in shared for array in (result.given, result.cotangent))}
+    shared_results = (derived.shared[name] for name in derived.program.inputs_from_earlier_stacks(block.name))
+    kept_arrays = {*block.kept, *(array for result in shared_results for array in (result.given, result.cotangent))}
     counted_elsewhere = {*kept_arrays, *(derived.declared.values() if trains_in(derived) else ())}
 
     def is_state(array: ShardedArray) -> bool:
         is_counted = trains_in(derived) or array == derived.declared.get(array.name)
         return role_of(array, derived) == "cache" or (is_counted and is_weight(array, derived))
 
-    lives: dict[ShardedArray, _Life] = {}
-    for number, step in enumerate(steps):
+    life_of: dict[ShardedArray, _Life] = {}
+    for index, step in enumerate(steps):
         # these run once, on sums of gradients, which another item counts
         if step.scope == "step":
             continue
         for array in step.inputs:
-            if array in lives:
-                lives[array].end = number
+            if array in life_of:
+                life_of[array].end = index
             elif array not in counted_elsewhere and not is_state(array):
-                lives[array] = _Life(0, number)  # the cotangent or the stream that enters the block
+                life_of[array] = _Life(0, index)  # the cotangent or the stream that enters the block
         for array in step.results:
-            if array not in lives and array not in kept_arrays and not is_state(array):
+            if array not in life_of and array not in kept_arrays and not is_state(array):
                 is_move = step.only_moves
-                lives[array] = _Life(number, number, step if is_move else None)
-    return lives
+                life_of[array] = _Life(index, index, step if is_move else None)
+    return life_of

@@ -108,30 +108,30 @@ def leg_rates(
         return _host_rates(legs[0], calibration)
     if calibration is not None:
         legs = [_calibrated(leg, calibration) for leg in legs]
-    inner = [leg for leg in legs if leg.level in _INNER]
-    outer = [leg for leg in legs if leg.level not in _INNER]
-    num_inner, num_outer = (product(leg.size for leg in side_legs) for side_legs in (inner, outer))
-    group_size = num_inner * num_outer
-    gather_in, exchange_in = _inner_term(inner, group_size), _exchange_term(inner, num_inner)
-    gather_out, exchange_out = _outer_terms(outer, num_inner)
-    has_two_turns = product(leg.later for leg in inner) > 1
-    scatter_in = (1 + has_two_turns) * gather_in if scatters == "once" else _scatter_term(inner, group_size)
-    gather_term = _larger(gather_in, gather_out)
-    exchange_term = _larger(exchange_in / num_outer, exchange_out)
+    inner_legs = [leg for leg in legs if leg.level in _INNER]
+    outer_legs = [leg for leg in legs if leg.level not in _INNER]
+    inner_size, outer_size = (product(leg.size for leg in side_legs) for side_legs in (inner_legs, outer_legs))
+    group_size = inner_size * outer_size
+    inner_gather, inner_exchange = _inner_term(inner_legs, group_size), _exchange_term(inner_legs, inner_size)
+    outer_gather, outer_exchange = _outer_terms(outer_legs, inner_size)
+    has_two_turns = product(leg.later for leg in inner_legs) > 1
+    inner_scatter = (1 + has_two_turns) * inner_gather if scatters == "once" else _scatter_term(inner_legs, group_size)
+    gather_term = _larger(inner_gather, outer_gather)
+    exchange_term = _larger(inner_exchange / outer_size, outer_exchange)
     hops_s = sum(leg.hops * (leg.size > 1) * leg.hop_s for leg in legs)
     setup_s: Number = 0.0
     if legs[0].level != "ici" and calibration is not None and calibration.efficiency.overlap is not None:
         # started and finished by kernels, in which no bytes move; a ring's hops work while its bytes follow
         setup_s, hops_s = hops_s, 0.0
-    inner_level, outer_level = (side_legs[0].level if side_legs else "none" for side_legs in (inner, outer))
-    gather_level = _binding((gather_in, inner_level), (gather_out, outer_level))
-    exchange_level = _binding((exchange_in / num_outer, inner_level), (exchange_out, outer_level))
-    scatter_level = _binding((scatter_in, inner_level), (gather_out, outer_level))
+    inner_level, outer_level = (side_legs[0].level if side_legs else "none" for side_legs in (inner_legs, outer_legs))
+    gather_level = _binding((inner_gather, inner_level), (outer_gather, outer_level))
+    exchange_level = _binding((inner_exchange / outer_size, inner_level), (outer_exchange, outer_level))
+    scatter_level = _binding((inner_scatter, inner_level), (outer_gather, outer_level))
     return GroupRates(
         size=group_size,
         kinds={
             "all_gather": KindRate(gather_term, hops_s, setup_s, level=gather_level),
-            "reduce_scatter": KindRate(_larger(scatter_in, gather_out), hops_s, setup_s, level=scatter_level),
+            "reduce_scatter": KindRate(_larger(inner_scatter, outer_gather), hops_s, setup_s, level=scatter_level),
             "all_reduce": KindRate(2 * gather_term, 2 * hops_s, 2 * setup_s, level=gather_level),
             "all_to_all": KindRate(exchange_term, hops_s, setup_s, level=exchange_level),
             "permute": _permute_rate(legs),
@@ -146,25 +146,25 @@ def _calibrated(leg: Leg, calibration: Calibration) -> Leg:
     return replace(leg, bytes_per_s=bytes_per_s, hop_s=calibration.hop_s.get(leg.level, leg.hop_s))
 
 
-def _outer_terms(legs: Sequence[Leg], num_inner: Number) -> tuple[Number, Number]:
+def _outer_terms(legs: Sequence[Leg], inner_size: Number) -> tuple[Number, Number]:
     """Returns the seconds per byte of an AllGather and an AllToAll on the slowest of the outer levels.
 
     Traffic to outer levels also passes the levels before them. With p members inside a level and n in the group, a
     chip carries 1/p - 1/n of the gathered array through that level, and (1 - p/n)/n of an AllToAll's array.
     """
-    group_size = num_inner * product(leg.size for leg in legs)
-    members_inside, gather, exchange = num_inner, 0.0, 0.0
+    group_size = inner_size * product(leg.size for leg in legs)
+    num_inside, gather_term, exchange_term = inner_size, 0.0, 0.0
     for leg in legs:
         # a level that the group does not use cannot bind, whatever outer levels carry
         is_used = leg.size > 1
-        gather = _larger(gather, is_used * (1 / members_inside - 1 / group_size) / leg.bytes_per_s)
-        exchange = _larger(exchange, is_used * (1 - members_inside / group_size) / group_size / leg.bytes_per_s)
-        members_inside = members_inside * leg.size
-    return gather, exchange
+        gather_term = _larger(gather_term, is_used * (1 / num_inside - 1 / group_size) / leg.bytes_per_s)
+        exchange_term = _larger(exchange_term, is_used * (1 - num_inside / group_size) / group_size / leg.bytes_per_s)
+        num_inside = num_inside * leg.size
+    return gather_term, exchange_term
 
 
-def _inner_term(legs: Sequence[Leg], size: Number) -> Number:
-    """Returns the seconds per byte of an AllGather on the innermost level of a group of ``size`` devices in all: 1/W if
+def _inner_term(legs: Sequence[Leg], num_devices: Number) -> Number:
+    """Returns the seconds per byte of an AllGather on the innermost level of a group of ``num_devices`` in all: 1/W if
     an axis is a ring, (n-1)/n of that otherwise.
 
     What comes from other domains and slices passes these links too.
@@ -172,32 +172,32 @@ def _inner_term(legs: Sequence[Leg], size: Number) -> Number:
     bytes_per_s: Number = sum((1 + leg.wraps) * leg.bytes_per_s / leg.sharing * (leg.size > 1) for leg in legs)
     has_ring: Number = sum(leg.wraps * (leg.size > 1) for leg in legs) > 0
     # a group of one has width 0 and moves nothing, and the divisor must not be 0
-    return (bytes_per_s > 0) * (size - 1 + has_ring) / size / (bytes_per_s + (bytes_per_s == 0))
+    return (bytes_per_s > 0) * (num_devices - 1 + has_ring) / num_devices / (bytes_per_s + (bytes_per_s == 0))
 
 
-def _exchange_term(legs: Sequence[Leg], size: Number) -> Number:
-    """Returns the seconds per byte of an AllToAll over the ``size`` devices of the innermost level alone."""
+def _exchange_term(legs: Sequence[Leg], num_devices: Number) -> Number:
+    """Returns the seconds per byte of an AllToAll over the ``num_devices`` of the innermost level alone."""
     slowest_term: Number = 0.0
     for leg in legs:
-        rate = leg.bytes_per_s / leg.sharing
+        bytes_per_s = leg.bytes_per_s / leg.sharing
         if leg.level == "nvlink":
-            return (size - 1) / size / rate / size
+            return (num_devices - 1) / num_devices / bytes_per_s / num_devices
         # this axis exchanges the share of the array that one line of chips along it has
-        busiest_share = busiest_link_share(leg.size, leg.wraps) * leg.size / size
-        slowest_term = _larger(slowest_term, busiest_share * (leg.size > 1) / rate / leg.twist_gain)
+        busiest_share = busiest_link_share(leg.size, leg.wraps) * leg.size / num_devices
+        slowest_term = _larger(slowest_term, busiest_share * (leg.size > 1) / bytes_per_s / leg.twist_gain)
     return slowest_term
 
 
-def _scatter_term(legs: Sequence[Leg], size: Number) -> Number:
-    """Returns the seconds per byte of a ReduceScatter on the innermost level of a group of ``size`` devices in all: an
+def _scatter_term(legs: Sequence[Leg], num_devices: Number) -> Number:
+    """Returns the seconds per byte of a ReduceScatter on the innermost level of a group of ``num_devices`` in all: an
     AllGather's over what it crosses first, and over what it crosses ``later`` with what is left of the array.
 
     Of a leg that it crosses in both turns, the first has every so many chips, and the later one neighbours.
     """
     first_legs = [replace(leg, size=leg.size // leg.later, sharing=leg.sharing * leg.later) for leg in legs]
     later_legs = [replace(leg, size=leg.later, wraps=leg.wraps & (leg.later == leg.size)) for leg in legs]
-    num_first, num_later = (product(leg.size for leg in turn_legs) for turn_legs in (first_legs, later_legs))
-    return _inner_term(first_legs, size // num_later) + _inner_term(later_legs, num_later) / num_first
+    first_size, later_size = (product(leg.size for leg in turn_legs) for turn_legs in (first_legs, later_legs))
+    return _inner_term(first_legs, num_devices // later_size) + _inner_term(later_legs, later_size) / first_size
 
 
 def busiest_link_share(size: Number, wraps: bool | np.ndarray) -> Number:
@@ -207,20 +207,20 @@ def busiest_link_share(size: Number, wraps: bool | np.ndarray) -> Number:
     to each device beyond it: k (n - k) / n^2, a quarter if n is even. A ring used in both directions has two such links
     and carries half as much over each. Source: How to Scale Your Model, exercise 3.10, which counts rings.
     """
-    half = size // 2
-    return half * (size - half) / size**2 / (1 + wraps)
+    half_size = size // 2
+    return half_size * (size - half_size) / size**2 / (1 + wraps)
 
 
 def _permute_rate(legs: Sequence[Leg]) -> KindRate:
     """Returns the rate of sends from every device to the next of its group: one hop on the slowest link of the legs,
     after which the bytes follow.
     """
-    terms = [((leg.size > 1) / (leg.bytes_per_s / leg.sharing), leg.level) for leg in legs]
-    floors = [(leg.size > 1) * leg.sharing * leg.hop_s for leg in legs]
+    level_terms = [((leg.size > 1) / (leg.bytes_per_s / leg.sharing), leg.level) for leg in legs]
+    hop_floors_s = [(leg.size > 1) * leg.sharing * leg.hop_s for leg in legs]
     return KindRate(
-        functools.reduce(_larger, (seconds_per_byte for seconds_per_byte, _ in terms)),
-        setup_s=functools.reduce(_larger, floors),
-        level=_binding(*terms),
+        functools.reduce(_larger, (seconds_per_byte for seconds_per_byte, _ in level_terms)),
+        setup_s=functools.reduce(_larger, hop_floors_s),
+        level=_binding(*level_terms),
     )
 
 
@@ -234,27 +234,27 @@ def _ring_links(legs: Sequence[Leg]) -> Number:
 
 def received_share(kind: str, size: Number) -> Number:
     """Returns the bytes that each device must receive as a share of ``array_bytes``; measured rates count these."""
-    all_but_own = (size - 1) / size
+    others_share = (size - 1) / size
     if kind == "all_reduce":
-        return 2 * all_but_own
+        return 2 * others_share
     if kind == "all_to_all":
-        return all_but_own / size
-    return 1.0 * (size > 1) if kind == "permute" else all_but_own
+        return others_share / size
+    return 1.0 * (size > 1) if kind == "permute" else others_share
 
 
 def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
     if calibration is None:
         raise InputError("the devices of this machine have no data sheet. Measure them and give a calibration.")
-    rate_of_kind = {}
+    rate_by_kind = {}
     for kind in COLLECTIVES:
         if any(rate.kind == kind for rate in calibration.collectives):
-            measured = collective_rate(calibration, kind, leg.size)
-            rate_of_kind[str(kind)] = KindRate(
-                received_share(kind, leg.size) / measured.bytes_per_s, 0.0, measured.latency_s, "host"
+            measured_rate = collective_rate(calibration, kind, leg.size)
+            rate_by_kind[str(kind)] = KindRate(
+                received_share(kind, leg.size) / measured_rate.bytes_per_s, 0.0, measured_rate.latency_s, "host"
             )
-    if not rate_of_kind:
+    if not rate_by_kind:
         collective_rate(calibration, "all_gather", leg.size)
-    return GroupRates(size=leg.size, kinds=rate_of_kind)
+    return GroupRates(size=leg.size, kinds=rate_by_kind)
 
 
 def latency_bound_bytes(link_bytes_per_s: Number, *, hop_s: float = 1e-6, num_shards: Number = 1) -> Number:
@@ -273,21 +273,21 @@ def ring_link_share(kind: CollectiveKind, size: Number, *, two_way: bool) -> Num
     """
     if kind == "all_to_all" and two_way:
         return busiest_link_share(size, wraps=True)
-    factor_of_kind = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 0.5}
-    return factor_of_kind[kind] / (1 + two_way) * (size - 1) / size
+    factor_by_kind = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 0.5}
+    return factor_by_kind[kind] / (1 + two_way) * (size - 1) / size
 
 
-def _larger(first: Number, second: Number) -> Number:
+def _larger(first_value: Number, second_value: Number) -> Number:
     """Returns the elementwise larger of two numbers or arrays."""
-    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
-        return np.maximum(first, second)
-    return max(first, second)
+    if isinstance(first_value, np.ndarray) or isinstance(second_value, np.ndarray):
+        return np.maximum(first_value, second_value)
+    return max(first_value, second_value)
 
 
 def _binding(*terms: tuple[Number, str]) -> str | np.ndarray:
     """Returns the level that takes longest, of (seconds, level) from inside out; of equal ones the inner level."""
-    longest_time, binding_level = terms[0][0], np.where(np.asarray(terms[0][0]) > 0, terms[0][1], "none")
-    for time, level in terms[1:]:
-        binding_level = np.where(time > longest_time, level, binding_level)
-        longest_time = _larger(longest_time, time)
+    longest_s, binding_level = terms[0][0], np.where(np.asarray(terms[0][0]) > 0, terms[0][1], "none")
+    for term_s, level in terms[1:]:
+        binding_level = np.where(term_s > longest_s, level, binding_level)
+        longest_s = _larger(longest_s, term_s)
     return binding_level if binding_level.ndim else str(binding_level)

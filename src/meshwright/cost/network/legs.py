@@ -84,11 +84,11 @@ def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None
 
 def turns_text(placement: Placement, axes: Iterable[str]) -> str:
     """Returns how a ReduceScatter of a group of mesh axes runs in two turns, and why; "" if it runs at once."""
-    name, num_chips = _later(placement.links, frozenset(axes))
+    axis_name, num_chips = _later(placement.links, frozenset(axes))
     if num_chips == 1:
         return ""
-    is_whole_axis = any(link.name == name and link.size == num_chips for link in placement.links)
-    last_text = f"{name} last" if is_whole_axis else f"{num_chips} neighbours on {name} last"
+    is_whole_axis = any(link.name == axis_name and link.size == num_chips for link in placement.links)
+    last_text = f"{axis_name} last" if is_whole_axis else f"{num_chips} neighbours on {axis_name} last"
     return f"reduce_scatter in two turns, {last_text}: at once, libtpu makes an all_reduce of it"
 
 
@@ -99,18 +99,18 @@ def slice_turns_text(cluster: Cluster) -> str:
     return text and f"; {text}"
 
 
-def _later(links: Sequence[Link], chosen: frozenset[str]) -> tuple[str, int]:
+def _later(links: Sequence[Link], group: frozenset[str]) -> tuple[str, int]:
     """Returns the `second_turn` of a group's ReduceScatter: a torus axis and a number of its chips."""
-    torus = [link for link in reversed(links) if link.level == "ici" and not link.sums_at_once]
-    link_sizes = ((link.name, [size for axis, size in link.parts if axis in chosen and size > 1]) for link in torus)
-    factors = {name: sizes for name, sizes in link_sizes if sizes}
-    if len(factors) < 2:
+    ici_links = [link for link in reversed(links) if link.level == "ici" and not link.sums_at_once]
+    link_sizes = ((link.name, [size for axis, size in link.parts if axis in group and size > 1]) for link in ici_links)
+    sizes_by_link = {name: sizes for name, sizes in link_sizes if sizes}
+    if len(sizes_by_link) < 2:
         return "", 1
-    shared = {link.name for link in torus if any(axis not in chosen and size > 1 for axis, size in link.parts)}
-    return second_turn(factors, shared)
+    shared_names = {link.name for link in ici_links if any(axis not in group and size > 1 for axis, size in link.parts)}
+    return second_turn(sizes_by_link, shared_names)
 
 
-def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
+def _twist(links: Sequence[Link], group: frozenset[str]) -> tuple[bool, float]:
     """Returns whether twisted axes close into rings in this group, and the factor that its AllToAll gains by the twist.
 
     A twisted axis leads to the middle of the longer axes, so these must be in the group whole.
@@ -118,40 +118,40 @@ def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
     if not any(link.twisted for link in links):
         return True, 1.0
     torus_links = [link for link in links if link.level == "ici"]
-    whole_links = {link.name for link in torus_links if all(axis in chosen for axis, _ in link.parts)}
-    if not all(link.name in whole_links for link in torus_links if not link.twisted):
+    whole_names = {link.name for link in torus_links if all(axis in group for axis, _ in link.parts)}
+    if not all(link.name in whole_names for link in torus_links if not link.twisted):
         return False, 1.0
     num_short = sum(link.twisted for link in torus_links)
-    gain = TWIST_GAIN["k x k x 2k" if num_short == 2 else "k x 2k x 2k"]
-    return True, gain if len(whole_links) == len(torus_links) else 1.0
+    twist_gain = TWIST_GAIN["k x k x 2k" if num_short == 2 else "k x 2k x 2k"]
+    return True, twist_gain if len(whole_names) == len(torus_links) else 1.0
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _merged_leg(link: Link, chosen: frozenset[str], closes: bool, gain: float, later: int) -> Leg | None:
-    size = stride = num_groups = sharing = 1
+def _merged_leg(link: Link, group: frozenset[str], closes_rings: bool, twist_gain: float, later: int) -> Leg | None:
+    leg_size = stride = num_groups = sharing = 1
     hops, is_in_group = 0, False
     for axis, factor in reversed(link.parts):
-        is_in_group = axis in chosen
+        is_in_group = axis in group
         if is_in_group:
-            size *= factor
+            leg_size *= factor
             hops += (factor - 1) * stride
             sharing = num_groups
         else:
             num_groups *= factor
         stride *= factor
-    if size == 1:
+    if leg_size == 1:
         return None
     if link.level != "ici":
-        return switched(link, size)
-    wraps = link.wraps and is_in_group and (closes or not link.twisted)
+        return switched(link, leg_size)
+    wraps = link.wraps and is_in_group and (closes_rings or not link.twisted)
     return Leg(
         level="ici",
-        size=size,
+        size=leg_size,
         bytes_per_s=link.bytes_per_s,
         wraps=wraps,
         sharing=sharing,
         hops=stride / 2 if wraps else hops,
         hop_s=link.hop_s,
-        twist_gain=gain,
+        twist_gain=twist_gain,
         later=later,
     )

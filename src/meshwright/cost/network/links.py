@@ -46,16 +46,16 @@ class TorusWidth(msgspec.Struct, frozen=True, kw_only=True):
 
 def torus_width(cluster: Cluster) -> TorusWidth | None:
     """Returns W of a slice's axes; None if no torus axis has several chips, or the rate of a link is not known."""
-    rings = sorted((wraps for size, wraps in zip(cluster.shape, cluster.wraps, strict=True) if size > 1), reverse=True)
-    link_rate = cluster.chip.ici_link_bytes_per_s
-    if cluster.kind != "torus" or link_rate is None or not rings:
+    wrap_flags = sorted((wraps for n, wraps in zip(cluster.shape, cluster.wraps, strict=True) if n > 1), reverse=True)
+    link_bytes_per_s = cluster.chip.ici_link_bytes_per_s
+    if cluster.kind != "torus" or link_bytes_per_s is None or not wrap_flags:
         return None
-    has_ring = rings[0]
+    has_ring = wrap_flags[0]
     way_words = "both ways" if has_ring else "one way, no axis wraps around"
     return TorusWidth(
-        bytes_per_s=(1 + has_ring) * link_rate,
-        axes=tuple((1 + wraps) / (1 + has_ring) for wraps in rings),
-        words=way_words + (", a line counts as half an axis" if has_ring and not rings[-1] else ""),
+        bytes_per_s=(1 + has_ring) * link_bytes_per_s,
+        axes=tuple((1 + wraps) / (1 + has_ring) for wraps in wrap_flags),
+        words=way_words + (", a line counts as half an axis" if has_ring and not wrap_flags[-1] else ""),
     )
 
 
@@ -71,47 +71,47 @@ def physical_links(cluster: Cluster) -> tuple[Link, ...]:
 
 def _torus_links(cluster: Cluster) -> tuple[Link, ...]:
     chip = cluster.chip
-    rate = known(chip, "ici_link_bytes_per_s") if math.prod(cluster.shape) > 1 else 1.0
+    link_bytes_per_s = known(chip, "ici_link_bytes_per_s") if math.prod(cluster.shape) > 1 else 1.0
     max_size = max(cluster.shape)
-    axes = tuple(
+    axis_links = tuple(
         Link(
-            name=TORUS_AXES[i],
+            name=TORUS_AXES[axis_index],
             level="ici",
             size=size,
-            bytes_per_s=rate,
+            bytes_per_s=link_bytes_per_s,
             wraps=wraps,
             hop_s=chip.ici_hop_s,
             twisted=cluster.twisted and size < max_size,
             sums_at_once=chip.variant == "book",
         )
-        for i, (size, wraps) in enumerate(zip(cluster.shape, cluster.wraps, strict=True))
+        for axis_index, (size, wraps) in enumerate(zip(cluster.shape, cluster.wraps, strict=True))
     )
     if cluster.num_slices == 1:
-        return axes
-    dcn = known(chip, "dcn_bytes_per_s")
+        return axis_links
+    dcn_bytes_per_s = known(chip, "dcn_bytes_per_s")
     return (
-        *axes,
-        Link(name=SLICES, level="dcn", size=cluster.num_slices, bytes_per_s=dcn, hop_s=chip.dcn_hop_s),
+        *axis_links,
+        Link(name=SLICES, level="dcn", size=cluster.num_slices, bytes_per_s=dcn_bytes_per_s, hop_s=chip.dcn_hop_s),
     )
 
 
 def _switched_links(cluster: Cluster) -> tuple[Link, ...]:
     """Returns the domain on the chip's own links, then each network level; oversubscription divides a rate."""
     chip, links = cluster.chip, []
-    for number, (name, size) in enumerate(zip(cluster.level_names, cluster.shape, strict=True)):
-        level = cluster.levels[number] if cluster.levels else None
-        rate = level.bytes_per_s if level else None
-        if rate is None:
-            rate = known(chip, "nic_bytes_per_s" if number else "nvlink_bytes_per_s") if size > 1 else 1.0
+    for level_index, (name, size) in enumerate(zip(cluster.level_names, cluster.shape, strict=True)):
+        level = cluster.levels[level_index] if cluster.levels else None
+        bytes_per_s = level.bytes_per_s if level else None
+        if bytes_per_s is None:
+            bytes_per_s = known(chip, "nic_bytes_per_s" if level_index else "nvlink_bytes_per_s") if size > 1 else 1.0
         hop_s = level.hop_s if level else None
         if hop_s is None:
-            hop_s = chip.network_hop_s if number else chip.nvlink_hop_s
+            hop_s = chip.network_hop_s if level_index else chip.nvlink_hop_s
         links.append(
             Link(
                 name=name,
-                level="network" if number else "nvlink",
+                level="network" if level_index else "nvlink",
                 size=size,
-                bytes_per_s=rate / (level.oversubscription if level else 1.0),
+                bytes_per_s=bytes_per_s / (level.oversubscription if level else 1.0),
                 hop_s=hop_s,
             )
         )

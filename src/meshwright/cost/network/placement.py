@@ -53,11 +53,11 @@ def place_axes(cluster: Cluster, mesh: Mapping[str, int]) -> tuple[Placement, ..
             " chips. Make the two equal."
         )
     # axes of size 1 take no link, and leaving them out lets equal meshes share one cached search
-    names = tuple(axis for axis, size in mesh.items() if size > 1)
-    sizes = tuple(mesh[axis] for axis in names)
-    layouts = _LAYOUTS[cluster.kind](cluster, sizes)
+    axis_names = tuple(axis for axis, size in mesh.items() if size > 1)
+    axis_sizes = tuple(mesh[axis] for axis in axis_names)
+    layouts = _LAYOUTS[cluster.kind](cluster, axis_sizes)
     links = physical_links(cluster)
-    return tuple(Placement(mesh=dict(mesh), links=_named(links, layout, names)) for layout in layouts)
+    return tuple(Placement(mesh=dict(mesh), links=_named(links, layout, axis_names)) for layout in layouts)
 
 
 def place_mesh(cluster: Cluster, mesh: Mapping[str, int]) -> Placement:
@@ -68,25 +68,25 @@ def place_mesh(cluster: Cluster, mesh: Mapping[str, int]) -> Placement:
     free have no name. Switches use the first chips and domains. Raises CannotRunError for a mesh larger than the
     cluster, InputError for one that neither fits so nor divides it.
     """
-    num_needed = math.prod(mesh.values())
-    if num_needed > cluster.num_chips:
+    needed_chips = math.prod(mesh.values())
+    if needed_chips > cluster.num_chips:
         raise CannotRunError(
-            f"the mesh has {num_needed} devices, but {cluster.short_name} has {cluster.num_chips} chips. "
+            f"the mesh has {needed_chips} devices, but {cluster.short_name} has {cluster.num_chips} chips. "
             f"Name a larger cluster or a smaller mesh."
         )
     if cluster.kind != "torus":
-        laid = place_axes(_first_chips(cluster, num_needed), mesh)[0]
+        laid = place_axes(_first_chips(cluster, needed_chips), mesh)[0]
         return replace(laid, links=tuple(replace(a, size=n) for a, n in zip(laid.links, cluster.shape, strict=True)))
-    names, shape = (*mesh, *("",) * (len(cluster.shape) - len(mesh))), cluster.shape
-    orders = [
+    axis_names, shape = (*mesh, *("",) * (len(cluster.shape) - len(mesh))), cluster.shape
+    axis_orders = [
         order
-        for order in (itertools.permutations(names) if len(names) == len(shape) else ())
-        if all(mesh.get(a, 1) <= size for a, size in zip(order, shape, strict=True))
+        for order in (itertools.permutations(axis_names) if len(axis_names) == len(shape) else ())
+        if all(mesh.get(axis, 1) <= size for axis, size in zip(order, shape, strict=True))
     ]
-    if not orders:
-        free_axis = {} if cluster.num_chips % num_needed else {"": cluster.num_chips // num_needed}
-        return replace(place_axes(cluster, {**free_axis, **mesh})[0], mesh=dict(mesh))
-    order = max(orders, key=lambda axes: sum(mesh.get(a, 1) == size for a, size in zip(axes, shape, strict=True)))
+    if not axis_orders:
+        free_axes = {} if cluster.num_chips % needed_chips else {"": cluster.num_chips // needed_chips}
+        return replace(place_axes(cluster, {**free_axes, **mesh})[0], mesh=dict(mesh))
+    order = max(axis_orders, key=lambda axes: sum(mesh.get(a, 1) == size for a, size in zip(axes, shape, strict=True)))
     links = physical_links(cluster)
     slice_links = [
         replace(link, parts=_parts(("", -(-link.size // mesh.get(axis, 1))), (axis, mesh.get(axis, 1))))
@@ -96,39 +96,39 @@ def place_mesh(cluster: Cluster, mesh: Mapping[str, int]) -> Placement:
     return Placement(mesh=dict(mesh), links=(*slice_links, *dcn_links))
 
 
-def _parts(*found: tuple[str, int]) -> Parts:
-    return tuple(part for part in found if part[1] > 1)
+def _parts(*parts: tuple[str, int]) -> Parts:
+    return tuple(part for part in parts if part[1] > 1)
 
 
-def _first_chips(cluster: Cluster, needed: int) -> Cluster:
+def _first_chips(cluster: Cluster, num_needed: int) -> Cluster:
     """Returns the first chips of a host, or the first domains of switches; the whole cluster if they fill none."""
-    shape, num_left = [], needed
-    for size in cluster.shape:
-        shape.append(min(num_left, size))
-        if num_left % shape[-1]:
+    part_shape, num_left = [], num_needed
+    for level_size in cluster.shape:
+        part_shape.append(min(num_left, level_size))
+        if num_left % part_shape[-1]:
             return cluster
-        num_left //= shape[-1]
-    return cluster.part(tuple(shape))
+        num_left //= part_shape[-1]
+    return cluster.part(tuple(part_shape))
 
 
 def physical_placement(cluster: Cluster) -> Placement:
     """Returns a placement with each physical axis or level as a mesh axis: x, y, z; domain, nodes, racks; slices."""
     links = physical_links(cluster)
-    named = tuple(replace(link, parts=((link.name, link.size),)) for link in links)
-    return Placement(mesh={link.name: link.size for link in links}, links=named)
+    named_links = tuple(replace(link, parts=((link.name, link.size),)) for link in links)
+    return Placement(mesh={link.name: link.size for link in links}, links=named_links)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _named(links: tuple[Link, ...], layout: MeshLayout, names: tuple[str, ...]) -> tuple[Link, ...]:
+def _named(links: tuple[Link, ...], layout: MeshLayout, axis_names: tuple[str, ...]) -> tuple[Link, ...]:
     return tuple(
-        replace(link, parts=tuple((names[index], factor) for index, factor in parts))
+        replace(link, parts=tuple((axis_names[axis_index], factor) for axis_index, factor in parts))
         for link, parts in zip(links, layout, strict=True)
     )
 
 
-def _torus_layouts(cluster: Cluster, sizes: Factors) -> tuple[MeshLayout, ...]:
-    outer_factors = _take_outermost(sizes, cluster.num_slices)
-    inner_sizes = tuple(size // outer for size, outer in zip(sizes, outer_factors, strict=True))
+def _torus_layouts(cluster: Cluster, axis_sizes: Factors) -> tuple[MeshLayout, ...]:
+    outer_factors = _take_outermost(axis_sizes, cluster.num_slices)
+    inner_sizes = tuple(size // outer for size, outer in zip(axis_sizes, outer_factors, strict=True))
     max_size = max(cluster.shape)
     # the wraparound of a twisted axis closes no ring by itself
     closes_ring = tuple(
@@ -138,26 +138,26 @@ def _torus_layouts(cluster: Cluster, sizes: Factors) -> tuple[MeshLayout, ...]:
     layouts = _split_layouts(cluster.shape, closes_ring, inner_sizes)
     if cluster.num_slices == 1:
         return layouts
-    dcn_layout = tuple((index, outer) for index, outer in enumerate(outer_factors) if outer > 1)
+    dcn_layout = tuple((axis_index, outer) for axis_index, outer in enumerate(outer_factors) if outer > 1)
     return tuple((*layout, dcn_layout) for layout in layouts)
 
 
-def _take_outermost(sizes: Factors, num_slices: int) -> Factors:
+def _take_outermost(axis_sizes: Factors, num_slices: int) -> Factors:
     """Returns for each axis the factor that crosses slices: as much as possible of the major-most axes."""
-    factors = []
-    for size in sizes:
+    slice_factors = []
+    for size in axis_sizes:
         factor = math.gcd(size, num_slices)
-        factors.append(factor)
+        slice_factors.append(factor)
         num_slices //= factor
-    return tuple(factors)
+    return tuple(slice_factors)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _fill_levels(shape: Factors, sizes: Factors) -> MeshLayout:
+def _fill_levels(shape: Factors, axis_sizes: Factors) -> MeshLayout:
     """Returns the layout on switches: the minor axes fill the innermost level first, as far as they divide it."""
-    sizes_left, layout = sizes, []
-    for size in shape[:-1]:
-        num_free = size
+    sizes_left, layout = axis_sizes, []
+    for level_size in shape[:-1]:
+        num_free = level_size
         level_factors: list[int] = []
         for axis_size in reversed(sizes_left):
             factor = math.gcd(axis_size, num_free)
@@ -177,18 +177,18 @@ _LAYOUTS: dict[str, Callable[[Cluster, Factors], tuple[MeshLayout, ...]]] = {
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _split_layouts(shape: Factors, wraps: tuple[bool, ...], sizes: Factors) -> tuple[MeshLayout, ...]:
+def _split_layouts(shape: Factors, wraps: tuple[bool, ...], axis_sizes: Factors) -> tuple[MeshLayout, ...]:
     """Returns the layouts of the sizes (major to minor) over a torus, best first."""
-    partial: list[tuple[Factors, tuple[Factors, ...], tuple[float, ...]]] = [((1,) * len(shape), (), ())]
-    for index in reversed(range(len(sizes))):
-        extended = []
-        for used_sizes, splits, costs in partial:
+    partial_layouts: list[tuple[Factors, tuple[Factors, ...], tuple[float, ...]]] = [((1,) * len(shape), (), ())]
+    for axis_index in reversed(range(len(axis_sizes))):
+        extended_layouts = []
+        for used_sizes, splits, costs in partial_layouts:
             # the innermost axis matters most: keep more factorings of it
-            for split, cost in _splits(shape, wraps, used_sizes, sizes[index], 2 if not splits else 1):
-                inner = tuple(u * s for u, s in zip(used_sizes, split, strict=True))
-                extended.append((inner, (split, *splits), (cost, *costs)))
-        partial = extended
-    layouts = _not_beaten([(splits, costs) for _, splits, costs in partial])
+            for factors, cost in _splits(shape, wraps, used_sizes, axis_sizes[axis_index], 2 if not splits else 1):
+                inner_sizes = tuple(u * s for u, s in zip(used_sizes, factors, strict=True))
+                extended_layouts.append((inner_sizes, (factors, *splits), (cost, *costs)))
+        partial_layouts = extended_layouts
+    layouts = _not_beaten([(splits, costs) for _, splits, costs in partial_layouts])
     layouts.sort(key=lambda layout: (_shared_axes(layout[0]), sum(layout[1])))
     return tuple(
         tuple(tuple((index, split[i]) for index, split in enumerate(splits) if split[i] > 1) for i in range(len(shape)))
@@ -202,39 +202,39 @@ def _shared_axes(splits: tuple[Factors, ...]) -> int:
 
 
 def _not_beaten(
-    found: Sequence[tuple[tuple[Factors, ...], tuple[float, ...]]],
+    layouts: Sequence[tuple[tuple[Factors, ...], tuple[float, ...]]],
 ) -> list[tuple[tuple[Factors, ...], tuple[float, ...]]]:
     """Returns one layout for each cost vector (cost by mesh axis) that no other matches or betters on every axis."""
-    splits_by_costs = {costs: splits for splits, costs in reversed(found)}
-    unbeaten: dict[tuple[float, ...], None] = {}
+    splits_by_costs = {costs: splits for splits, costs in reversed(layouts)}
+    unbeaten_costs: dict[tuple[float, ...], None] = {}
     for costs in sorted(splits_by_costs):  # what betters a vector comes before it
-        if not any(all(map(float.__le__, better, costs)) for better in unbeaten):
-            unbeaten[costs] = None
-    return [(splits, costs) for costs, splits in splits_by_costs.items() if costs in unbeaten]
+        if not any(all(map(float.__le__, better_costs, costs)) for better_costs in unbeaten_costs):
+            unbeaten_costs[costs] = None
+    return [(splits, costs) for costs, splits in splits_by_costs.items() if costs in unbeaten_costs]
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _splits(
-    shape: Factors, wraps: tuple[bool, ...], used: Factors, size: int, keep: int
+    shape: Factors, wraps: tuple[bool, ...], used_sizes: Factors, axis_size: int, max_kept: int
 ) -> tuple[tuple[Factors, float], ...]:
-    """Returns factorings of ``size`` over the free sizes, with the relative AllGather time of each.
+    """Returns factorings of ``axis_size`` over the free sizes, with the relative AllGather time of each.
 
-    Keeps the best ``keep`` per number of physical axes, and one of those that are equal by symmetry of the torus.
+    Keeps the best ``max_kept`` per number of physical axes, and one of those that are equal by symmetry of the torus.
     """
-    free_sizes = tuple(p // u for p, u in zip(shape, used, strict=True))
-    by_signature: dict[tuple[object, ...], tuple[int, float, int, Factors]] = {}
-    for split in factorings(size, [[d for d in range(1, free + 1) if free % d == 0] for free in free_sizes]):
-        signature = tuple(sorted(zip(shape, wraps, used, split, strict=True)))
-        if signature not in by_signature:
-            cost = _relative_time(shape, wraps, used, split)
-            num_filled = sum(s == f for s, f in zip(split, free_sizes, strict=True) if s > 1)
-            by_signature[signature] = (sum(s > 1 for s in split), cost, -num_filled, split)
+    free_sizes = tuple(p // u for p, u in zip(shape, used_sizes, strict=True))
+    rank_by_signature: dict[tuple[object, ...], tuple[int, float, int, Factors]] = {}
+    for factors in factorings(axis_size, [[d for d in range(1, free + 1) if free % d == 0] for free in free_sizes]):
+        signature = tuple(sorted(zip(shape, wraps, used_sizes, factors, strict=True)))
+        if signature not in rank_by_signature:
+            cost = _relative_time(shape, wraps, used_sizes, factors)
+            num_filled = sum(s == f for s, f in zip(factors, free_sizes, strict=True) if s > 1)
+            rank_by_signature[signature] = (sum(s > 1 for s in factors), cost, -num_filled, factors)
     kept_splits: list[tuple[Factors, float]] = []
-    num_kept: dict[int, int] = {}
-    for num_axes, cost, _, split in sorted(by_signature.values()):
-        num_kept[num_axes] = num_kept.get(num_axes, 0) + 1
-        if num_kept[num_axes] <= keep:
-            kept_splits.append((split, cost))
+    kept_by_num_axes: dict[int, int] = {}
+    for num_axes, cost, _, factors in sorted(rank_by_signature.values()):
+        kept_by_num_axes[num_axes] = kept_by_num_axes.get(num_axes, 0) + 1
+        if kept_by_num_axes[num_axes] <= max_kept:
+            kept_splits.append((factors, cost))
     return tuple(kept_splits)
 
 
@@ -250,12 +250,12 @@ def factorings(number: int, options: Sequence[Sequence[int]]) -> Iterator[tuple[
                 yield (factor, *factors)
 
 
-def _relative_time(shape: Factors, wraps: tuple[bool, ...], used: Factors, split: Factors) -> float:
+def _relative_time(shape: Factors, wraps: tuple[bool, ...], used_sizes: Factors, factors: Factors) -> float:
     """Returns AllGather time relative to one link's, by the rule of `cost.network.collectives.leg_rates`."""
-    rate, has_ring, size = 0.0, False, math.prod(split)
-    for full, wrap, inner, factor in zip(shape, wraps, used, split, strict=True):
+    relative_rate, has_ring, group_size = 0.0, False, math.prod(factors)
+    for axis_size, has_wrap, used_size, factor in zip(shape, wraps, used_sizes, factors, strict=True):
         if factor > 1:
-            closes = wrap and inner * factor == full
-            rate += (2 if closes else 1) / inner
-            has_ring = has_ring or closes
-    return (1.0 if has_ring else (size - 1) / size) / rate if rate else 0.0
+            closes_ring = has_wrap and used_size * factor == axis_size
+            relative_rate += (2 if closes_ring else 1) / used_size
+            has_ring = has_ring or closes_ring
+    return (1.0 if has_ring else (group_size - 1) / group_size) / relative_rate if relative_rate else 0.0

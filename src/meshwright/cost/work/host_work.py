@@ -86,8 +86,8 @@ def tiled_share(step: Step, sizes: SlotSizes) -> Number:
     is_split = details.ring or any(array.axes_of(positions_of(array)) for array in (arrays.q, arrays.k))
     if sizes.causal or details.sees_all or details.window is not None or is_split:
         return 1.0
-    length = sizes.dims[positions_of(arrays.q)]
-    tile = tile_rows(length)
-    full_tiles = np.floor(length / tile)
-    rest_rows = length - full_tiles * tile
-    return (tile * tile * full_tiles * (full_tiles + 1) / 2 + rest_rows * length) / length**2
+    num_queries = sizes.dims[positions_of(arrays.q)]
+    tile_len = tile_rows(num_queries)
+    num_full_tiles = np.floor(num_queries / tile_len)
+    rest_rows = num_queries - num_full_tiles * tile_len
+    return (tile_len * tile_len * num_full_tiles * (num_full_tiles + 1) / 2 + rest_rows * num_queries) / num_queries**2

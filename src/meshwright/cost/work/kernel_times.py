@@ -135,8 +135,8 @@ class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
         """Returns how often SMs pass over a product's tiles, over what full waves would take: with the best split."""
         if not self.processors:
             return 1.0
-        tiles = np.ceil(rows / NVIDIA_TILE[0]) * np.ceil(columns / NVIDIA_TILE[1]) / self.processors
-        ratio: Number = np.min([np.ceil(tiles * split) / (tiles * split) for split in splits], axis=0)
+        tiles_per_sm = np.ceil(rows / NVIDIA_TILE[0]) * np.ceil(columns / NVIDIA_TILE[1]) / self.processors
+        ratio: Number = np.min([np.ceil(tiles_per_sm * parts) / (tiles_per_sm * parts) for parts in splits], axis=0)
         return ratio
 
 
@@ -150,18 +150,18 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
     chip_kind = "tpu" if chip.topology == "torus" else "gpu"
     is_blackwell = chip.family == "blackwell"
     core_share = 1.0 if cores is None else cores / (chip.num_cores or cores)
-    share = core_share
-    fitted = {key: value for key, value in numbers.items() if "." not in key}
+    peak_share = core_share
+    number_of = {key: value for key, value in numbers.items() if "." not in key}
     for suffix in (chip_kind, f"{chip.mxu_dim}", chip.family, chip.name):
-        fitted |= {key.removesuffix(f".{suffix}"): rate for key, rate in numbers.items() if key.endswith(f".{suffix}")}
-    if "compute" in fitted:
-        fitted.setdefault("pallas", fitted["compute"])
-    if is_blackwell and "power" in fitted:
-        watts, flops_per_s = BLACKWELL
-        share *= ((chip.power_w or watts) / watts) ** fitted["power"] * flops_per_s / peak(chip, "bf16")
+        number_of |= {key.removesuffix(f".{suffix}"): num for key, num in numbers.items() if key.endswith(f".{suffix}")}
+    if "compute" in number_of:
+        number_of.setdefault("pallas", number_of["compute"])
+    if is_blackwell and "power" in number_of:
+        b200_w, b200_flops_per_s = BLACKWELL
+        peak_share *= ((chip.power_w or b200_w) / b200_w) ** number_of["power"] * b200_flops_per_s / peak(chip, "bf16")
     return KernelRates(
-        flops_per_s=share * peak(chip, "bf16"),
-        narrow_flops_per_s=share * chip.peak_flops.get("fp8", 0.0),
+        flops_per_s=peak_share * peak(chip, "bf16"),
+        narrow_flops_per_s=peak_share * chip.peak_flops.get("fp8", 0.0),
         hbm_bytes_per_s=core_share * known(chip, "hbm_bytes_per_s") * MEMORY[chip_kind],
         link_bytes_per_s=NCCL_LINKS.get(chip.family, chip.nvlink_bytes_per_s or 0.0),
         family=chip.family,
@@ -169,8 +169,8 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
         processors=0 if chip_kind == "tpu" else chip.num_sms or (BLACKWELL_SMS if is_blackwell else 0),
         cores=cores or chip.num_cores or 1,
         exponentials=2.0 if chip.name in ULTRA else 1.0,
-        half=0.0 if is_blackwell or chip_kind == "tpu" else fitted.get("half", 0.0),
-        numbers={"quick": 1.0, "paged": 1.0, "latent": 1.0, "streams": 1.0} | fitted,
+        half=0.0 if is_blackwell or chip_kind == "tpu" else number_of.get("half", 0.0),
+        numbers={"quick": 1.0, "paged": 1.0, "latent": 1.0, "streams": 1.0} | number_of,
     )
 
 
@@ -186,13 +186,13 @@ def product_s(shape: KernelShape, at: KernelRates, *, narrow: bool = False, bloc
     ``blocks`` of entries one kernel does both, and reads once. A tile on GPUs goes through K in ``step_s`` an entry
     besides, however few its rows are.
     """
-    rows, contracted, columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
-    moved_bytes = (1 if narrow else 2) * (rows * contracted + contracted * columns) + 2 * rows * columns
-    math_s = at.product_s(2 * rows * contracted * columns, contracted) * at.waves(rows, columns, SPLITS)
+    num_rows, num_terms, num_columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
+    moved_bytes = (1 if narrow else 2) * (num_rows * num_terms + num_terms * num_columns) + 2 * num_rows * num_columns
+    math_s = at.product_s(2 * num_rows * num_terms * num_columns, num_terms) * at.waves(num_rows, num_columns, SPLITS)
     speedup = at.narrow_flops_per_s / at.flops_per_s * at["narrow"] if narrow else 1
-    cast_bytes = (3 if blocks else 5) * rows * contracted if narrow else 0
+    cast_bytes = (3 if blocks else 5) * num_rows * num_terms if narrow else 0
     start_s = at.memory_s(cast_bytes) + (2 * at["start_s"] if blocks else at["call_s" if narrow else "start_s"])
-    start_s = start_s if at.width else start_s + at["step_s"] * contracted
+    start_s = start_s if at.width else start_s + at["step_s"] * num_terms
     total_s: Number = np.hypot(math_s / speedup, at.memory_s(moved_bytes) / at["streams"]) + start_s
     return total_s
 
@@ -206,22 +206,22 @@ def attention_s(shape: KernelShape, at: KernelRates, *, phase: str = "forward", 
     top where it is the last; the backward pass first reads outputs with their gradients, and turns the gradients of
     queries into bf16 in the end. ``paged`` operands are gathered by threads, where Hopper's kernels else copy tiles.
     """
-    length, width, heads = shape["T"], shape["H"], shape["B"] * shape["N"]
-    block = TPU_KEYS if at.width else 2 * NVIDIA_ROWS
-    keys = np.where(shape["causal"] > 0, length / 2 + np.minimum(length, block) * (0.5 + MASKED), length)
-    key_flops, is_backward = 4 * PASSES[phase] * heads * length, phase == "backward"
-    operands_s = at.memory_s(4 * (2 if is_backward else 1) * shape["B"] * length * width * (shape["N"] + shape["G"]))
+    seq_len, width, n_heads = shape["T"], shape["H"], shape["B"] * shape["N"]
+    block_len = TPU_KEYS if at.width else 2 * NVIDIA_ROWS
+    num_keys = np.where(shape["causal"] > 0, seq_len / 2 + np.minimum(seq_len, block_len) * (0.5 + MASKED), seq_len)
+    key_flops, is_backward = 4 * PASSES[phase] * n_heads * seq_len, phase == "backward"
+    operands_s = at.memory_s(4 * (2 if is_backward else 1) * shape["B"] * seq_len * width * (shape["N"] + shape["G"]))
     start_s = at["call_s" if paged else "start_s"]
     if at.width:
-        math_s = at.product_s(key_flops * keys * padded(width, at.width), kernel="pallas")
-        tpu_s: Number = np.hypot(math_s, operands_s) + 2 * operands_s + heads * PASSES[phase] * at["grid_s"] + start_s
+        math_s = at.product_s(key_flops * num_keys * padded(width, at.width), kernel="pallas")
+        tpu_s: Number = np.hypot(math_s, operands_s) + 2 * operands_s + n_heads * PASSES[phase] * at["grid_s"] + start_s
         return tpu_s
-    longest_keys = length * at.processors / (heads * np.ceil(length / NVIDIA_ROWS))
+    longest_keys = seq_len * at.processors / (n_heads * np.ceil(seq_len / NVIDIA_ROWS))
     is_last = (shape["causal"] > 0) & (at.family not in LONGEST_FIRST)
-    keys = np.where(is_last, keys + longest_keys, np.maximum(keys, longest_keys))
+    num_keys = np.where(is_last, num_keys + longest_keys, np.maximum(num_keys, longest_keys))
     softmax_width = at["head_half_backward"] if is_backward else at["head_half"] / at.exponentials
-    math_s = at.product_s(key_flops * keys * (width + softmax_width)) / (at["paged"] if paged else 1)
-    turned_s = at.memory_s(8 * heads * length * width) if is_backward else 0
+    math_s = at.product_s(key_flops * num_keys * (width + softmax_width)) / (at["paged"] if paged else 1)
+    turned_s = at.memory_s(8 * n_heads * seq_len * width) if is_backward else 0
     seconds: Number = np.hypot(math_s, operands_s) + turned_s + start_s
     return seconds
 
@@ -231,11 +231,11 @@ def grouped_s(shape: KernelShape, at: KernelRates) -> Number:
 
     On a TPU the groups follow each other on one core. The weights of ``copied`` groups are read and written first.
     """
-    contracted, columns = padded(shape["K"], at.width), padded(shape["N"], at.width)
-    weight_bytes = 2 * contracted * columns
-    rows = shape["M"] + shape["G"] * (at.width or (PAIRED_ROWS if at.family == "blackwell" else NVIDIA_TILE[0]))
-    moved_s = at.memory_s(2 * shape["M"] * (contracted + columns) + shape["G"] * weight_bytes)
-    math_s = at.mosaic_s(2 * rows * contracted * columns, contracted, GROUP_COLUMNS) * (at.cores if at.width else 1)
+    num_terms, columns = padded(shape["K"], at.width), padded(shape["N"], at.width)
+    weight_bytes = 2 * num_terms * columns
+    num_rows = shape["M"] + shape["G"] * (at.width or (PAIRED_ROWS if at.family == "blackwell" else NVIDIA_TILE[0]))
+    moved_s = at.memory_s(2 * shape["M"] * (num_terms + columns) + shape["G"] * weight_bytes)
+    math_s = at.mosaic_s(2 * num_rows * num_terms * columns, num_terms, GROUP_COLUMNS) * (at.cores if at.width else 1)
     seconds: Number = np.hypot(math_s, moved_s) + at.memory_s(2 * shape["copied"] * weight_bytes) + at["start_s"]
     return seconds
 
@@ -243,12 +243,12 @@ def grouped_s(shape: KernelShape, at: KernelRates) -> Number:
 def gated_s(shape: KernelShape, at: KernelRates, *, fused: bool) -> Number:
     """Returns the seconds of two products [M, K] x [K, N] and the gate. Unless ``fused`` both results are written in
     fp32 and read again, and where they are ``copied`` into another layout once more."""
-    rows, contracted, columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
-    result_bytes = (2 if fused else 2 + 16 + 8 * shape["copied"]) * rows * columns
-    moved_s = at.memory_s(2 * (rows * contracted + 2 * contracted * columns) + result_bytes)
-    flops = 4 * rows * contracted * columns
-    math_s = at.mosaic_s(flops, contracted, GATE_COLUMNS) if fused else at.product_s(flops, contracted)
-    seconds: Number = np.hypot(math_s * at.waves(rows, columns), moved_s) + at["start_s"]
+    num_rows, num_terms, num_columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
+    result_bytes = (2 if fused else 2 + 16 + 8 * shape["copied"]) * num_rows * num_columns
+    moved_s = at.memory_s(2 * (num_rows * num_terms + 2 * num_terms * num_columns) + result_bytes)
+    flops = 4 * num_rows * num_terms * num_columns
+    math_s = at.mosaic_s(flops, num_terms, GATE_COLUMNS) if fused else at.product_s(flops, num_terms)
+    seconds: Number = np.hypot(math_s * at.waves(num_rows, num_columns), moved_s) + at["start_s"]
     return seconds
 
 
@@ -259,14 +259,14 @@ def loss_s(shape: KernelShape, at: KernelRates, *, phase: str = "forward") -> Nu
     softmax adds ``softmax`` to the K of the forward pass. The backward pass makes the logits again and has two more
     products; it writes the gradient of the weights in fp32, which XLA turns into another layout on TPUs.
     """
-    rows, contracted, columns = shape["M"], shape["K"], shape["N"]
+    num_rows, num_terms, num_columns = shape["M"], shape["K"], shape["N"]
     is_backward = phase == "backward"
-    math_s = at.product_s(2 * (3 if is_backward else 1) * rows * contracted * columns, contracted)
-    moved_bytes = (8 if at.width else 4) * contracted * columns if is_backward else 0
+    math_s = at.product_s(2 * (3 if is_backward else 1) * num_rows * num_terms * num_columns, num_terms)
+    moved_bytes = (8 if at.width else 4) * num_terms * num_columns if is_backward else 0
     if not at.width:
-        moved_bytes = moved_bytes + 4 * rows * columns
+        moved_bytes = moved_bytes + 4 * num_rows * num_columns
     elif not is_backward:
-        math_s = math_s + 2 * rows * at["softmax"] * columns / at.flops_per_s
+        math_s = math_s + 2 * num_rows * at["softmax"] * num_columns / at.flops_per_s
     seconds: Number = math_s + at.memory_s(moved_bytes) + at["start_s"]
     return seconds
 
@@ -280,15 +280,15 @@ def collective_s(shape: KernelShape, at: KernelRates) -> Number:
     may add up instead: V (n + 1) / n bytes. A step between neighbours takes ``member_s``; AllToAll has one. All but the
     bytes takes ``quick`` as long on Hopper.
     """
-    members, is_reduced = shape["n"], shape["op"] == "all_reduce"
-    num_copies = np.where(is_reduced, 2 * members - 1, members)
-    chunk_s = shape["bytes"] / members / (at.link_bytes_per_s * at["link"])
+    num_members, is_reduced = shape["n"], shape["op"] == "all_reduce"
+    num_copies = np.where(is_reduced, 2 * num_members - 1, num_members)
+    chunk_s = shape["bytes"] / num_members / (at.link_bytes_per_s * at["link"])
     num_steps = np.where(shape["op"] == "alltoall", 1, num_copies - 1)
     ramp_s = at["ramp_s"] * at["quick"]
     sent_s = np.minimum(2 * num_copies * chunk_s, ramp_s + (num_copies - 0.5) * chunk_s)
     if at.family in NVLS:
-        switch_s = ramp_s + (members + 1) * chunk_s / NVLS[at.family]
-        sent_s = np.where(is_reduced & (members == 8), np.minimum(sent_s, switch_s), sent_s)
+        switch_s = ramp_s + (num_members + 1) * chunk_s / NVLS[at.family]
+        sent_s = np.where(is_reduced & (num_members == 8), np.minimum(sent_s, switch_s), sent_s)
     seconds: Number = sent_s + at["quick"] * (at["collective_s"] + at["member_s"] * num_steps)
     return seconds
 
@@ -299,10 +299,10 @@ def generation_attention_s(shape: KernelShape, at: KernelRates) -> Number:
     N heads and G kv heads have width H, entries of a cache ``bits``; a window of 0 is none. Bytes stream, and a kv head
     of a sequence takes an SM ``block_s`` at least. Fewer of them than SMs are read in parts, which another kernel adds.
     """
-    length: Number = np.where(shape["window"] > 0, np.minimum(shape["T"], shape["window"]), shape["T"])
+    cached_len: Number = np.where(shape["window"] > 0, np.minimum(shape["T"], shape["window"]), shape["T"])
     num_blocks = shape["B"] * shape["G"]
-    moved_bytes = num_blocks * length * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"]
-    is_merged = (num_blocks < at.processors) & (length > SHORT)
+    moved_bytes = num_blocks * cached_len * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"]
+    is_merged = (num_blocks < at.processors) & (cached_len > SHORT)
     stream_s = np.hypot(at.memory_s(moved_bytes) / at["streams"], at["block_s"] * num_blocks / at.processors)
     seconds: Number = stream_s + at["decode_s"] + is_merged * at["start_s"]
     return seconds
@@ -315,17 +315,17 @@ def latent_attention_s(shape: KernelShape, at: KernelRates) -> Number:
     for 8 bits on Blackwell. Queries are read and written once before, by another kernel until Blackwell. Fewer tiles of
     heads than SMs have their caches read in parts: each SM writes an fp32 tile, which another kernel reads.
     """
-    num_entries, width = shape["B"] * shape["T"], sum(LATENT)
-    read_s = at.memory_s(num_entries * width * shape["bits"] / 8) / at["latent"]
+    num_positions, latent_width = shape["B"] * shape["T"], sum(LATENT)
+    read_s = at.memory_s(num_positions * latent_width * shape["bits"] / 8) / at["latent"]
     is_blackwell = at.family == "blackwell"
     speedup = np.where(is_blackwell & (shape["bits"] == 8), at.narrow_flops_per_s / at.flops_per_s, 1)
-    math_s = at.product_s(2 * num_entries * padded(shape["N"], LATENT_TILE) * (width + LATENT[0])) / speedup
+    math_s = at.product_s(2 * num_positions * padded(shape["N"], LATENT_TILE) * (latent_width + LATENT[0])) / speedup
     num_tiles = shape["B"] * np.ceil(shape["N"] / LATENT_TILE)
     num_parts = np.minimum(num_tiles * np.ceil(shape["T"] / LATENT_TILE), at.processors) * (num_tiles < at.processors)
-    io_bytes = 2 * shape["B"] * shape["N"] * (3 * width + LATENT[0])
+    io_bytes = 2 * shape["B"] * shape["N"] * (3 * latent_width + LATENT[0])
     io_bytes = io_bytes + 8 * num_parts * np.minimum(shape["N"], LATENT_TILE) * LATENT[0]
-    extra_start = not is_blackwell or (num_parts > 0) & (shape["T"] > SHORT)
-    seconds: Number = np.maximum(math_s, read_s) + at.memory_s(io_bytes) + at["decode_s"] + extra_start * at["start_s"]
+    is_merged = not is_blackwell or (num_parts > 0) & (shape["T"] > SHORT)
+    seconds: Number = np.maximum(math_s, read_s) + at.memory_s(io_bytes) + at["decode_s"] + is_merged * at["start_s"]
     return seconds
 
 
@@ -336,10 +336,10 @@ def experts_s(shape: KernelShape, at: KernelRates, *, bits: float = 16, blocks: 
     more. Routing, sorting, gates and sums are kernels of their own in ``experts_s``; with 4 bits all are one
     call. ``blocks`` of entries have scales, for which Hopper has more kernels.
     """
-    num_weights = 3 * shape["K"] * shape["N"]
-    moved_s = at.memory_s(shape["G"] * num_weights * bits / 8 + shape["M"] * (8 * shape["K"] + 6 * shape["N"]))
-    rows = shape["M"] + shape["G"] * MATRIX_ROWS.get(at.family, 64)
-    math_s = 2 * rows * num_weights / (at.flops_per_s if bits > 8 else at.narrow_flops_per_s)
+    expert_params = 3 * shape["K"] * shape["N"]
+    moved_s = at.memory_s(shape["G"] * expert_params * bits / 8 + shape["M"] * (8 * shape["K"] + 6 * shape["N"]))
+    num_rows = shape["M"] + shape["G"] * MATRIX_ROWS.get(at.family, 64)
+    math_s = 2 * num_rows * expert_params / (at.flops_per_s if bits > 8 else at.narrow_flops_per_s)
     casts_s = QUANTIZERS.get(at.family, 0) * blocks * at["start_s"]
     seconds: Number = np.hypot(math_s, moved_s) + (at["experts_s"] + casts_s if bits >= 8 else at["call_s"])
     return seconds

@@ -153,11 +153,11 @@ def chip_rates(
     Attention that is not fused, as in software of 2021, runs at the rate of other products.
     """
     software = assumptions.traits
-    flops_per_s = matmul_rate(chip, calibration, dtype)
+    attn_flops_per_s = matmul_rate(chip, calibration, dtype)
     if software.fuses_attention:
-        flops_per_s = attention_rate(chip, calibration, dtype, narrow=assumptions.attention_kernel == "narrow")
+        attn_flops_per_s = attention_rate(chip, calibration, dtype, narrow=assumptions.attention_kernel == "narrow")
     if assumptions.attention_kernel == "portable":
-        flops_per_s *= calibration.efficiency.portable
+        attn_flops_per_s *= calibration.efficiency.portable
     efficiency = calibration.efficiency
     if calibration.host:
         # emulated devices do not overlap compute and memory
@@ -165,7 +165,7 @@ def chip_rates(
     return ChipRates(
         matmul_flops_per_s=matmul_rate(chip, calibration, dtype),
         wide_flops_per_s=matmul_rate(chip, calibration, state_dtype if peak_known(chip, state_dtype) else dtype),
-        attention_flops_per_s=flops_per_s,
+        attention_flops_per_s=attn_flops_per_s,
         hbm_bytes_per_s=memory_rate(chip, calibration),
         processors=chip.num_sms or 0,
         software=software,
@@ -209,8 +209,8 @@ def local_cost(
             num_bytes = num_bytes - unread_bytes(step, sizes)
         num_launches = num_kernels(step, sizes)
         if is_attention(step):
-            width = sizes.dims[queries_of(step).dims[-1]]
-            math_s = flops / rates.attention_flops_per_s * (1 + fit.head_half / width)
+            head_width = sizes.dims[queries_of(step).dims[-1]]
+            math_s = flops / rates.attention_flops_per_s * (1 + fit.head_half / head_width)
             is_causal = sizes.causal and (step.details is None or not step.details.sees_all)
             if sizes.sequences:
                 math_s = math_s * (1 + np.where(sizes.rows_each > LONGEST_DRAFT, fit.rows_half / sizes.rows_each, 0.0))
@@ -225,8 +225,8 @@ def local_cost(
             math_s = flops / rates.wide_flops_per_s
             if rates.one_hot and (sums_per_slot := ONE_HOT.get(step.op)):
                 # each slot is a sum over all positions of its sequence
-                slots = next(array for array in (*step.results, *step.inputs) if has_slots(array))
-                math_s = sums_per_slot * 2 * sizes.elements(slots) * sizes.dims["T"] / rates.matmul_flops_per_s
+                slot_array = next(array for array in (*step.results, *step.inputs) if has_slots(array))
+                math_s = sums_per_slot * 2 * sizes.elements(slot_array) * sizes.dims["T"] / rates.matmul_flops_per_s
             if not rates.software.is_compiled and step.phase != "update":
                 num_bytes = num_bytes * fit.eager_traffic
     return StepCost(
@@ -280,17 +280,17 @@ def _product_s(step: Step, flops: Number, sizes: SlotSizes, rates: ChipRates) ->
 
     The operands of the loss head and the router are not cast.
     """
-    num_outputs, contracted = product_shape(step, sizes)
+    num_outputs, num_terms = product_shape(step, sizes)
     is_wide = step.role == "head" or step.result.dims[-1] == "E" or any(a.dims[-1] == "E" for a in step.inputs)
     fit = rates.efficiency
-    rate = rates.wide_flops_per_s if is_wide else rates.matmul_flops_per_s
-    slowdown = (1 + fit.contraction_half / contracted) * (1 + fit.tile_tail * rates.processors * TILE / num_outputs)
+    flops_per_s = rates.wide_flops_per_s if is_wide else rates.matmul_flops_per_s
+    slowdown = (1 + fit.contraction_half / num_terms) * (1 + fit.tile_tail * rates.processors * TILE / num_outputs)
     cast_bytes = CASTS_BYTES * sizes.elements(step.inputs[0]) if rates.narrow and not is_wide else 0.0
-    seconds = flops / rate * slowdown
+    seconds = flops / flops_per_s * slowdown
     if rates.kernels and is_at_experts(step):
         # the engine's grouped products of a prompt, as measured in 16 bits
-        num_experts, columns = (sizes.local(*step.results)[dim] for dim in ("E", step.result.dims[-1]))
-        shape = {"M": num_outputs / columns, "K": contracted, "N": columns, "G": num_experts, "copied": 0}
+        num_experts, num_columns = (sizes.local(*step.results)[dim] for dim in ("E", step.result.dims[-1]))
+        shape = {"M": num_outputs / num_columns, "K": num_terms, "N": num_columns, "G": num_experts, "copied": 0}
         measured_s = grouped_s(shape, rates.kernels) * rates.wide_flops_per_s / rates.matmul_flops_per_s
         seconds = np.where(np.asarray(sizes.rows_each) > LONGEST_DRAFT, measured_s, seconds)
     return seconds, cast_bytes
@@ -304,12 +304,12 @@ def product_shape(step: Step, sizes: SlotSizes) -> tuple[Number, Number]:
     return num_outputs, product(size for dim, size in size_by_dim.items() if dim not in result_dims)
 
 
-def _host_cost(step: Step, sizes: SlotSizes, rates: ChipRates, kept: frozenset[ShardedArray]) -> StepCost:
+def _host_cost(step: Step, sizes: SlotSizes, rates: ChipRates, kept_arrays: frozenset[ShardedArray]) -> StepCost:
     """Prices a local step on an emulated device by its `HostRates`; a product takes at least the time in which it can
     read its factors."""
     host = rates.host
     assert host is not None
-    amounts, pace = amounts_of(step, sizes, kept=kept), pace_of(step, host)
+    amounts, pace = amounts_of(step, sizes, kept=kept_arrays), pace_of(step, host)
     num_launches = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
     math_s, memory_s = amounts.math_s(pace), amounts.memory_s(pace)
     if is_product(step):

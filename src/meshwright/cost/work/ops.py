@@ -58,28 +58,28 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     Your Model, section 4.
     """
     model = model if job.trains else without_mtp(model)
-    width = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
+    head_widths = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
     num_sliding = len(model.sliding_layers)
-    length = job.seq_len
+    seq_len = job.seq_len
     causal = causal and job.kind != "decode"
-    keys = (model.num_layers + len(model.mtp_layers) - num_sliding) * _keys(model, length, None, causal=causal)
+    num_keys = (model.num_layers + len(model.mtp_layers) - num_sliding) * _keys(model, seq_len, None, causal=causal)
     if num_sliding:
-        keys += num_sliding * _keys(model, length, model.sliding_window, causal=causal)
+        num_keys += num_sliding * _keys(model, seq_len, model.sliding_window, causal=causal)
     num_passes = 3 if job.trains else 1
-    score_flops = 2 * num_passes * job.tokens_per_step * keys * model.num_heads * width
+    score_flops = 2 * num_passes * job.tokens_per_step * num_keys * model.num_heads * head_widths
     if not job.trains:
         head = model.d_model * model.vocab_size
         return 2.0 * ((num_matmul_params(model) - head) * job.tokens_per_step + head * job.batch_seqs) + score_flops
     train_flops = token_flops(model) * job.tokens_per_step + score_flops
-    return train_flops + _encoder_flops(model, job, width) if model.encoder else train_flops
+    return train_flops + _encoder_flops(model, job, head_widths) if model.encoder else train_flops
 
 
-def _keys(model: Model, length: float, window: int | None, *, causal: bool) -> float:
+def _keys(model: Model, seq_len: float, window: int | None, *, causal: bool) -> float:
     """Returns the keys that a query attends to; with ``causal`` without those that are masked, by blocks where the
     model has a mask of its own."""
     if model.attention_mask and causal:
-        return length * block_share(model.attention_mask, window, length)
-    return float(keys_per_query(length, window=window, causal=causal))
+        return seq_len * block_share(model.attention_mask, window, seq_len)
+    return float(keys_per_query(seq_len, window=window, causal=causal))
 
 
 def token_flops(model: Model) -> float:
@@ -95,25 +95,25 @@ def mfu_words(model: Model) -> str:
     """Returns the formula of `model_flops` for a training step, in letters."""
     products_text = "4ND of frozen weights, 6ND of others" if has_frozen_matrices(model) else "6ND"
     heads = "6 B T N (H + Hv)" if model.latent_attention else "12 B T N H"
-    near, layers = len(model.sliding_layers), "(L + 1)" if model.mtp_layers else "L"
-    scores = f"{heads.replace('T', 'T^2')} {layers}"
-    if near:
-        scores = f"{heads} ({model.num_layers - near} T + {near} W), W the window of {model.sliding_window:,} or T"
+    n_near, layers_text = len(model.sliding_layers), "(L + 1)" if model.mtp_layers else "L"
+    scores = f"{heads.replace('T', 'T^2')} {layers_text}"
+    if n_near:
+        scores = f"{heads} ({model.num_layers - n_near} T + {n_near} W), W the window of {model.sliding_window:,} or T"
     experts_text = "of chosen experts, " * bool(model.num_experts)
     suffix = ", the encoder" * bool(model.encoder) + ", with both unembeddings" * bool(model.mtp_layers)
     return f"{products_text} + {scores}, N {experts_text}without the look-up{suffix}, no causal discount"
 
 
-def _encoder_flops(model: Model, job: Job, width: int) -> float:
+def _encoder_flops(model: Model, job: Job, head_widths: int) -> float:
     """Returns the FLOPs that an encoder adds in training: its own products and cross-attention's keys and values, for
     its positions in place of the decoder's; and the scores of its layers and of cross-attention."""
     assert model.encoder is not None
-    length = model.encoder.length
+    enc_len = model.encoder.length
     cross_names = ("layers.cross_wk", "layers.cross_wv")
-    rows = (row for row in weight_table(model) if row.name.startswith("encoder.") or row.name in cross_names)
-    added_params = sum(row.num_active_params for row in rows if row.kind == "matrix") * (length - job.seq_len)
-    num_scores = length * length * model.encoder.num_layers + job.seq_len * length * model.num_layers
-    return 6.0 * job.batch_seqs * (added_params + num_scores * model.num_heads * width)
+    weight_rows = (row for row in weight_table(model) if row.name.startswith("encoder.") or row.name in cross_names)
+    added_params = sum(row.num_active_params for row in weight_rows if row.kind == "matrix") * (enc_len - job.seq_len)
+    num_scores = enc_len * enc_len * model.encoder.num_layers + job.seq_len * enc_len * model.num_layers
+    return 6.0 * job.batch_seqs * (added_params + num_scores * model.num_heads * head_widths)
 
 
 def num_matmul_params(model: Model, *, frozen: bool = False) -> int:

@@ -18,8 +18,8 @@ class LikeSequences(msgspec.Struct, frozen=True):
     def of_sums(cls, rows: Number, pairs: Number, positions: Number) -> "LikeSequences":
         """Returns the sequences that have so many rows, pairs of a row and a position up to it, and positions with
         these rows in all; rows must be positive."""
-        count = (positions - rows / 2) / (pairs / rows - 0.5)
-        return cls(count, rows / count, (positions - rows) / count)
+        num_seqs = (positions - rows / 2) / (pairs / rows - 0.5)
+        return cls(num_seqs, rows / num_seqs, (positions - rows) / num_seqs)
 
     def pairs(self, window: int | None) -> Number:
         """Returns the pairs of a row and a position that it sees: those up to it, at most the window."""
@@ -42,5 +42,5 @@ class LikeSequences(msgspec.Struct, frozen=True):
 
     def positions(self, window: int | None) -> Number:
         """Returns the positions of the cache that rows see."""
-        seen_each = self.rows + self.before
-        return self.count * (seen_each if window is None else np.minimum(seen_each, window - 1 + self.rows))
+        positions_each = self.rows + self.before
+        return self.count * (positions_each if window is None else np.minimum(positions_each, window - 1 + self.rows))

@@ -46,9 +46,9 @@ class SlotSizes(OpSizes, frozen=True, kw_only=True):
 
     def local(self, *arrays: ShardedArray) -> dict[str, Number]:
         """Returns the local size of every dim of the arrays, C at the busiest device of experts."""
-        sizes = super().local(*arrays)
+        size_of = super().local(*arrays)
         slots = next(filter(has_slots, reversed(arrays)), None)
-        return sizes if slots is None else sizes | {"C": sizes["C"] * self._at_experts(slots, self.load)}
+        return size_of if slots is None else size_of | {"C": size_of["C"] * self._at_experts(slots, self.load)}
 
     def _at_experts(self, array: ShardedArray, factor: Number) -> Number:
         """Returns the factor for slots at devices of some of the experts, else 1."""
@@ -65,8 +65,8 @@ def expert_slots(model: Model, *, num_tokens: Number, factor: Number = 1.0) -> d
     """
     if not model.num_experts:
         return {}
-    slots = num_tokens * model.experts_per_token / model.num_experts * factor
-    return {"C": slots, "Er": len(ROUTING_ROWS)}
+    slots_per_expert = num_tokens * model.experts_per_token / model.num_experts * factor
+    return {"C": slots_per_expert, "Er": len(ROUTING_ROWS)}
 
 
 def places_of_token(sizes: SlotSizes, num_places: Number) -> Number:
@@ -74,22 +74,22 @@ def places_of_token(sizes: SlotSizes, num_places: Number) -> Number:
 
     The groups of experts that a token may choose from are in few places; within them it chooses evenly.
     """
-    places, (num_groups, num_chosen) = np.asarray(num_places, float), sizes.groups
+    mean_places, (num_groups, num_chosen_groups) = np.asarray(num_places, float), sizes.groups
     if num_groups:
-        groups_per_place = np.maximum(num_groups / places, 1.0)
-        places = np.maximum(places * (1 - (1 - num_chosen / num_groups) ** groups_per_place), 1.0)
-    return places * (1 - (1 - 1 / places) ** sizes.dims["Ea"])
+        groups_per_place = np.maximum(num_groups / mean_places, 1.0)
+        mean_places = np.maximum(mean_places * (1 - (1 - num_chosen_groups / num_groups) ** groups_per_place), 1.0)
+    return mean_places * (1 - (1 - 1 / mean_places) ** sizes.dims["Ea"])
 
 
 def slot_sizes(step: Step, sizes: SlotSizes) -> SlotSizes:
     """Returns the sizes of a step's arrays: where slots are few, empty ones count too."""
-    slots = _slots(step)
-    if slots is None or np.all(np.asarray(sizes.spare_slots) == 1):
+    slot_array = _slots(step)
+    if slot_array is None or np.all(np.asarray(sizes.spare_slots) == 1):
         return sizes
-    is_few = _few(slots, sizes)
-    dims = {**sizes.dims, "C": sizes.dims["C"] * np.where(is_few, sizes.spare_slots, 1.0)}
+    is_few = _few(slot_array, sizes)
+    size_of = {**sizes.dims, "C": sizes.dims["C"] * np.where(is_few, sizes.spare_slots, 1.0)}
     return msgspec.structs.replace(
-        sizes, dims=dims, load=np.where(is_few, 1.0, sizes.load), room=np.where(is_few, 1.0, sizes.room), cache={}
+        sizes, dims=size_of, load=np.where(is_few, 1.0, sizes.load), room=np.where(is_few, 1.0, sizes.room), cache={}
     )
 
 
@@ -101,21 +101,21 @@ def computed_share(step: Step, sizes: SlotSizes) -> Number:
     blocks, the last product of each expert lacks half of them in the mean, and computes them all the same. A kernel for
     grouped products computes a tile more for each expert, as its rows begin and end within tiles.
     """
-    slots = _slots(step)
-    if slots is None or not kind_of(step).is_einsum:
+    slot_array = _slots(step)
+    if slot_array is None or not kind_of(step).is_einsum:
         return 1.0
-    num_filled, at_once = _filled(slots, sizes), _at_once(slots, sizes)
-    half_blocks = sizes.local(slots)["E"] * BLOCK_ROWS / 2
-    num_rows = np.minimum(num_filled + half_blocks, num_filled * sizes.spare_slots) + half_blocks * (at_once - 1)
-    num_rows = np.where(has_kernel(step, sizes), num_filled + sizes.local(slots)["E"] * GROUP_TILE, num_rows)
-    return np.where(_few(slots, sizes), sizes.spare_slots, num_rows / num_filled)
+    num_filled, num_at_once = _filled(slot_array, sizes), _at_once(slot_array, sizes)
+    half_rows = sizes.local(slot_array)["E"] * BLOCK_ROWS / 2
+    num_rows = np.minimum(num_filled + half_rows, num_filled * sizes.spare_slots) + half_rows * (num_at_once - 1)
+    num_rows = np.where(has_kernel(step, sizes), num_filled + sizes.local(slot_array)["E"] * GROUP_TILE, num_rows)
+    return np.where(_few(slot_array, sizes), sizes.spare_slots, num_rows / num_filled)
 
 
 def has_kernel(step: Step, sizes: SlotSizes) -> Number:
     """True where a kernel takes a product of packed tokens: on chips that have one, for widths of whole tiles."""
     size_of, operands = sizes.local(*step.inputs), step.inputs[:2]
-    rests = (size_of[dim] % GROUP_TILE for array in operands for dim in array.dims if dim not in ("E", "C"))
-    return sizes.grouped & (sum(rests) == 0)
+    remainders = (size_of[dim] % GROUP_TILE for array in operands for dim in array.dims if dim not in ("E", "C"))
+    return sizes.grouped & (sum(remainders) == 0)
 
 
 def num_slot_products(step: Step, sizes: SlotSizes) -> Number:
@@ -143,29 +143,29 @@ def block_bytes(step: Step, sizes: SlotSizes) -> Number:
     spare rows are cleared in a pass. A weight's gradient is read and written in float32 for each block, and so is the
     block's part of it. Where several blocks are gathered, their rows are written and read once more.
     """
-    slots = _slots(step)
-    if slots is None or not kind_of(step).is_einsum:
+    slot_array = _slots(step)
+    if slot_array is None or not kind_of(step).is_einsum:
         return 0.0
     if "C" in step.result.dims:
         moved_bytes = 2 * sizes.bytes(step.result)
     else:
-        sum_bytes = DTYPE_BYTES["fp32"] * sizes.elements(step.result) / sizes.local(slots)["E"]
+        sum_bytes = DTYPE_BYTES["fp32"] * sizes.elements(step.result) / sizes.local(slot_array)["E"]
         moved_bytes = 4 * num_slot_products(step, sizes) * sum_bytes
     row_bytes = sizes.total(*(array for array in (*step.inputs, step.result) if "C" in array.dims))
-    gathered_bytes = np.where(_at_once(slots, sizes) > 1, 2 * row_bytes, 0.0)
+    gathered_bytes = np.where(_at_once(slot_array, sizes) > 1, 2 * row_bytes, 0.0)
     kernel_bytes = moved_bytes if "C" in step.result.dims else 0.0
     bytes_in_blocks = np.where(has_kernel(step, sizes), kernel_bytes, moved_bytes + gathered_bytes)
-    return np.where(_few(slots, sizes), 0.0, bytes_in_blocks)
+    return np.where(_few(slot_array, sizes), 0.0, bytes_in_blocks)
 
 
 def unread_bytes(step: Step, sizes: SlotSizes) -> Number:
     """Returns the bytes of the weights of experts that no token chose, which engines do not read (`experts_read`)."""
     if _slots(step) is None or not kind_of(step).is_einsum or "C" not in step.result.dims:
         return 0.0
-    weights = [array for array in step.inputs if "E" in array.dims and not has_slots(array)]
-    count, num_chosen = sizes.dims["E"], sizes.dims["Ea"]
-    num_read = experts_read(sizes.dims["C"] * count / num_chosen, num_experts=count, active_experts=num_chosen)
-    return (1 - num_read / count) * sizes.total(*weights)
+    weight_arrays = [array for array in step.inputs if "E" in array.dims and not has_slots(array)]
+    num_all, num_chosen = sizes.dims["E"], sizes.dims["Ea"]
+    num_read = experts_read(sizes.dims["C"] * num_all / num_chosen, num_experts=num_all, active_experts=num_chosen)
+    return (1 - num_read / num_all) * sizes.total(*weight_arrays)
 
 
 def _slots(step: Step) -> ShardedArray | None:
@@ -173,19 +173,19 @@ def _slots(step: Step) -> ShardedArray | None:
     return next(filter(has_slots, arrays), None)
 
 
-def _filled(slots: ShardedArray, sizes: SlotSizes) -> Number:
+def _filled(slot_array: ShardedArray, sizes: SlotSizes) -> Number:
     """Returns the number of filled slots on one device."""
-    size_of = sizes.local(slots)
+    size_of = sizes.local(slot_array)
     return size_of["E"] * size_of["C"]
 
 
-def _at_once(slots: ShardedArray, sizes: SlotSizes) -> Number:
+def _at_once(slot_array: ShardedArray, sizes: SlotSizes) -> Number:
     """Returns the number of blocks that a product gathers: 1 on CPUs, known by their attention scores in memory."""
     if sizes.scores == "in_memory":
         return 1.0
-    return blocks_at_once(_filled(slots, sizes) / sizes.local(slots)["E"])
+    return blocks_at_once(_filled(slot_array, sizes) / sizes.local(slot_array)["E"])
 
 
-def _few(slots: ShardedArray, sizes: SlotSizes) -> Number:
+def _few(slot_array: ShardedArray, sizes: SlotSizes) -> Number:
     """True where one product takes all slots: they are few, or a bound leaves no spare slots."""
-    return (_filled(slots, sizes) * sizes.spare_slots <= FEW_SLOTS) | (np.asarray(sizes.spare_slots) == 1)
+    return (_filled(slot_array, sizes) * sizes.spare_slots <= FEW_SLOTS) | (np.asarray(sizes.spare_slots) == 1)

@@ -45,8 +45,8 @@ class AttentionCall:
         """Returns the call with indices."""
         q_idx, kv_idx = (
             # NumPy's, so that they are known while tracing
-            np.arange(size, dtype=np.int32) if index is None else index
-            for index, size in ((self.q_idx, length), (self.kv_idx, num_keys))
+            np.arange(num_rows, dtype=np.int32) if known_index is None else known_index
+            for known_index, num_rows in ((self.q_idx, length), (self.kv_idx, num_keys))
         )
         return replace(self, q_idx=q_idx, kv_idx=kv_idx)
 
@@ -75,8 +75,8 @@ class AttentionCall:
 
     def in_order(self, q: Array, k: Array) -> bool:
         """True if queries and keys are the same rows, one after the other, as is known while tracing."""
-        rows = np.arange(q.shape[1])
-        are_in_order = (isinstance(x, np.ndarray) and np.array_equal(x, rows) for x in (self.q_idx, self.kv_idx))
+        row_indices = np.arange(q.shape[1])
+        are_in_order = (isinstance(x, np.ndarray) and np.array_equal(x, row_indices) for x in (self.q_idx, self.kv_idx))
         return q.shape[1] == k.shape[1] and all(are_in_order)
 
     @property
@@ -97,14 +97,14 @@ class AttentionCall:
             return None
         if self.is_known:
             return self.blocks(batch, heads, q_block, kv_block)
-        terms = {name: values for name, values in self.terms.items() if name in _WITHOUT_DATA}
-        mask = mods.and_masks(*(_WITHOUT_DATA[name](*values) for name, values in terms.items()))
+        terms = {name: arguments for name, arguments in self.terms.items() if name in _WITHOUT_DATA}
+        mask = mods.and_masks(*(_WITHOUT_DATA[name](*arguments) for name, arguments in terms.items()))
         bound_call = replace(self, mask=Mod(lambda: mask, (), terms), table=None)
         if not terms or not bound_call.is_known:
             return None
-        table = bound_call.blocks(1, 1, q_block, kv_block)
+        bound_table = bound_call.blocks(1, 1, q_block, kv_block)
         # what these terms see whole, the terms that read arrays may still hide
-        return replace(table, kinds=np.minimum(table.kinds, PARTIAL))
+        return replace(bound_table, kinds=np.minimum(bound_table.kinds, PARTIAL))
 
     def with_score(self, score: Mod | None, *, learns: bool) -> "AttentionCall":
         """Returns the call with another score rule and no sinks."""
@@ -125,44 +125,44 @@ class AttentionCall:
         assert self.kv_idx is not None
         if self.table is not None:
             return self.table.resized(q_block, kv_block)
-        inner, first_head = self.mask or mods.noop(), self._first
-        mask: Mask = lambda b, h, q_idx, kv_idx: inner(b, h + first_head, q_idx, kv_idx)  # noqa: E731
-        sizes: dict[str, Any] = {"batch": batch, "heads": heads, "block": (q_block, kv_block)}
+        inner_mask, first_head = self.mask or mods.noop(), self._first
+        mask: Mask = lambda b, h, q_idx, kv_idx: inner_mask(b, h + first_head, q_idx, kv_idx)  # noqa: E731
+        table_sizes: dict[str, Any] = {"batch": batch, "heads": heads, "block": (q_block, kv_block)}
         if self.is_known:
             # a mask that calls jax.numpy would become part of the program that is being traced
             with jax.ensure_compile_time_eval():
-                rows, columns = np.asarray(self.q_idx), np.asarray(self.kv_idx)
-                return block_table(mask, q_idx=rows, kv_idx=columns, **sizes)
-        index = jnp.asarray(self.q_idx), jnp.asarray(self.kv_idx)
+                q_indices, kv_indices = np.asarray(self.q_idx), np.asarray(self.kv_idx)
+                return block_table(mask, q_idx=q_indices, kv_idx=kv_indices, **table_sizes)
+        indices = jnp.asarray(self.q_idx), jnp.asarray(self.kv_idx)
         try:
-            return block_table(mask, q_idx=index[0], kv_idx=index[1], exact=False, **sizes)
+            return block_table(mask, q_idx=indices[0], kv_idx=indices[1], exact=False, **table_sizes)
         except NoRangesError:
-            return _by_points(mask, *index, **sizes)
+            return _by_points(mask, *indices, **table_sizes)
 
 
 _WITHOUT_DATA: dict[str, Callable[..., Mask]] = {"causal": mods.causal, "window": mods.window, "local": mods.local}
 
 
 def _by_points(
-    mask: Mask, rows: Array, columns: Array, *, batch: int, heads: int, block: tuple[int, int]
+    mask: Mask, rows: Array, kv_indices: Array, *, batch: int, heads: int, block: tuple[int, int]
 ) -> BlockTable:
     """Returns the table of a mask without ranges, a row of blocks at a time."""
-    q_rows, kv_rows = in_blocks(rows, block[0]), in_blocks(columns, block[1])
+    q_rows, kv_rows = in_blocks(rows, block[0]), in_blocks(kv_indices, block[1])
     b, h = jnp.arange(batch)[:, None, None, None], jnp.arange(heads)[None, :, None, None]
 
-    def kinds(row: Array) -> Array:
-        pairs = mask(b, h, row[None, None, :, None], kv_rows.reshape(1, 1, 1, -1))
-        pairs = jnp.broadcast_to(pairs, (*pairs.shape[:2], len(row), kv_rows.size))
-        pairs = pairs.reshape(*pairs.shape[:3], *kv_rows.shape)
-        all_seen, any_seen = pairs.all((2, 4)), pairs.any((2, 4))
-        return jnp.where(all_seen, FULL, jnp.where(any_seen, PARTIAL, NOTHING))
+    def kinds(q_row: Array) -> Array:
+        is_seen = mask(b, h, q_row[None, None, :, None], kv_rows.reshape(1, 1, 1, -1))
+        is_seen = jnp.broadcast_to(is_seen, (*is_seen.shape[:2], len(q_row), kv_rows.size))
+        is_seen = is_seen.reshape(*is_seen.shape[:3], *kv_rows.shape)
+        is_all_seen, is_any_seen = is_seen.all((2, 4)), is_seen.any((2, 4))
+        return jnp.where(is_all_seen, FULL, jnp.where(is_any_seen, PARTIAL, NOTHING))
 
-    blocks = jnp.moveaxis(lax.map(kinds, q_rows), 0, 2)
-    if len(columns) % block[1]:
+    all_kinds = jnp.moveaxis(lax.map(kinds, q_rows), 0, 2)
+    if len(kv_indices) % block[1]:
         # its mask has to hide the keys that pad the last block
-        blocks = blocks.at[..., -1].min(PARTIAL)
+        all_kinds = all_kinds.at[..., -1].min(PARTIAL)
     return BlockTable(
-        kinds=blocks.astype(jnp.int8), q_block=block[0], kv_block=block[1], q_len=len(rows), kv_len=len(columns)
+        kinds=all_kinds.astype(jnp.int8), q_block=block[0], kv_block=block[1], q_len=len(rows), kv_len=len(kv_indices)
     )
 
 
@@ -171,59 +171,59 @@ def prepared(call: AttentionCall, q: Array, k: Array, sizes: tuple[int, int]) ->
 
     Arrays of the rule are padded to whole blocks, and keys that pad the last block are seen by none.
     """
-    batch, _, heads = q.shape[:3]
+    batch, _, num_heads = q.shape[:3]
     num_keys = k.shape[1]
-    rule = call.rule(batch, heads)
+    rule = call.rule(batch, num_heads)
     rows, columns = (padded(x, sizes[0], -1) for x in rule.rows), (padded(x, sizes[1], -1) for x in rule.columns)
     rule = rule._replace(rows=tuple(rows), columns=tuple(columns))
     if num_keys % sizes[1]:
         rule = _within(rule, num_keys, sizes[1])
-    return rule, call.blocks(batch, heads, *sizes)
+    return rule, call.blocks(batch, num_heads, *sizes)
 
 
 def padded(x: Array, block: int, axis: int) -> Array:
     """Pads a dim with zeros to whole blocks."""
-    missing = -x.shape[axis] % block
-    if not missing:
+    num_missing = -x.shape[axis] % block
+    if not num_missing:
         return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
-    return jnp.pad(x, widths)
+    pad_widths = [(0, 0)] * x.ndim
+    pad_widths[axis] = (0, num_missing)
+    return jnp.pad(x, pad_widths)
 
 
 def _within(rule: TileRule, num_keys: int, block: int) -> TileRule:
     """Returns a rule whose mask leaves out the keys that pad the last block."""
     # not Booleans, which kernels do not read, see `TileRule`
-    real = padded(jnp.ones((1, 1, num_keys), jnp.int32), block, -1)
-    inner, index = rule.mask, len(rule.columns)
+    is_real = padded(jnp.ones((1, 1, num_keys), jnp.int32), block, -1)
+    inner_mask, column_index = rule.mask, len(rule.columns)
 
     def mask(tile: Tile) -> Array:
-        seen: Array = tile.columns[index] > 0
-        return seen if inner is None else seen & inner(tile)
+        is_seen: Array = tile.columns[column_index] > 0
+        return is_seen if inner_mask is None else is_seen & inner_mask(tile)
 
-    return rule._replace(columns=(*rule.columns, real), mask=mask)
+    return rule._replace(columns=(*rule.columns, is_real), mask=mask)
 
 
 def counted(rule: TileRule, call: AttentionCall, sizes: tuple[int, int]) -> TileRule:
     """Returns a rule for a kernel that counts rows and columns from 0: indices that are others become values of rows
     and columns."""
     sides = ("query", "rows", call.q_idx), ("key", "columns", call.kv_idx)
-    for (name, side, index), block in zip(sides, sizes, strict=True):
-        if not isinstance(index, np.ndarray) or not np.array_equal(index, np.arange(len(index))):
-            rule = _indexed(rule, name, side, padded(jnp.asarray(index), block, -1)[None, None])
+    for (index_field, values_field, indices), block in zip(sides, sizes, strict=True):
+        if not isinstance(indices, np.ndarray) or not np.array_equal(indices, np.arange(len(indices))):
+            rule = _indexed(rule, index_field, values_field, padded(jnp.asarray(indices), block, -1)[None, None])
     return rule
 
 
-def _indexed(rule: TileRule, name: str, side: str, index: Array) -> TileRule:
+def _indexed(rule: TileRule, index_field: str, values_field: str, indices: Array) -> TileRule:
     """Returns a rule that reads an index of a tile from one more of its rows, or columns."""
-    mask, score, position = rule.mask, rule.score, len(getattr(rule, side))
+    mask, score, value_index = rule.mask, rule.score, len(getattr(rule, values_field))
 
     def moved(tile: Tile) -> Tile:
-        return tile._replace(**{name: getattr(tile, side)[position]})
+        return tile._replace(**{index_field: getattr(tile, values_field)[value_index]})
 
     rule = rule._replace(
         mask=mask and (lambda tile: mask(moved(tile))), score=score and (lambda s, tile: score(s, moved(tile)))
     )
-    if side == "rows":
-        return rule._replace(rows=(*rule.rows, index))
-    return rule._replace(columns=(*rule.columns, index))
+    if values_field == "rows":
+        return rule._replace(rows=(*rule.rows, indices))
+    return rule._replace(columns=(*rule.columns, indices))

@@ -77,12 +77,12 @@ class Fused:
 
     def _blocks(self, q: Array, k: Array) -> tuple[int, int]:
         blocks = self.kernel.BLOCKS
-        rows, columns = (
+        q_block, kv_block = (
             # a block that divides the rows pads nothing, and the smallest pads least
             next((size for size in (blocks[n], blocks[n] // 2) if size >= LEAST and x.shape[1] % size == 0), LEAST)
             for n, x in enumerate((q, k))
         )
-        return rows, columns
+        return q_block, kv_block
 
 
 def _lists(table: BlockTable, over: xla.Side) -> BlockLists:
@@ -100,12 +100,12 @@ def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> Any:
         InputError: the forced kernel does not take the call.
     """
     case = call.case(q, k, v)
-    takers = (name for name, takes in TAKES.items() if takes(case))
+    taker_names = (name for name, takes in TAKES.items() if takes(case))
     # lazy: to ask a fused kernel makes the table of blocks, so that none is asked beyond the first that fits
-    fitting = (n for n in takers if not isinstance(KERNELS[n], Fused) or KERNELS[n].fits(call, q, k))
+    fitting_names = (n for n in taker_names if not isinstance(KERNELS[n], Fused) or KERNELS[n].fits(call, q, k))
     if not call.kernel:
-        return KERNELS[next(fitting)]
-    names = [*fitting]
+        return KERNELS[next(fitting_names)]
+    names = [*fitting_names]
     if call.kernel not in names:
         raise InputError(f"attention by {call.kernel!r} on {call.platform}: use {' or '.join(names)}, or leave it out.")
     return KERNELS[call.kernel]
@@ -117,9 +117,9 @@ def attention(call: AttentionCall, q: HeadQueries, k: HeadKeys, v: KeyValues) ->
     A query that sees no key gets zeros and minus infinity.
     """
     call = call.placed(q.shape[1], k.shape[1])
-    result: AttentionResult = kernel_of(call, q, k, v).forward(call, q, k, v)
+    o_and_lse: AttentionResult = kernel_of(call, q, k, v).forward(call, q, k, v)
     # from the log-sum-exp, so that no kernel has to know of sinks
-    return result if call.sinks is None else with_sinks(call.sinks, *result)
+    return o_and_lse if call.sinks is None else with_sinks(call.sinks, *o_and_lse)
 
 
 def attention_backward(

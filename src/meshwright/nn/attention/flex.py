@@ -124,43 +124,43 @@ def _spread(mod: Callable[..., Index]) -> Callable[..., Index]:
 def _hoisted(mod: Callable[..., Index], *, has_score: bool) -> Mod:
     """Returns a function of indices with the arrays that it captures as arguments."""
 
-    def traced(*at: Index) -> ClosedJaxpr:
-        return jax.make_jaxpr(mod)(*at)
+    def traced(*indices: Index) -> ClosedJaxpr:
+        return jax.make_jaxpr(mod)(*indices)
 
-    index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (), (2, 1), (1, 2))]
+    index_structs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (), (2, 1), (1, 2))]
     name, dtype_kind = ("score_mod", jnp.floating) if has_score else ("mask_mod", jnp.bool)
     try:
-        first_jaxpr = traced(*[jax.ShapeDtypeStruct((2, 2), jnp.float32)] * has_score, *index)
+        first_jaxpr = traced(*[jax.ShapeDtypeStruct((2, 2), jnp.float32)] * has_score, *index_structs)
         if len(first_jaxpr.out_avals) != 1:
             raise InputError(f"it returns {len(first_jaxpr.out_avals)} arrays, not one.")
-        result = first_jaxpr.out_avals[0]
-        shape = jnp.broadcast_shapes(result.shape, (2, 2))
+        aval = first_jaxpr.out_avals[0]
+        shape = jnp.broadcast_shapes(aval.shape, (2, 2))
     except Exception as error:
         hint = " Capture jnp.asarray(x) in place of NumPy's x." if "Tracer" in type(error).__name__ else ""
         raise InputError(f"{name} fails: {type(error).__name__}: {first_line(error)}{hint}") from error
-    if shape != (2, 2) or not jnp.issubdtype(result.dtype, dtype_kind):
-        phrase = "scores in float32" if has_score else "Booleans"
-        raise InputError(f"{name} returns {result.dtype} of shape {result.shape} for 2 x 2 pairs. Return {phrase}.")
-    if result.ndim < 2:
+    if shape != (2, 2) or not jnp.issubdtype(aval.dtype, dtype_kind):
+        expected = "scores in float32" if has_score else "Booleans"
+        raise InputError(f"{name} returns {aval.dtype} of shape {aval.shape} for 2 x 2 pairs. Return {expected}.")
+    if aval.ndim < 2:
         mod, first_jaxpr = _spread(mod), jax.make_jaxpr(_spread(mod))(*first_jaxpr.in_avals)
     consts = first_jaxpr.consts
-    const_numbers = [number for number, x in enumerate(consts) if isinstance(x, jax.Array)]
+    captured_indices = [const_index for const_index, x in enumerate(consts) if isinstance(x, jax.Array)]
 
-    def make(*given: Array) -> Callable[..., Index]:
-        def function(*at: Index) -> Index:
-            if any(isinstance(x, Ranges) for x in at):
-                if given:
+    def make(*captured_arrays: Array) -> Callable[..., Index]:
+        def function(*indices: Index) -> Index:
+            if any(isinstance(x, Ranges) for x in indices):
+                if captured_arrays:
                     raise NoRangesError("the function captures arrays.")
-                return mod(*at)
-            closed = traced(*at)
-            all_consts = list(closed.consts)
-            for number, value in zip(const_numbers, given, strict=True):
-                all_consts[number] = value
-            return jax.core.eval_jaxpr(closed.jaxpr, all_consts, *at)[0]
+                return mod(*indices)
+            closed_jaxpr = traced(*indices)
+            all_consts = list(closed_jaxpr.consts)
+            for const_index, array in zip(captured_indices, captured_arrays, strict=True):
+                all_consts[const_index] = array
+            return jax.core.eval_jaxpr(closed_jaxpr.jaxpr, all_consts, *indices)[0]
 
         return function
 
-    return Mod(make, tuple(consts[number] for number in const_numbers))
+    return Mod(make, tuple(consts[const_index] for const_index in captured_indices))
 
 
 jax.tree_util.register_dataclass(
@@ -178,16 +178,16 @@ def _with(call: AttentionCall, sinks: Array | None, mask: _Arrays, score: _Array
     return replace(call, sinks=sinks, mask=rules[0], score=rules[1])
 
 
-def _flex_forward(call: AttentionCall, *given: CustomVJPPrimal) -> tuple[AttentionResult, tuple[Any, ...]]:
-    qkv, sinks, mask, score = jax.tree.map(lambda x: x.value, given, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+def _flex_forward(call: AttentionCall, *args: CustomVJPPrimal) -> tuple[AttentionResult, tuple[Any, ...]]:
+    qkv, sinks, mask, score = jax.tree.map(lambda x: x.value, args, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     o, lse = attention(_with(call, sinks, mask, score), *qkv)
     return (o, lse), (qkv, sinks, mask, score, o, lse)
 
 
 def _flex_backward(
-    call: AttentionCall, held: tuple[Any, ...], cotangents: tuple[Array | SymbolicZero, Array | SymbolicZero]
+    call: AttentionCall, residuals: tuple[Any, ...], cotangents: tuple[Array | SymbolicZero, Array | SymbolicZero]
 ) -> tuple[Any, ...]:
-    qkv, sinks, mask, score, o, lse = held
+    qkv, sinks, mask, score, o, lse = residuals
     dout, dlse = cotangents
     dout = jnp.zeros_like(o) if isinstance(dout, SymbolicZero) else dout
     inputs = dout, o, lse, *([] if isinstance(dlse, SymbolicZero) else [dlse])

@@ -52,5 +52,5 @@ def zigzag_order(length: int, num_ranks: int) -> np.ndarray:
             f"Use a multiple of {2 * num_ranks}, or fewer ranks."
         )
     chunks = np.arange(length, dtype=np.int32).reshape(2 * num_ranks, -1)
-    pairs = [(rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)]
-    return chunks[np.array(pairs).reshape(-1)].reshape(-1)
+    chunk_pairs = [(rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)]
+    return chunks[np.array(chunk_pairs).reshape(-1)].reshape(-1)

@@ -122,14 +122,14 @@ class PageTiles(NamedTuple):
     def query_rows(self, blocks: Array) -> tuple[Array, Array]:
         """Returns the rows [M, block] of queries of blocks, and which of them the sequences have."""
         sequence = self.sequence[blocks]
-        row = self.row[blocks][:, None] + jnp.arange(self.block, dtype=jnp.int32)[None]
-        return self.call.first[sequence][:, None] + row, row < self.call.counts[sequence][:, None]
+        rows = self.row[blocks][:, None] + jnp.arange(self.block, dtype=jnp.int32)[None]
+        return self.call.first[sequence][:, None] + rows, rows < self.call.counts[sequence][:, None]
 
     def by_head(self, array: Array) -> Array:
         """Returns what the queries of blocks have, [M, K, block G, ...], as [M, block, N, ...]."""
-        blocks, kv_heads, _, *width = array.shape
-        moved = jnp.moveaxis(array.reshape(blocks, kv_heads, self.block, -1, *width), 2, 1)
-        return moved.reshape(blocks, self.block, -1, *width)
+        num_blocks, kv_heads, _, *widths = array.shape
+        queries_first = jnp.moveaxis(array.reshape(num_blocks, kv_heads, self.block, -1, *widths), 2, 1)
+        return queries_first.reshape(num_blocks, self.block, -1, *widths)
 
     def written(self, blocks: Array, results: RaggedRows, out: RaggedRows) -> RaggedRows:
         """Returns the rows ``out`` with the results of ``blocks``, [M, block, N, ...]."""
@@ -144,23 +144,23 @@ def page_tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> Pa
     num_seqs, pages_per_seq = call.pages.shape
     min_slots = CPU_TILE_SLOTS[block > 1] if call.platform == "cpu" else TILE_SLOTS
     num_pages = min(pages_per_seq, -(-min_slots // page_len))
-    span = call.spread.page_len if call.spread else page_len
-    tile_positions = num_pages * span
-    counts = jnp.where((call.counts == 1) == (block == 1), call.counts, 0)
-    block_ends = jnp.cumsum(-(-counts // block))
-    numbers = jnp.arange(num_rows // block + (min(num_seqs, num_rows) if block > 1 else 0), dtype=jnp.int32)
-    numbers = numbers[: num_seqs * (1 if block == 1 else -(-call.longest // block))]
-    exists = numbers < block_ends[-1]
-    sequence = jnp.minimum(jnp.searchsorted(block_ends, numbers, side="right").astype(jnp.int32), num_seqs - 1)
-    row = block * (numbers - (block_ends - (-(-counts // block)))[sequence])
-    length = call.lengths[sequence]
-    query = length - counts[sequence] + row
-    last_position = (jnp.minimum(query + block, length) if call.known is None else call.known[sequence]) - 1
-    first_seen = jnp.zeros_like(query) if call.window is None else jnp.maximum(query - call.window + 1, 0)
+    page_span = call.spread.page_len if call.spread else page_len
+    tile_positions = num_pages * page_span
+    query_counts = jnp.where((call.counts == 1) == (block == 1), call.counts, 0)
+    block_ends = jnp.cumsum(-(-query_counts // block))
+    block_ids = jnp.arange(num_rows // block + (min(num_seqs, num_rows) if block > 1 else 0), dtype=jnp.int32)
+    block_ids = block_ids[: num_seqs * (1 if block == 1 else -(-call.longest // block))]
+    exists = block_ids < block_ends[-1]
+    sequence = jnp.minimum(jnp.searchsorted(block_ends, block_ids, side="right").astype(jnp.int32), num_seqs - 1)
+    seq_row = block * (block_ids - (block_ends - (-(-query_counts // block)))[sequence])
+    seq_len = call.lengths[sequence]
+    query_pos = seq_len - query_counts[sequence] + seq_row
+    last_position = (jnp.minimum(query_pos + block, seq_len) if call.known is None else call.known[sequence]) - 1
+    first_seen = jnp.zeros_like(query_pos) if call.window is None else jnp.maximum(query_pos - call.window + 1, 0)
     first_chunk, end_chunk = first_seen // tile_positions, last_position // tile_positions + 1
     ends = jnp.cumsum(jnp.where(exists, end_chunk - first_chunk, 0))
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
-    return PageTiles(sequence, row, first_chunk, starts, ends, exists, block, num_pages, page_len, span, call)
+    return PageTiles(sequence, seq_row, first_chunk, starts, ends, exists, block, num_pages, page_len, page_span, call)
 
 
 def has_heads_first(platform: str, pool: Array, kv_heads: int) -> bool:
@@ -181,9 +181,9 @@ def in_memory(platform: str, pool: Array) -> Array:
 def ruled(rule: ScoreRule, scores: Array, sequence: Array, position: Array, slot: Array) -> Array:
     """Returns scores [M, K, block G, C] by a rule; ``position`` [M, block] are those of queries, ``slot`` [M, C] of
     keys."""
-    kv_heads, rows = scores.shape[1:3]
-    group = rows // position.shape[1]
-    head = np.arange(kv_heads)[:, None] * group + np.arange(rows)[None] % group
-    query = jnp.repeat(position, group, axis=1)[:, None, :, None]
-    heads = jnp.asarray(head)[None, :, :, None]
-    return rule(scores, sequence[:, None, None, None], heads, query, slot[:, None, None, :])
+    kv_heads, num_rows = scores.shape[1:3]
+    group_size = num_rows // position.shape[1]
+    head_of_row = np.arange(kv_heads)[:, None] * group_size + np.arange(num_rows)[None] % group_size
+    query_pos = jnp.repeat(position, group_size, axis=1)[:, None, :, None]
+    heads = jnp.asarray(head_of_row)[None, :, :, None]
+    return rule(scores, sequence[:, None, None, None], heads, query_pos, slot[:, None, None, :])

@@ -51,9 +51,9 @@ def platform_of(device: jax.Device) -> str:
 @contextmanager
 def traced_for(platform: str, device: jax.Device | None = None) -> Iterator[None]:
     """Traces programs for a platform, and a device of it, other than the one that JAX runs on."""
-    tokens = _traced_for.set(platform), _device.set(device)
+    reset_tokens = _traced_for.set(platform), _device.set(device)
     try:
         yield
     finally:
-        _traced_for.reset(tokens[0])
-        _device.reset(tokens[1])
+        _traced_for.reset(reset_tokens[0])
+        _device.reset(reset_tokens[1])

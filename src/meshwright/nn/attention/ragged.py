@@ -53,13 +53,13 @@ def ragged_attention(
     if call.spread:
         out += (jnp.full((rows, heads), NOTHING_SEEN, jnp.float32), jnp.ones((rows, heads), jnp.float32))
     mixed = PagedValues(values, value_scale)
-    on_cpu = call.platform == "cpu"
-    max_block = max(8, CPU_ROWS * values.shape[2] // heads) if on_cpu else QUERY_BLOCK
+    is_cpu = call.platform == "cpu"
+    max_block = max(8, CPU_ROWS * values.shape[2] // heads) if is_cpu else QUERY_BLOCK
     # sequences of one query have blocks of their own, else most rows of their blocks would be empty
     for block in (1,) if call.longest == 1 else (1, min(call.longest, max_block)):
         tiles = page_tiles(call, block, rows, values.shape[1])
         attend_blocks = attend_on_tpu if takes_on_tpu(tiles, heads) else _attend_by_lanes
-        out = (attend_on_cpu if on_cpu else attend_blocks)(tiles, parts, mixed, out)
+        out = (attend_on_cpu if is_cpu else attend_blocks)(tiles, parts, mixed, out)
     return out
 
 
@@ -69,48 +69,48 @@ def _attend_by_lanes(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedV
     In a running softmax, [M, K, R], the G heads of a block's queries are the rows of one matrix for each key head.
     """
     call, num_blocks, (kv_heads, width), block = tiles.call, len(tiles.starts), mixed.values.shape[2:], tiles.block
-    lanes, group = min(LANES, num_blocks) if block > 1 else LANES, parts[0].queries.shape[1] // kv_heads
+    num_lanes, group_size = min(LANES, num_blocks) if block > 1 else LANES, parts[0].queries.shape[1] // kv_heads
     is_latent, to_memory = mixed.values is parts[0].keys, partial(in_memory, call.platform)
     parts = [part._replace(**jax.tree.map(to_memory, {"keys": part.keys, "scale": part.scale})) for part in parts]
     mixed = jax.tree.map(to_memory, mixed)
     # the same array again, so that `_add_tiles` reads the latents of a tile once
     mixed = mixed._replace(values=parts[0].keys) if is_latent else mixed
     # each lane has a run of this many tiles
-    per_lane = -(-tiles.ends[-1] // lanes)
-    lane = jnp.arange(lanes, dtype=jnp.int32)
-    state_rows = (kv_heads, block * group)
+    tiles_per_lane = -(-tiles.ends[-1] // num_lanes)
+    lane_ids = jnp.arange(num_lanes, dtype=jnp.int32)
+    state_dims = (kv_heads, block * group_size)
 
-    def begin(count: int) -> RunningSoftmax:
-        zeros = jnp.zeros((count, *state_rows), jnp.float32)
-        return RunningSoftmax(zeros + LOWEST, zeros, jnp.zeros((count, *state_rows, width), jnp.float32))
+    def begin(num_states: int) -> RunningSoftmax:
+        zeros = jnp.zeros((num_states, *state_dims), jnp.float32)
+        return RunningSoftmax(zeros + LOWEST, zeros, jnp.zeros((num_states, *state_dims, width), jnp.float32))
 
     def block_of(tile: Array) -> Array:
         return jnp.minimum(jnp.searchsorted(tiles.ends, tile, side="right"), num_blocks - 1).astype(jnp.int32)
 
-    def step(number: Array, carry: tuple[RunningSoftmax, RunningSoftmax]) -> tuple[RunningSoftmax, RunningSoftmax]:
-        state, by_block = carry
-        tile = lane * per_lane + number
-        blocks = block_of(tile)
-        is_first_tile = (number == 0) | (tile == tiles.starts[blocks])
+    def step(tile_no: Array, carry: tuple[RunningSoftmax, RunningSoftmax]) -> tuple[RunningSoftmax, RunningSoftmax]:
+        state, state_by_row = carry
+        tile_of_lane = lane_ids * tiles_per_lane + tile_no
+        block_ids = block_of(tile_of_lane)
+        is_first_tile = (tile_no == 0) | (tile_of_lane == tiles.starts[block_ids])
         state = jax.vmap(lambda is_new, *states: jax.tree.map(partial(jnp.where, is_new), *states))(
-            is_first_tile, begin(lanes), state
+            is_first_tile, begin(num_lanes), state
         )
-        state = _add_tiles(tiles, (blocks, tile), parts, mixed, state)
+        state = _add_tiles(tiles, (block_ids, tile_of_lane), parts, mixed, state)
         # a block that another lane begins has a row of its own for each further lane
-        entry = jnp.where(tiles.starts[blocks] < lane * per_lane, num_blocks + lane, blocks)
-        entry = jnp.where(tile < tiles.ends[-1], entry, num_blocks + lanes)
-        return state, jax.tree.map(lambda old, new: old.at[entry].set(new, mode="drop"), by_block, state)
+        state_row = jnp.where(tiles.starts[block_ids] < lane_ids * tiles_per_lane, num_blocks + lane_ids, block_ids)
+        state_row = jnp.where(tile_of_lane < tiles.ends[-1], state_row, num_blocks + num_lanes)
+        return state, jax.tree.map(lambda old, new: old.at[state_row].set(new, mode="drop"), state_by_row, state)
 
-    _, by_block = lax.fori_loop(0, per_lane, step, (begin(lanes), begin(num_blocks + lanes)))
-    peak, total, sums = _merged(by_block, block_of(lane * per_lane), num_blocks)
+    _, state_by_row = lax.fori_loop(0, tiles_per_lane, step, (begin(num_lanes), begin(num_blocks + num_lanes)))
+    peak, exp_sum, value_sums = _merged(state_by_row, block_of(lane_ids * tiles_per_lane), num_blocks)
     if call.sinks is not None:
-        sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, block))[None]
+        sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(kv_heads, group_size), (1, block))[None]
         peak_with_sinks = jnp.maximum(peak, sinks)
-        sums = sums * jnp.exp(peak - peak_with_sinks)[..., None]
-        total, peak = total * jnp.exp(peak - peak_with_sinks) + jnp.exp(sinks - peak_with_sinks), peak_with_sinks
-    result = sums / jnp.where(total > 0, total, 1.0)[..., None]
-    statistics = (peak, total) if call.spread else ()
-    results = tuple(tiles.by_head(x) for x in (result, *statistics))
+        value_sums = value_sums * jnp.exp(peak - peak_with_sinks)[..., None]
+        exp_sum, peak = exp_sum * jnp.exp(peak - peak_with_sinks) + jnp.exp(sinks - peak_with_sinks), peak_with_sinks
+    attended = value_sums / jnp.where(exp_sum > 0, exp_sum, 1.0)[..., None]
+    statistics = (peak, exp_sum) if call.spread else ()
+    results = tuple(tiles.by_head(x) for x in (attended, *statistics))
     return tiles.written(jnp.arange(num_blocks), results, out)
 
 
@@ -122,20 +122,20 @@ def _add_tiles(
     state: RunningSoftmax,
 ) -> RunningSoftmax:
     """Returns the running softmax after one tile of each lane; ``at`` are the lanes' blocks and tiles."""
-    call, (blocks, tile), (values, value_scale) = tiles.call, at, mixed
+    call, (block_ids, tile_ids), (v_pages, value_scale) = tiles.call, at, mixed
     kv_heads, slots = state.peak.shape[1], tiles.num_pages * tiles.page_len
-    group = parts[0].queries.shape[1] // kv_heads
-    sequence, index = tiles.sequence[blocks], tiles.chunk[blocks] + tile - tiles.starts[blocks]
-    page_number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
+    group_size = parts[0].queries.shape[1] // kv_heads
+    sequence, chunk_index = tiles.sequence[block_ids], tiles.chunk[block_ids] + tile_ids - tiles.starts[block_ids]
+    page_numbers = chunk_index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     # pages past the end of the table are clipped: their slots are later than every query
-    page = call.pages.at[sequence[:, None], page_number].get(mode="clip")
+    pages = call.pages.at[sequence[:, None], page_numbers].get(mode="clip")
 
     def read(pool: Array) -> Array:
         """Returns [lanes, K, slots, width]."""
-        entries = pool.at[page].get(mode="clip")
+        page_values = pool.at[pages].get(mode="clip")
         if kv_heads > 1:
-            entries = jnp.moveaxis(entries, 2 if has_heads_first(call.platform, pool, kv_heads) else 3, 1)
-        return entries.reshape(len(page), kv_heads, slots, -1)
+            page_values = jnp.moveaxis(page_values, 2 if has_heads_first(call.platform, pool, kv_heads) else 3, 1)
+        return page_values.reshape(len(pages), kv_heads, slots, -1)
 
     def operand(pool: Array) -> Array:
         return read(pool).astype(dtype)
@@ -143,43 +143,43 @@ def _add_tiles(
     def scaled(array: Array, scale: Array | None) -> Array:
         return array if scale is None else array * jnp.swapaxes(read(scale), 2, 3)
 
-    row, exists = tiles.query_rows(blocks)
+    rows, has_query = tiles.query_rows(block_ids)
     dtype = parts[0].queries.dtype
-    read_keys = [operand(part.keys) for part in parts]
+    tile_keys = [operand(part.keys) for part in parts]
 
     def product(part: PagedPart, keys: Array) -> Array:
-        queries = part.queries.at[row].get(mode="clip").reshape(*row.shape, kv_heads, group, -1)
-        queries = jnp.moveaxis(queries, 2, 1).reshape(len(row), kv_heads, row.shape[1] * group, -1)
+        queries = part.queries.at[rows].get(mode="clip").reshape(*rows.shape, kv_heads, group_size, -1)
+        queries = jnp.moveaxis(queries, 2, 1).reshape(len(rows), kv_heads, rows.shape[1] * group_size, -1)
         products = jnp.einsum("WKRH,WKCH->WKRC", queries, keys, preferred_element_type=jnp.float32)
         return scaled(products, part.scale)
 
-    first_product, *other_products = map(product, parts, read_keys)
+    first_product, *other_products = map(product, parts, tile_keys)
     scores = capped(call.scale * sum(other_products, start=first_product), call.softcap)
     # positions of slots, and of queries
-    slot = tiles.first_positions(index)[:, None] + tiles.offsets[None]
-    position = row + (call.lengths - call.counts - call.first)[sequence][:, None]
-    distance = position[:, :, None] - slot[:, None]
-    is_seen = distance >= 0 if call.known is None else (slot < call.known[sequence][:, None])[:, None]
-    is_seen = is_seen & (exists & (tile < tiles.ends[-1])[:, None])[:, :, None]
+    slot_pos = tiles.first_positions(chunk_index)[:, None] + tiles.offsets[None]
+    query_pos = rows + (call.lengths - call.counts - call.first)[sequence][:, None]
+    distance = query_pos[:, :, None] - slot_pos[:, None]
+    is_seen = distance >= 0 if call.known is None else (slot_pos < call.known[sequence][:, None])[:, None]
+    is_seen = is_seen & (has_query & (tile_ids < tiles.ends[-1])[:, None])[:, :, None]
     is_seen = is_seen if call.window is None else is_seen & (distance < call.window)
     if call.rule:
-        scores = ruled(call.rule, scores, sequence, position, slot)
-    scores = jnp.where(jnp.repeat(is_seen, group, axis=1)[:, None], scores, -jnp.inf)
+        scores = ruled(call.rule, scores, sequence, query_pos, slot_pos)
+    scores = jnp.where(jnp.repeat(is_seen, group_size, axis=1)[:, None], scores, -jnp.inf)
     peak = jnp.maximum(state.peak, scores.max(axis=-1))
     weights, fade = jnp.exp(scores - peak[..., None]), jnp.exp(state.peak - peak)
-    total = state.total * fade + weights.sum(axis=-1)
-    tile_values = read_keys[0] if values is parts[0].keys else operand(values)
+    exp_sum = state.total * fade + weights.sum(axis=-1)
+    tile_values = tile_keys[0] if v_pages is parts[0].keys else operand(v_pages)
     weights = scaled(weights, value_scale).astype(dtype)
-    sums = jnp.einsum("WKRC,WKCH->WKRH", weights, tile_values, preferred_element_type=jnp.float32)
-    return RunningSoftmax(peak, total, state.mixed * fade[..., None] + sums)
+    value_sums = jnp.einsum("WKRC,WKCH->WKRH", weights, tile_values, preferred_element_type=jnp.float32)
+    return RunningSoftmax(peak, exp_sum, state.mixed * fade[..., None] + value_sums)
 
 
-def _merged(kept: RunningSoftmax, began: Array, num_blocks: int) -> RunningSoftmax:
+def _merged(states: RunningSoftmax, began: Array, num_blocks: int) -> RunningSoftmax:
     """Adds the rows that lanes have of a block that another lane began, ``began``, to those of the blocks."""
-    blocks = jax.tree.map(lambda x: x[:num_blocks], kept)
-    lanes = jax.tree.map(lambda x: x[num_blocks:], kept)
-    peak = blocks.peak.at[began].max(lanes.peak)
-    fade, lane_fade = jnp.exp(blocks.peak - peak), jnp.exp(lanes.peak - peak[began])
-    total = (blocks.total * fade).at[began].add(lanes.total * lane_fade)
-    mixed = (blocks.mixed * fade[..., None]).at[began].add(lanes.mixed * lane_fade[..., None])
-    return RunningSoftmax(peak, total, mixed)
+    block_states = jax.tree.map(lambda x: x[:num_blocks], states)
+    lane_states = jax.tree.map(lambda x: x[num_blocks:], states)
+    peak = block_states.peak.at[began].max(lane_states.peak)
+    fade, lane_fade = jnp.exp(block_states.peak - peak), jnp.exp(lane_states.peak - peak[began])
+    exp_sum = (block_states.total * fade).at[began].add(lane_states.total * lane_fade)
+    value_sums = (block_states.mixed * fade[..., None]).at[began].add(lane_states.mixed * lane_fade[..., None])
+    return RunningSoftmax(peak, exp_sum, value_sums)

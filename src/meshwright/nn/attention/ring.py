@@ -64,8 +64,8 @@ class KeyRing(Ring):
         known_masks = {"causal"} if self.order.zigzag_ranks else {"causal", "window"}
         if call.terms.keys() <= known_masks and call.ignores_places:
             return replace(call, q_idx=None, kv_idx=None)
-        index = self.order.of_rank(self.rank, length, self.size)
-        return replace(call, q_idx=index, kv_idx=index)
+        positions = self.order.of_rank(self.rank, length, self.size)
+        return replace(call, q_idx=positions, kv_idx=positions)
 
 
 def ring_attention(
@@ -87,12 +87,12 @@ def ring_attention(
         passing = _passing(call, ring, step, q, keys)
         lse = jnp.logaddexp(state[1], passing[1])
         # safe: where neither has seen a key, the difference of two infinities would be NaN
-        held, added = (o.astype(jnp.float32) * jnp.exp(sums - safe(lse))[..., None] for o, sums in (state, passing))
-        return held + added, lse
+        held_o, added_o = (o.astype(jnp.float32) * jnp.exp(sums - safe(lse))[..., None] for o, sums in (state, passing))
+        return held_o + added_o, lse
 
     # float32, as every passing block rescales the result and adds to it
-    start, moves = (result[0].astype(jnp.float32), result[1]), ring.moves(call, q.shape[1])
-    o, lse = start if moves == 0 else _around(ring, moves, ring.send((k, v)), start, add_block, first=1)
+    own_pair, num_moves = (result[0].astype(jnp.float32), result[1]), ring.moves(call, q.shape[1])
+    o, lse = own_pair if num_moves == 0 else _around(ring, num_moves, ring.send((k, v)), own_pair, add_block, first=1)
     return o.astype(q.dtype), lse
 
 
@@ -107,21 +107,21 @@ def ring_attention_backward(
     """Returns (dq, dk, dv) of this rank's queries, keys and values; of its queries alone, with sinks dsinks, and the
     cotangents of what the score rule learns."""
     dq, dk, dv, *other_cotangents = attention_backward(ring.own(call, q.shape[1]), given, q, k, v)
-    moves = ring.moves(call, q.shape[1])
-    if moves:
-        passed, collected = _collected(ring, moves, (k, v), partial(_passing_back, call, ring, given, q))
+    num_moves = ring.moves(call, q.shape[1])
+    if num_moves:
+        ring_grads, dkv = _collected(ring, num_moves, (k, v), partial(_passing_back, call, ring, given, q))
         # Cotangents start on the first device that the keys reach, so the own part is added here.
-        home_cotangents = ring.send(collected, -moves)
-        dq, dk, dv = dq.astype(jnp.float32) + passed[0], dk + home_cotangents[0], dv + home_cotangents[1]
+        home_dkv = ring.send(dkv, -num_moves)
+        dq, dk, dv = dq.astype(jnp.float32) + ring_grads[0], dk + home_dkv[0], dv + home_dkv[1]
         # the own part begins with the cotangents of sinks, which passing keys do not have
-        first_learned = len(other_cotangents) - len(passed) + 1
-        other_cotangents[first_learned:] = jax.tree.map(jnp.add, other_cotangents[first_learned:], passed[1:])
+        first_learned = len(other_cotangents) - len(ring_grads) + 1
+        other_cotangents[first_learned:] = jax.tree.map(jnp.add, other_cotangents[first_learned:], ring_grads[1:])
     return dq.astype(q.dtype), dk, dv, *other_cotangents
 
 
 def _around(
     ring: KeyRing,
-    moves: int,
+    num_moves: int,
     keys: Pair,
     start: _Carry,
     add_block: Callable[[_Carry, Pair, Array], _Carry],
@@ -130,33 +130,33 @@ def _around(
 ) -> _Carry:
     """Adds every passing block to ``start``; the first, ``keys``, is of the rank ``first`` ranks before this one."""
 
-    def step(carry: tuple[Pair, _Carry], index: Array) -> tuple[tuple[Pair, _Carry], None]:
+    def step(carry: tuple[Pair, _Carry], step_index: Array) -> tuple[tuple[Pair, _Carry], None]:
         keys, state = carry
-        return (ring.send(keys), add_block(state, keys, index)), None
+        return (ring.send(keys), add_block(state, keys, step_index)), None
 
     state = start
-    if moves > first:
-        (keys, state), _ = lax.scan(step, (keys, start), jnp.arange(first, moves))
+    if num_moves > first:
+        (keys, state), _ = lax.scan(step, (keys, start), jnp.arange(first, num_moves))
     # outside of the loop, because the last block is not sent on
-    return add_block(state, keys, jnp.int32(moves))
+    return add_block(state, keys, jnp.int32(num_moves))
 
 
 def _collected(
-    ring: KeyRing, moves: int, keys: Pair, passing: Callable[[Array, Pair], tuple[list[Array], Pair]]
+    ring: KeyRing, num_moves: int, keys: Pair, passing: Callable[[Array, Pair], tuple[list[Array], Pair]]
 ) -> tuple[list[Array], Pair]:
     """Returns the cotangents of this rank's queries and of what it learns, and the summed cotangents of the keys that
     passed last."""
 
     def add_block(state: tuple[list[Array], Pair], keys: Pair, step: Array) -> tuple[list[Array], Pair]:
-        total, collected = state
-        added, (dk, dv) = passing(step, keys)
+        total_cotangents, collected_dkv = state
+        added_cotangents, (dk, dv) = passing(step, keys)
         # The sums are in flight while this block is computed, whose part is added after the send.
-        dk_before, dv_before = ring.send(collected)
-        return jax.tree.map(jnp.add, total, added), (dk_before + dk, dv_before + dv)
+        dk_before, dv_before = ring.send(collected_dkv)
+        return jax.tree.map(jnp.add, total_cotangents, added_cotangents), (dk_before + dk, dv_before + dv)
 
     keys = ring.send(keys)
     state = passing(jnp.int32(1), keys)
-    return state if moves == 1 else _around(ring, moves, ring.send(keys), state, add_block, first=2)
+    return state if num_moves == 1 else _around(ring, num_moves, ring.send(keys), state, add_block, first=2)
 
 
 def _on_passing(
@@ -172,16 +172,16 @@ def _on_passing(
     """
     batch, length, heads = q.shape[:3]
     if call.terms.keys() != {"causal"} or not call.ignores_places:
-        source = (ring.rank - step) % ring.size
-        q_positions, kv_positions = (ring.order.of_rank(rank, length, ring.size) for rank in (ring.rank, source))
+        source_rank = (ring.rank - step) % ring.size
+        q_positions, kv_positions = (ring.order.of_rank(rank, length, ring.size) for rank in (ring.rank, source_rank))
         # sinks count once, with a rank's own keys
         passing_call = replace(call, sinks=None, q_idx=q_positions, kv_idx=kv_positions)
-        blocks = passing_call.blocks(batch, heads, *[-(-length // COARSE_BLOCKS)] * 2)
-        sees_any = jnp.any(jnp.asarray(blocks.kinds) != NOTHING)
+        coarse_blocks = passing_call.blocks(batch, heads, *[-(-length // COARSE_BLOCKS)] * 2)
+        sees_any = jnp.any(jnp.asarray(coarse_blocks.kinds) != NOTHING)
         return lax.cond(sees_any, lambda: part(passing_call, 0, length), lambda: part(passing_call, length, 0))
     unmasked = replace(call, sinks=None, q_idx=None, kv_idx=None, mask=None)
-    half = length // 2
-    earlier, later = ((0, half), (half, length)) if ring.order.zigzag_ranks else ((0, length), (length, 0))
+    half_len = length // 2
+    earlier, later = ((0, half_len), (half_len, length)) if ring.order.zigzag_ranks else ((0, length), (length, 0))
     return lax.cond(ring.rank >= step, lambda: part(unmasked, *earlier), lambda: part(unmasked, *later))
 
 
@@ -189,11 +189,11 @@ def _passing(call: AttentionCall, ring: KeyRing, step: Array, q: Array, keys: Pa
     """Returns the result and log-sum-exp of the queries on another rank's block alone."""
     k, v = keys
 
-    def part(call: AttentionCall, first: int, end: int) -> Pair:
-        if end == 0:
+    def part(call: AttentionCall, first_query: int, num_keys: int) -> Pair:
+        if num_keys == 0:
             return jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
-        o, lse = attention(call, q[:, first:], k[:, :end], v[:, :end])
-        padding = ((0, 0), (first, 0), (0, 0))
+        o, lse = attention(call, q[:, first_query:], k[:, :num_keys], v[:, :num_keys])
+        padding = ((0, 0), (first_query, 0), (0, 0))
         return jnp.pad(o, (*padding, (0, 0))), jnp.pad(lse, padding, constant_values=-jnp.inf)
 
     return _on_passing(call, ring, step, q, part)
@@ -206,16 +206,16 @@ def _passing_back(
     block."""
     k, v = keys
 
-    def part(call: AttentionCall, first: int, end: int) -> tuple[list[Array], Pair]:
-        if end == 0:
-            learned = call.score.arrays if call.learns and call.score else ()
-            zero_grads = [jnp.zeros(q.shape, jnp.float32), *(jnp.zeros_like(x) for x in learned)]
+    def part(call: AttentionCall, first_query: int, num_keys: int) -> tuple[list[Array], Pair]:
+        if num_keys == 0:
+            learned_arrays = call.score.arrays if call.learns and call.score else ()
+            zero_grads = [jnp.zeros(q.shape, jnp.float32), *(jnp.zeros_like(x) for x in learned_arrays)]
             return zero_grads, (jnp.zeros_like(k), jnp.zeros_like(v))
-        dout, o, lse = (x[:, first:] for x in given)
-        dq, *dkeys = attention_backward(call, (dout, o, lse), q[:, first:], k[:, :end], v[:, :end])
-        padding = ((0, 0), (0, k.shape[1] - end), (0, 0), (0, 0))
-        dk, dv = (jnp.pad(x, padding) for x in dkeys[:2])
-        dq = jnp.pad(dq.astype(jnp.float32), ((0, 0), (first, 0), (0, 0), (0, 0)))
-        return [dq, *dkeys[2:]], (dk, dv)
+        dout, o, lse = (x[:, first_query:] for x in given)
+        dq, *more_grads = attention_backward(call, (dout, o, lse), q[:, first_query:], k[:, :num_keys], v[:, :num_keys])
+        padding = ((0, 0), (0, k.shape[1] - num_keys), (0, 0), (0, 0))
+        dk, dv = (jnp.pad(x, padding) for x in more_grads[:2])
+        dq = jnp.pad(dq.astype(jnp.float32), ((0, 0), (first_query, 0), (0, 0), (0, 0)))
+        return [dq, *more_grads[2:]], (dk, dv)
 
     return _on_passing(call, ring, step, q, part)

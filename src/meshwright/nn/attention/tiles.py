@@ -114,7 +114,7 @@ class Head(NamedTuple):
         a dim; the keys of a ``turned`` tile are its rows."""
         row, column = (0, 1) if turned else (1, 0)
         own_rows, own_columns = (rows(x, row) for x in self.rule.rows), (columns(x, column) for x in self.rule.columns)
-        place = self.place[0], sizes.first_head + self.place[1]
+        head_place = self.place[0], sizes.first_head + self.place[1]
         return Tile(
             rows(sizes.q_idx, row),
             columns(sizes.kv_idx, column),
@@ -122,7 +122,7 @@ class Head(NamedTuple):
             tuple(own_rows),
             tuple(own_columns),
             self.rule.tables,
-            place,
+            head_place,
         )
 
 
@@ -146,11 +146,11 @@ class _Graph:
         self.heavy: list[bool] = []
         self.avals: list[Any] = []
         self.consts: dict[int, AnyArray] = {}
-        closed = jax.make_jaxpr(function)(*args)
-        self.jaxpr, self.debug_info = closed.jaxpr, closed.jaxpr.debug_info.with_unknown_names()
-        self.leaves = [self._leaf(x, {name}) for x, name in zip(closed.in_avals, names, strict=True)]
-        consts = [self._constant(value) for value in closed.consts]
-        self.out = self._run(closed.jaxpr, consts, self.leaves)[0]
+        closed_jaxpr = jax.make_jaxpr(function)(*args)
+        self.jaxpr, self.debug_info = closed_jaxpr.jaxpr, closed_jaxpr.jaxpr.debug_info.with_unknown_names()
+        self.leaves = [self._leaf(x, {name}) for x, name in zip(closed_jaxpr.in_avals, names, strict=True)]
+        const_nodes = [self._constant(value) for value in closed_jaxpr.consts]
+        self.out = self._run(closed_jaxpr.jaxpr, const_nodes, self.leaves)[0]
 
     def _add(self, made_by: _Origin | None, deps: Iterable[str], aval: Any, *, heavy: bool) -> int:
         self.made_by.append(made_by)
@@ -163,48 +163,48 @@ class _Graph:
         return self._add(None, deps, aval, heavy="a" in deps)
 
     def _constant(self, value: AnyArray) -> int:
-        number = self._leaf(jax.typeof(value), {"a"} if jnp.ndim(value) else set())
-        self.consts[number] = value
-        return number
+        node = self._leaf(jax.typeof(value), {"a"} if jnp.ndim(value) else set())
+        self.consts[node] = value
+        return node
 
     def _run(self, jaxpr: Jaxpr, consts: Sequence[int], args: Sequence[_Node]) -> list[_Node]:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        node_of_var = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:
-            inputs = tuple(var if isinstance(var, Literal) else env[var] for var in eqn.invars)
-            inner = next((eqn.params[name] for name in _CALLED if name in eqn.params), None)
-            if eqn.primitive.name in _CALLS and inner is not None:
-                inner_consts = [self._constant(value) for value in getattr(inner, "consts", ())]
-                results = self._run(getattr(inner, "jaxpr", inner), inner_consts, inputs)
+            input_nodes = tuple(var if isinstance(var, Literal) else node_of_var[var] for var in eqn.invars)
+            inner_jaxpr = next((eqn.params[name] for name in _CALLED if name in eqn.params), None)
+            if eqn.primitive.name in _CALLS and inner_jaxpr is not None:
+                inner_consts = [self._constant(value) for value in getattr(inner_jaxpr, "consts", ())]
+                nodes = self._run(getattr(inner_jaxpr, "jaxpr", inner_jaxpr), inner_consts, input_nodes)
             else:
-                nodes = [x for x in inputs if isinstance(x, int)]
-                deps = frozenset().union(*(self.deps[x] for x in nodes))
-                heavy = eqn.primitive.name in HEAVY or any(self.heavy[x] for x in nodes)
+                computed_inputs = [x for x in input_nodes if isinstance(x, int)]
+                deps = frozenset().union(*(self.deps[x] for x in computed_inputs))
+                is_heavy = eqn.primitive.name in HEAVY or any(self.heavy[x] for x in computed_inputs)
                 numbered_vars = enumerate(eqn.outvars)
-                results = [self._add((eqn, n, inputs), deps, var.aval, heavy=heavy) for n, var in numbered_vars]
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [var if isinstance(var, Literal) else env[var] for var in jaxpr.outvars]
+                nodes = [self._add((eqn, n, input_nodes), deps, var.aval, heavy=is_heavy) for n, var in numbered_vars]
+            node_of_var.update(zip(eqn.outvars, nodes, strict=True))
+        return [var if isinstance(var, Literal) else node_of_var[var] for var in jaxpr.outvars]
 
     def parts(self) -> tuple[list[int], list[int]]:
         """Returns what is computed before the kernel (heavy, of one side, and read by what is not), and the arrays that
         are looked up within it."""
         before_kernel: set[int] = set()
-        tables: set[int] = set()
-        visited: set[int] = set()
-        pending = [self.out]
-        while pending:
-            node = pending.pop()
-            if not isinstance(node, int) or node in visited:
+        table_nodes: set[int] = set()
+        visited_nodes: set[int] = set()
+        pending_nodes = [self.out]
+        while pending_nodes:
+            node = pending_nodes.pop()
+            if not isinstance(node, int) or node in visited_nodes:
                 continue
-            visited.add(node)
+            visited_nodes.add(node)
             deps, made_by = self.deps[node], self.made_by[node]
             if made_by is None:
                 if "a" in deps:
-                    (tables if self.avals[node].ndim else before_kernel).add(node)
+                    (table_nodes if self.avals[node].ndim else before_kernel).add(node)
             elif deps and self.heavy[node] and "s" not in deps and not {"q", "k"} <= deps:
                 before_kernel.add(self._before_layout(node))
             else:
-                pending += made_by[2]
-        return sorted(before_kernel), sorted(tables)
+                pending_nodes += made_by[2]
+        return sorted(before_kernel), sorted(table_nodes)
 
     def _before_layout(self, node: int) -> int:
         """Returns the operation whose result a node only reshapes."""
@@ -218,10 +218,10 @@ class _Graph:
     def layouts_of(self, node: int) -> list[int]:
         """Returns a node, and those that only reshape or broadcast it."""
         nodes = [node]
-        for later in range(node + 1, len(self.made_by)):
-            made_by = self.made_by[later]
+        for later_node in range(node + 1, len(self.made_by)):
+            made_by = self.made_by[later_node]
             if made_by and made_by[0].primitive.name in _LAYOUT and made_by[2][0] in nodes:
-                nodes.append(later)
+                nodes.append(later_node)
         return nodes
 
     def evaluate(self, wanted: _Node, env: dict[int, Any]) -> Array:
@@ -233,12 +233,12 @@ class _Graph:
             if made_by is None:
                 return self.consts[wanted]
             eqn, out_index, inputs = made_by
-            pairs = zip(eqn.invars, inputs, strict=True)
-            values = {var: self.evaluate(x, env) for var, x in pairs if not isinstance(var, Literal)}
-            one_eqn = self.jaxpr.replace(
-                constvars=(), invars=list(values), outvars=eqn.outvars, eqns=[eqn], debug_info=self.debug_info
+            var_inputs = zip(eqn.invars, inputs, strict=True)
+            value_of_var = {var: self.evaluate(x, env) for var, x in var_inputs if not isinstance(var, Literal)}
+            one_eqn_jaxpr = self.jaxpr.replace(
+                constvars=(), invars=list(value_of_var), outvars=eqn.outvars, eqns=[eqn], debug_info=self.debug_info
             )
-            env[wanted] = jax.core.eval_jaxpr(one_eqn, (), *values.values())[out_index]
+            env[wanted] = jax.core.eval_jaxpr(one_eqn_jaxpr, (), *value_of_var.values())[out_index]
         return env[wanted]
 
 
@@ -248,62 +248,62 @@ class _Part:
     def __init__(self, mod: Mod, *, has_score: bool) -> None:
         self.mod, self.has_score = mod, has_score
         small_graph = self._graph((2, 1), (1, 2))
-        nodes, tables = small_graph.parts()
-        self.sides = [next((side for side in ("q", "k") if side in small_graph.deps[node]), "") for node in nodes]
-        self.apart = [small_graph.deps[node] for node in nodes]
-        self.tables = [small_graph.leaves.index(node) for node in tables if node in small_graph.leaves]
+        early_nodes, table_nodes = small_graph.parts()
+        self.sides = [next((side for side in ("q", "k") if side in small_graph.deps[node]), "") for node in early_nodes]
+        self.apart = [small_graph.deps[node] for node in early_nodes]
+        self.tables = [small_graph.leaves.index(node) for node in table_nodes if node in small_graph.leaves]
 
     def _graph(self, rows: tuple[int, ...], columns: tuple[int, ...]) -> _Graph:
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        index_shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (rows, columns)]
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        index_structs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (rows, columns)]
         shape = jnp.broadcast_shapes(rows, columns)
-        score = [jax.ShapeDtypeStruct(shape, jnp.float32)] if self.has_score else []
-        arrays, num_arrays = [jax.typeof(jnp.asarray(x)) for x in self.mod.arrays], len(self.mod.arrays)
+        scores = [jax.ShapeDtypeStruct(shape, jnp.float32)] if self.has_score else []
+        array_avals, num_arrays = [jax.typeof(jnp.asarray(x)) for x in self.mod.arrays], len(self.mod.arrays)
 
-        def function(*given: Array) -> Index:
-            return self.mod.make(*given[:num_arrays])(*given[num_arrays:])
+        def function(*args: Array) -> Index:
+            return self.mod.make(*args[:num_arrays])(*args[num_arrays:])
 
-        names = ["a"] * num_arrays + ["s"] * self.has_score + ["b", "h", "q", "k"]
-        return _Graph(function, [*arrays, *score, number, number, *index_shapes], names)
+        leaf_names = ["a"] * num_arrays + ["s"] * self.has_score + ["b", "h", "q", "k"]
+        return _Graph(function, [*array_avals, *scores, scalar, scalar, *index_structs], leaf_names)
 
     def before(self, arrays: Sequence[Array], q_idx: Array, kv_idx: Array, places: tuple[Array, Array]) -> list[Array]:
         """Returns what is computed before the kernel: [B | 1, N | 1], with T for queries, S for keys."""
         two_indices = jnp.zeros(2, jnp.int32)
-        index = {"q": (q_idx, two_indices), "k": (two_indices, kv_idx), "": (two_indices, two_indices)}
-        graphs = {side: self._graph((len(q), 1), (1, len(k))) for side, (q, k) in index.items() if side in self.sides}
-        computed = []
-        for number, (side, apart) in enumerate(zip(self.sides, self.apart, strict=True)):
-            graph, (q, k) = graphs[side], index[side]
+        indices = {"q": (q_idx, two_indices), "k": (two_indices, kv_idx), "": (two_indices, two_indices)}
+        graphs = {side: self._graph((len(q), 1), (1, len(k))) for side, (q, k) in indices.items() if side in self.sides}
+        early_values = []
+        for node_index, (side, node_deps) in enumerate(zip(self.sides, self.apart, strict=True)):
+            graph, (q, k) = graphs[side], indices[side]
 
             def value(
-                b: Array, h: Array, graph: _Graph = graph, q: Array = q, k: Array = k, number: int = number
+                b: Array, h: Array, graph: _Graph = graph, q: Array = q, k: Array = k, node_index: int = node_index
             ) -> Array:
                 # scores are not read here
                 args = [*arrays, *[None] * self.has_score, b, h, q[:, None], k[None]]
-                result = graph.evaluate(graph.parts()[0][number], dict(zip(graph.leaves, args, strict=True)))
-                return result.astype(jnp.int32) if result.dtype == bool else result
+                node_value = graph.evaluate(graph.parts()[0][node_index], dict(zip(graph.leaves, args, strict=True)))
+                return node_value.astype(jnp.int32) if node_value.dtype == bool else node_value
 
             by_head = jax.vmap(value, (None, 0))
-            b, h = (x if letter in apart else x[:1] for x, letter in zip(places, "bh", strict=True))
+            b, h = (x if letter in node_deps else x[:1] for x, letter in zip(places, "bh", strict=True))
             values = jax.vmap(by_head, (0, None))(b, h)
-            computed.append(values.reshape(*values.shape[:2], -1) if side else values.reshape(values.shape[:2]))
-        return computed
+            early_values.append(values.reshape(*values.shape[:2], -1) if side else values.reshape(values.shape[:2]))
+        return early_values
 
     def on_tile(self, values: Sequence[Array], tile: Tile, score: Array | None = None) -> Array:
         """Returns the function on a tile, given what was computed before."""
         graph = self._graph(jnp.shape(tile.query), jnp.shape(tile.key))
-        tables = dict(zip(self.tables, tile.tables, strict=True))
-        captured = [tables.get(number) for number in range(len(self.mod.arrays))]
-        args = *captured, *([] if score is None else [score]), *tile.place, tile.query, tile.key
-        env: dict[int, Any] = dict(zip(graph.leaves, args, strict=True))
+        table_by_index = dict(zip(self.tables, tile.tables, strict=True))
+        captured_arrays = [table_by_index.get(array_index) for array_index in range(len(self.mod.arrays))]
+        args = *captured_arrays, *([] if score is None else [score]), *tile.place, tile.query, tile.key
+        value_of_node: dict[int, Any] = dict(zip(graph.leaves, args, strict=True))
         for node, value in zip(graph.parts()[0], values, strict=True):
             value = value != 0 if graph.avals[node].dtype == bool else value
             if jnp.size(value) == graph.avals[node].size:
-                env[node] = value.reshape(graph.avals[node].shape)
+                value_of_node[node] = value.reshape(graph.avals[node].shape)
             else:
                 # broadcast already, as whatever reads it would
-                env |= dict.fromkeys(graph.layouts_of(node), value)
-        return graph.evaluate(graph.out, env)
+                value_of_node |= dict.fromkeys(graph.layouts_of(node), value)
+        return graph.evaluate(graph.out, value_of_node)
 
 
 def tile_rule(
@@ -317,32 +317,32 @@ def tile_rule(
     first_head: Array | int = 0,
 ) -> TileRule:
     """Returns a rule for queries and keys of these indices; its heads are ``first_head`` and the next ones."""
-    places = jnp.arange(batch, dtype=jnp.int32), first_head + jnp.arange(heads, dtype=jnp.int32)
+    head_places = jnp.arange(batch, dtype=jnp.int32), first_head + jnp.arange(heads, dtype=jnp.int32)
     values_by_side: dict[str, list[Array]] = {"": [], "q": [], "k": []}
-    tables: list[Array] = []
+    all_tables: list[Array] = []
     functions: list[Callable[..., Array] | None] = [None, None]
-    for index, mod in enumerate((mask, score)):
+    for mod_index, mod in enumerate((mask, score)):
         if mod is None:
             continue
-        part = _Part(mod, has_score=index == 1)
-        first_of = {side: len(values) for side, values in values_by_side.items()}
+        rule_part = _Part(mod, has_score=mod_index == 1)
+        first_by_side = {side: len(values) for side, values in values_by_side.items()}
         arrays = [jnp.asarray(x) for x in mod.arrays]
-        for side, value in zip(part.sides, part.before(arrays, q_idx, kv_idx, places), strict=True):
+        for side, value in zip(rule_part.sides, rule_part.before(arrays, q_idx, kv_idx, head_places), strict=True):
             values_by_side[side].append(value)
-        functions[index] = _function(part, first_of, len(tables))
-        tables += [arrays[number] for number in part.tables]
+        functions[mod_index] = _function(rule_part, first_by_side, len(all_tables))
+        all_tables += [arrays[table_index] for table_index in rule_part.tables]
     by_head, rows, columns = (tuple(values) for values in values_by_side.values())
-    return TileRule(by_head, rows, columns, functions[0], functions[1], tuple(tables))
+    return TileRule(by_head, rows, columns, functions[0], functions[1], tuple(all_tables))
 
 
-def _function(part: _Part, first: dict[str, int], first_table: int) -> Callable[..., Array]:
+def _function(part: _Part, first_of: dict[str, int], first_table: int) -> Callable[..., Array]:
     """Returns a function of a tile that has the values of other functions too."""
 
-    def function(*given: Any) -> Array:
-        *score, tile = given
-        iter_of = {side: iter(values[first[side] :]) for side, values in zip(first, tile[2:5], strict=True)}
-        values = [next(iter_of[side]) for side in part.sides]
-        narrowed = tile._replace(tables=tile.tables[first_table : first_table + len(part.tables)])
-        return part.on_tile(values, narrowed, *score)
+    def function(*args: Any) -> Array:
+        *score, tile = args
+        iter_by_side = {side: iter(values[first_of[side] :]) for side, values in zip(first_of, tile[2:5], strict=True)}
+        values = [next(iter_by_side[side]) for side in part.sides]
+        own_tile = tile._replace(tables=tile.tables[first_table : first_table + len(part.tables)])
+        return part.on_tile(values, own_tile, *score)
 
     return function

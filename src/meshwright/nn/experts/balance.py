@@ -30,14 +30,14 @@ def routing_counts(scores: RouterScores, chosen: Chosen, *, capacity: int) -> Ro
     """Returns ``routing`` of one device's tokens."""
     shares, log_total = _softmax(scores)
     experts = expert_numbers(chosen, capacity=capacity)
-    numbers = jnp.arange(scores.shape[-1])[None, None]
-    load = placed = jnp.zeros(scores.shape, jnp.float32)
-    for choice in range(chosen.shape[-1]):
-        is_choice = (experts[..., choice, None] == numbers).astype(jnp.float32)
+    expert_ids = jnp.arange(scores.shape[-1])[None, None]
+    load = is_placed = jnp.zeros(scores.shape, jnp.float32)
+    for choice_index in range(chosen.shape[-1]):
+        is_choice = (experts[..., choice_index, None] == expert_ids).astype(jnp.float32)
         load = load + is_choice
-        placed = placed + is_choice * (chosen[..., choice, None] >= 0)
-    row_of = {"load": load, "kept": placed, "importance": shares, "z": shares * log_total**2}
-    return jnp.stack([jnp.sum(row_of[name], axis=(0, 1)) for name in ROUTING_ROWS])
+        is_placed = is_placed + is_choice * (chosen[..., choice_index, None] >= 0)
+    entries_by_row = {"load": load, "kept": is_placed, "importance": shares, "z": shares * log_total**2}
+    return jnp.stack([jnp.sum(entries_by_row[name], axis=(0, 1)) for name in ROUTING_ROWS])
 
 
 def balance_backward(
@@ -67,8 +67,8 @@ def correction_move(routing: RoutingCounts) -> Float[Array, "*layers E"]:
 
 
 def _softmax(scores: RouterScores) -> tuple[RouterScores, Float[Array, "B T 1"]]:
-    wide = scores.astype(jnp.float32)
-    return jax.nn.softmax(wide, axis=-1), jax.nn.logsumexp(wide, axis=-1, keepdims=True)
+    wide_scores = scores.astype(jnp.float32)
+    return jax.nn.softmax(wide_scores, axis=-1), jax.nn.logsumexp(wide_scores, axis=-1, keepdims=True)
 
 
 def routing_metrics(routing: RoutingCounts, *, experts_per_token: int) -> dict[str, Float[Array, "*layers"]]:
@@ -97,16 +97,16 @@ def without_counts(derived: Derived, grads: Params, model: Model) -> tuple[Param
 
     The counts are [layers, Er, E] of each kind, under the names of `counts_of`; without any both results are {}.
     """
-    counts = {name: grads[name] for name in sorted(grads.keys() - derived.shards.keys())}
+    counts_by_name = {name: grads[name] for name in sorted(grads.keys() - derived.shards.keys())}
     weight_grads = {name: grads[name] for name in derived.shards}
-    if not counts:
+    if not counts_by_name:
         return weight_grads, ({}, {})
-    metrics = routing_metrics(jnp.concatenate(list(counts.values())), experts_per_token=model.experts_per_token)
-    moves = {
-        op.inputs[1]: float(rate) * correction_move(counts[name])
+    metrics = routing_metrics(jnp.concatenate(list(counts_by_name.values())), experts_per_token=model.experts_per_token)
+    move_by_buffer = {
+        op.inputs[1]: float(rate) * correction_move(counts_by_name[name])
         for steps in derived.blocks
         for name in counts_of(steps)
         for op in steps.block.ops
         if (rate := dict(op.attributes).get("correction_rate"))
     }
-    return weight_grads, (metrics, moves)
+    return weight_grads, (metrics, move_by_buffer)

@@ -72,17 +72,17 @@ def to_owners(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
 
 def _of_device(array: Int[Array, "n E"], device: Array) -> Int[Array, "n e"]:
     """Returns the columns of a device's own experts."""
-    width = array.shape[1] // array.shape[0]
-    return lax.dynamic_slice_in_dim(array, device * width, width, axis=1)
+    num_own_experts = array.shape[1] // array.shape[0]
+    return lax.dynamic_slice_in_dim(array, device * num_own_experts, num_own_experts, axis=1)
 
 
 def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tuple[str, ...]) -> SlotRows:
     """Runs `jax.lax.ragged_all_to_all` with the offsets and sizes of slices, in its order, and returns the rows that
     a device receives; on CPUs, which lack it, every device gathers all rows and takes its own."""
     received = zeros_after((num_received, *rows.shape[1:]), rows.dtype, rows)
-    offsets, sizes, recv_offsets, recv_sizes = (array.astype(jnp.int32) for array in slices)
+    send_offsets, sizes, recv_offsets, recv_sizes = (array.astype(jnp.int32) for array in slices)
     if default_platform() != "cpu":
-        return lax.ragged_all_to_all(rows, received, offsets, sizes, recv_offsets, recv_sizes, axis_name=axes)
+        return lax.ragged_all_to_all(rows, received, send_offsets, sizes, recv_offsets, recv_sizes, axis_name=axes)
     all_rows = lax.all_gather(rows, axes, tiled=True)
     num_devices, rank = lax.axis_size(axes), lax.axis_index(axes)
 
@@ -90,10 +90,10 @@ def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tu
         by_device = lax.all_gather(array, axes).reshape(num_devices, num_devices, -1)
         return lax.dynamic_index_in_dim(by_device, rank, 1, keepdims=False)
 
-    first = jnp.arange(num_devices, dtype=jnp.int32)[:, None] * rows.shape[0] + sent_here(offsets)
+    first = jnp.arange(num_devices, dtype=jnp.int32)[:, None] * rows.shape[0] + sent_here(send_offsets)
     first, recv_start, num_rows = (array.reshape(-1) for array in (first, sent_here(recv_offsets), sent_here(sizes)))
-    offset = jnp.arange(received.shape[0], dtype=jnp.int32)[:, None] - recv_start[None]
-    is_inside = (offset >= 0) & (offset < num_rows[None])
-    source = jnp.sum(jnp.where(is_inside, first[None] + offset, 0), axis=1)
+    row_offset = jnp.arange(received.shape[0], dtype=jnp.int32)[:, None] - recv_start[None]
+    is_inside = (row_offset >= 0) & (row_offset < num_rows[None])
+    source_rows = jnp.sum(jnp.where(is_inside, first[None] + row_offset, 0), axis=1)
     is_received = jnp.any(is_inside, axis=1).reshape(-1, *(1 for _ in rows.shape[1:]))
-    return jnp.where(is_received, all_rows[source], received)
+    return jnp.where(is_received, all_rows[source_rows], received)

@@ -36,8 +36,8 @@ def takes(slots: Ragged, *arrays: Array) -> bool:
     """True if the platform has kernels for packed rows and factors of these widths: of 16 bits, in whole tiles."""
     arrays = (slots.rows, *arrays)
     is_tiled = all(array.dtype.itemsize == 2 and not any(n % TILE for n in array.shape[1:]) for array in arrays)
-    in_tiles = len(slots.rows) // len(slots.sizes) % TILE == 0
-    return is_tiled and (compute_capability() == HOPPER or (default_platform() == "tpu" and in_tiles))
+    is_in_tiles = len(slots.rows) // len(slots.sizes) % TILE == 0
+    return is_tiled and (compute_capability() == HOPPER or (default_platform() == "tpu" and is_in_tiles))
 
 
 def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) -> _Rows:
@@ -45,8 +45,8 @@ def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) 
     kernel = _tpu_product if default_platform() == "tpu" else _mosaic_product
 
     def of_piece(rows: _Rows, sizes: _Sizes) -> _Rows:
-        results = kernel(rows, weights, sizes, transposed)
-        return jnp.where((jnp.arange(len(rows), dtype=jnp.int32) < jnp.sum(sizes))[:, None], results, 0)
+        products = kernel(rows, weights, sizes, transposed)
+        return jnp.where((jnp.arange(len(rows), dtype=jnp.int32) < jnp.sum(sizes))[:, None], products, 0)
 
     return jnp.concatenate(_of_pieces(of_piece, slots, slots.rows))
 
@@ -54,8 +54,8 @@ def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) 
 def weight_gradient(left: Ragged, right: Ragged) -> Float[Array, "E _ _"]:
     """Returns the sum of left times right over each expert's rows; of several pieces in float32, then narrowed."""
     kernel = _tpu_gradient if default_platform() == "tpu" else _mosaic_gradient
-    parts = _of_pieces(kernel, left, left.rows, right.rows)
-    return parts[0] if len(parts) == 1 else sum(part.astype(jnp.float32) for part in parts).astype(left.rows.dtype)
+    grads = _of_pieces(kernel, left, left.rows, right.rows)
+    return grads[0] if len(grads) == 1 else sum(grad.astype(jnp.float32) for grad in grads).astype(left.rows.dtype)
 
 
 def _of_pieces(run: Callable[..., Array], slots: Ragged, *rows: _Rows) -> list[Any]:
@@ -64,16 +64,16 @@ def _of_pieces(run: Callable[..., Array], slots: Ragged, *rows: _Rows) -> list[A
 
 
 def _tpu_product(rows: _Rows, weights: Array, sizes: _Sizes, transposed: bool) -> _Rows:
-    contracted = (((1,), (2 if transposed else 1,)), ((), ()))
-    dims = lax.RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
-    return lax.ragged_dot_general(rows, weights, sizes, dims, preferred_element_type=rows.dtype)
+    contracted_dims = (((1,), (2 if transposed else 1,)), ((), ()))
+    dim_numbers = lax.RaggedDotDimensionNumbers(contracted_dims, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
+    return lax.ragged_dot_general(rows, weights, sizes, dim_numbers, preferred_element_type=rows.dtype)
 
 
 def _tpu_gradient(left: _Rows, right: _Rows, sizes: _Sizes, *, interpret: bool = False) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm  # Pallas takes time to import
 
-    tiles = (next(t for t in TGMM_TILES if size % t == 0) for size in (*left.shape, right.shape[1]))
-    return tgmm(left.T, right, sizes, left.dtype, tuple(tiles), interpret=interpret)
+    tile_sizes = (next(t for t in TGMM_TILES if size % t == 0) for size in (*left.shape, right.shape[1]))
+    return tgmm(left.T, right, sizes, left.dtype, tuple(tile_sizes), interpret=interpret)
 
 
 _MOSAIC: dict[str, Any] = {

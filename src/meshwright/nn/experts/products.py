@@ -57,43 +57,43 @@ def blocks_of(slots: ExpertSlots, model: Model, *, block_rows: int = BLOCK_ROWS)
     A CPU processes blocks one by one.
     """
     if isinstance(slots, Ragged):
-        blocks, mean_rows = _grouped(slots, block_rows), slots.rows.shape[0] / slots.sizes.shape[1]
+        block_arrays, mean_rows = _grouped(slots, block_rows), slots.rows.shape[0] / slots.sizes.shape[1]
     else:
         mean_rows = slots.shape[1] * model.experts_per_token / model.num_experts
-        blocks = _filled(slots, block_rows)
-    return ExpertBlocks(*blocks, block_rows, 1 if default_platform() == "cpu" else int(blocks_at_once(mean_rows)))
+        block_arrays = _filled(slots, block_rows)
+    return ExpertBlocks(*block_arrays, block_rows, 1 if default_platform() == "cpu" else int(blocks_at_once(mean_rows)))
 
 
 def _filled(slots: Float[Array, "E C D"], block_rows: int) -> tuple[Array, Array, Array]:
     num_experts, capacity, _ = slots.shape
-    rows = min(block_rows, capacity)
-    num_blocks = -(-capacity // rows)
-    filled = jnp.any(slots != 0, axis=-1)
-    padded = jnp.pad(filled, ((0, 0), (0, num_blocks * rows - capacity)))
-    filled_block = jnp.any(padded.reshape(num_experts, num_blocks, rows), axis=-1)
+    rows_per_block = min(block_rows, capacity)
+    num_blocks = -(-capacity // rows_per_block)
+    is_filled_slot = jnp.any(slots != 0, axis=-1)
+    is_filled_padded = jnp.pad(is_filled_slot, ((0, 0), (0, num_blocks * rows_per_block - capacity)))
+    is_filled_block = jnp.any(is_filled_padded.reshape(num_experts, num_blocks, rows_per_block), axis=-1)
     first_rows = jnp.arange(num_experts, dtype=jnp.int32)[:, None] * capacity
-    starts = first_rows + jnp.arange(num_blocks, dtype=jnp.int32)[None] * rows
-    return _in_front(starts, jnp.broadcast_to(first_rows + capacity, starts.shape), filled_block)
+    start_rows = first_rows + jnp.arange(num_blocks, dtype=jnp.int32)[None] * rows_per_block
+    return _in_front(start_rows, jnp.broadcast_to(first_rows + capacity, start_rows.shape), is_filled_block)
 
 
 def _grouped(slots: Ragged, block_rows: int) -> tuple[Array, Array, Array]:
-    (num_pieces, num_experts), length = slots.sizes.shape, slots.rows.shape[0] // slots.sizes.shape[0]
-    rows = min(block_rows, length)
-    ends = jnp.arange(num_pieces, dtype=jnp.int32)[:, None] * length + jnp.cumsum(slots.sizes, axis=1)
-    steps = jnp.arange(-(-length // rows), dtype=jnp.int32)[None, None] * rows
-    starts = (ends - slots.sizes)[..., None] + steps
-    all_blocks = (starts, jnp.broadcast_to(ends[..., None], starts.shape), steps < slots.sizes[..., None])
-    starts, ends, filled = (jnp.moveaxis(array, 1, 0).reshape(num_experts, -1) for array in all_blocks)
+    (num_pieces, num_experts), piece_rows = slots.sizes.shape, slots.rows.shape[0] // slots.sizes.shape[0]
+    rows_per_block = min(block_rows, piece_rows)
+    end_rows = jnp.arange(num_pieces, dtype=jnp.int32)[:, None] * piece_rows + jnp.cumsum(slots.sizes, axis=1)
+    offsets = jnp.arange(-(-piece_rows // rows_per_block), dtype=jnp.int32)[None, None] * rows_per_block
+    starts = (end_rows - slots.sizes)[..., None] + offsets
+    all_blocks = (starts, jnp.broadcast_to(end_rows[..., None], starts.shape), offsets < slots.sizes[..., None])
+    starts, end_rows, is_filled = (jnp.moveaxis(array, 1, 0).reshape(num_experts, -1) for array in all_blocks)
     if num_pieces == 1:  # the filled ones come first
-        return starts, jnp.sum(filled, axis=-1, dtype=jnp.int32), ends
-    return _in_front(starts, ends, filled)
+        return starts, jnp.sum(is_filled, axis=-1, dtype=jnp.int32), end_rows
+    return _in_front(starts, end_rows, is_filled)
 
 
-def _in_front(starts: Array, ends: Array, filled: Array) -> tuple[Array, Array, Array]:
+def _in_front(start_rows: Array, end_rows: Array, is_filled: Array) -> tuple[Array, Array, Array]:
     """Returns the blocks with the filled ones first, and their number."""
-    filled_first = jnp.argsort(~filled, axis=-1, stable=True)
-    starts, ends = (jnp.take_along_axis(array, filled_first, axis=-1) for array in (starts, ends))
-    return starts, jnp.sum(filled, axis=-1, dtype=jnp.int32), ends
+    filled_first = jnp.argsort(~is_filled, axis=-1, stable=True)
+    start_rows, end_rows = (jnp.take_along_axis(array, filled_first, axis=-1) for array in (start_rows, end_rows))
+    return start_rows, jnp.sum(is_filled, axis=-1, dtype=jnp.int32), end_rows
 
 
 def slot_product(
@@ -112,18 +112,18 @@ def slot_product(
     rows = rows_of(slots)
     if isinstance(slots, Ragged) and not wide and grouped.takes(slots, weights):
         return slots.with_rows(grouped.product(slots, weights, transposed=transposed))
-    contracted = (1, 1 if transposed else 0)
+    contracted_dims = (1, 1 if transposed else 0)
 
     def of_expert(expert: Array, out: Array) -> Array:
         weight = jax.lax.dynamic_index_in_dim(weights, expert, 0, keepdims=False)
 
         def add(turn: _RowsAtOnce, out: Array) -> Array:
-            return turn.put(out, _dot(turn.read(rows), weight, contracted, wide=wide))
+            return turn.put(out, _dot(turn.read(rows), weight, contracted_dims, wide=wide))
 
         return _over_products(blocks, expert, rows.shape[0], add, out)
 
-    zeros = jnp.zeros((rows.shape[0], weights.shape[1 if transposed else 2]), jnp.float32 if wide else rows.dtype)
-    return with_rows(slots, jax.lax.fori_loop(0, weights.shape[0], of_expert, zeros))
+    zero_rows = jnp.zeros((rows.shape[0], weights.shape[1 if transposed else 2]), jnp.float32 if wide else rows.dtype)
+    return with_rows(slots, jax.lax.fori_loop(0, weights.shape[0], of_expert, zero_rows))
 
 
 def slot_weight_gradient(left: ExpertSlots, right: ExpertSlots, blocks: ExpertBlocks) -> Float[Array, "E I O"]:
@@ -131,14 +131,14 @@ def slot_weight_gradient(left: ExpertSlots, right: ExpertSlots, blocks: ExpertBl
     lhs, rhs = rows_of(left), rows_of(right)
     if isinstance(left, Ragged) and isinstance(right, Ragged) and grouped.takes(left, rhs):
         return grouped.weight_gradient(left, right)
-    zeros = jnp.zeros((lhs.shape[1], rhs.shape[1]), jnp.float32)
+    zero_gradient = jnp.zeros((lhs.shape[1], rhs.shape[1]), jnp.float32)
 
-    def add(turn: _RowsAtOnce, total: Array) -> Array:
+    def add(turn: _RowsAtOnce, gradient_sum: Array) -> Array:
         own_rows = jnp.where(turn.inside[:, None], turn.read(lhs), jnp.zeros((), lhs.dtype))
-        return total + _dot(own_rows, turn.read(rhs), (0, 0), wide=True)
+        return gradient_sum + _dot(own_rows, turn.read(rhs), (0, 0), wide=True)
 
     def of_expert(expert: Array) -> Array:
-        return _over_products(blocks, expert, lhs.shape[0], add, zeros).astype(lhs.dtype)
+        return _over_products(blocks, expert, lhs.shape[0], add, zero_gradient).astype(lhs.dtype)
 
     return jax.lax.map(of_expert, jnp.arange(blocks.num.shape[0], dtype=jnp.int32))
 
@@ -161,40 +161,40 @@ def _over_products(
     return jax.lax.fori_loop(0, num_turns, lambda n, x: body(make_turn(blocks, expert, n, size, num_rows), x), start)
 
 
-def _one_block(blocks: ExpertBlocks, expert: Array, number: Array, size: int, num_rows: int) -> _RowsAtOnce:
+def _one_block(blocks: ExpertBlocks, expert: Array, block_index: Array, size: int, num_rows: int) -> _RowsAtOnce:
     """Reads ``size`` rows even where the array or the expert has fewer left; ``inside`` masks the rest."""
-    first_row = blocks.starts[expert, number]
+    first_row = blocks.starts[expert, block_index]
     start = jnp.minimum(first_row, num_rows - size)
-    row = start + jnp.arange(size, dtype=jnp.int32)
-    inside = (row >= first_row) & (row < jnp.minimum(first_row + size, blocks.ends[expert, number]))
+    row_index = start + jnp.arange(size, dtype=jnp.int32)
+    is_inside = (row_index >= first_row) & (row_index < jnp.minimum(first_row + size, blocks.ends[expert, block_index]))
 
     def read(rows: SlotRows) -> SlotRows:
         return jax.lax.dynamic_slice_in_dim(rows, start, size)
 
     def put(out: SlotRows, made: SlotRows) -> SlotRows:
-        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], made, read(out)), start, 0)
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(is_inside[:, None], made, read(out)), start, 0)
 
-    return _RowsAtOnce(inside, read, put)
+    return _RowsAtOnce(is_inside, read, put)
 
 
 def _several_blocks(blocks: ExpertBlocks, expert: Array, turn: Array, size: int, num_rows: int) -> _RowsAtOnce:
     """Gathers several blocks; ``inside`` masks rows past the expert's last and blocks that it lacks."""
-    numbers = turn * blocks.at_once + jnp.arange(blocks.at_once, dtype=jnp.int32)
-    clipped = jnp.minimum(numbers, blocks.starts.shape[1] - 1)
-    first_rows, ends = blocks.starts[expert, clipped], blocks.ends[expert, clipped]
-    rows = first_rows[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    inside = ((rows < ends[:, None]) & (numbers < blocks.num[expert])[:, None]).reshape(-1)
-    row_index = jnp.minimum(rows, num_rows - 1).reshape(-1)
+    block_ids = turn * blocks.at_once + jnp.arange(blocks.at_once, dtype=jnp.int32)
+    clipped_ids = jnp.minimum(block_ids, blocks.starts.shape[1] - 1)
+    first_rows, end_rows = blocks.starts[expert, clipped_ids], blocks.ends[expert, clipped_ids]
+    row_ids = first_rows[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    is_inside = ((row_ids < end_rows[:, None]) & (block_ids < blocks.num[expert])[:, None]).reshape(-1)
+    row_index = jnp.minimum(row_ids, num_rows - 1).reshape(-1)
 
-    def put(out: SlotRows, made: SlotRows) -> SlotRows:
+    def put(out: SlotRows, new_rows: SlotRows) -> SlotRows:
         past_the_end = num_rows + jnp.arange(row_index.size, dtype=jnp.int32)
-        return out.at[jnp.where(inside, row_index, past_the_end)].set(made, mode="drop", unique_indices=True)
+        return out.at[jnp.where(is_inside, row_index, past_the_end)].set(new_rows, mode="drop", unique_indices=True)
 
-    return _RowsAtOnce(inside, lambda rows: rows[row_index], put)
+    return _RowsAtOnce(is_inside, lambda rows: rows[row_index], put)
 
 
 def _dot(left: Array, right: Array, contracted: tuple[int, int], *, wide: bool = False) -> Array:
     """Contracts one dim of each, summing in float32; the result has the operands' dtype unless ``wide``."""
-    dims = (((contracted[0],), (contracted[1],)), ((), ()))
-    product = jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
+    dim_numbers = (((contracted[0],), (contracted[1],)), ((), ()))
+    product = jax.lax.dot_general(left, right, dim_numbers, preferred_element_type=jnp.float32)
     return product if wide else product.astype(left.dtype)

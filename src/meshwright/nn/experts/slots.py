@@ -48,20 +48,20 @@ class Delivery:
     def places(self) -> tuple[Int[Array, "n E"], Int[Array, "n E"], Int[Array, "n E"]]:
         """Returns the place of each device's rows for each expert in this round: the first among the device's own
         rows, the first at the expert's device, and their number."""
-        size, num_experts = self.counts.shape
+        num_devices, num_experts = self.counts.shape
         own_first = jnp.cumsum(self.counts, axis=1) - self.counts
         # in the order of rounds: all rows to one device, those of the first device first
-        grouped = self.counts.reshape(size, size, num_experts // size)
+        grouped = self.counts.reshape(num_devices, num_devices, num_experts // num_devices)
         to_device = jnp.sum(grouped, axis=-1)
-        earlier = (jnp.cumsum(to_device, axis=0) - to_device)[..., None] + jnp.cumsum(grouped, axis=-1) - grouped
-        first_place = earlier.reshape(size, num_experts) - self.taken
-        skipped = jnp.clip(-first_place, 0, self.counts)
-        num_rows = jnp.clip(self.room - first_place, 0, self.counts) - skipped
+        rows_before = (jnp.cumsum(to_device, axis=0) - to_device)[..., None] + jnp.cumsum(grouped, axis=-1) - grouped
+        first_place = rows_before.reshape(num_devices, num_experts) - self.taken
+        num_skipped = jnp.clip(-first_place, 0, self.counts)
+        num_rows = jnp.clip(self.room - first_place, 0, self.counts) - num_skipped
         # at the expert's device: by expert, then by device
-        rows_of_expert = jnp.sum(num_rows, axis=0).reshape(size, -1)
-        start = (jnp.cumsum(rows_of_expert, axis=-1) - rows_of_expert).reshape(-1)
-        expert_first = start[None] + jnp.cumsum(num_rows, axis=0) - num_rows
-        return own_first + skipped, expert_first, num_rows
+        rows_of_expert = jnp.sum(num_rows, axis=0).reshape(num_devices, -1)
+        start_row = (jnp.cumsum(rows_of_expert, axis=-1) - rows_of_expert).reshape(-1)
+        expert_first = start_row[None] + jnp.cumsum(num_rows, axis=0) - num_rows
+        return own_first + num_skipped, expert_first, num_rows
 
 
 @jax.tree_util.register_dataclass
@@ -101,8 +101,8 @@ def with_rows(slots: ExpertSlots, rows: SlotRows) -> ExpertSlots:
 def experts_of_rows(slots: Ragged) -> Int[Array, " R"]:
     """Returns the expert of each row of packed tokens; of spare rows, any."""
     num_pieces, num_experts = slots.sizes.shape
-    numbers, length = jnp.arange(num_experts, dtype=jnp.int32), slots.rows.shape[0] // num_pieces
-    return jax.vmap(lambda sizes: jnp.repeat(numbers, sizes, total_repeat_length=length))(slots.sizes).reshape(-1)
+    experts, piece_len = jnp.arange(num_experts, dtype=jnp.int32), slots.rows.shape[0] // num_pieces
+    return jax.vmap(lambda sizes: jnp.repeat(experts, sizes, total_repeat_length=piece_len))(slots.sizes).reshape(-1)
 
 
 def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0) -> int:
@@ -123,14 +123,14 @@ def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0)
 
 def assign_slots(experts: Chosen, *, num_experts: int, capacity: int) -> Chosen:
     """Returns ``chosen`` from the indices of each token's experts; tokens get slots in their order."""
-    flat = experts.reshape(-1, experts.shape[-1])
-    numbers = jnp.arange(num_experts)[None]
-    choices = jnp.zeros((flat.shape[0], num_experts), jnp.int32)
-    for choice in range(flat.shape[-1]):
-        choices += flat[:, choice, None] == numbers
-    slot_of = jnp.cumsum(choices, axis=0) - 1
-    slot = jnp.take_along_axis(slot_of, flat, axis=-1).reshape(experts.shape)
-    return jnp.where(slot < capacity, experts * capacity + slot, -1 - experts).astype(jnp.int32)
+    flat_experts = experts.reshape(-1, experts.shape[-1])
+    expert_ids = jnp.arange(num_experts)[None]
+    is_chosen = jnp.zeros((flat_experts.shape[0], num_experts), jnp.int32)
+    for choice_index in range(flat_experts.shape[-1]):
+        is_chosen += flat_experts[:, choice_index, None] == expert_ids
+    slot_by_expert = jnp.cumsum(is_chosen, axis=0) - 1
+    slot_of_choice = jnp.take_along_axis(slot_by_expert, flat_experts, axis=-1).reshape(experts.shape)
+    return jnp.where(slot_of_choice < capacity, experts * capacity + slot_of_choice, -1 - experts).astype(jnp.int32)
 
 
 def expert_numbers(chosen: Chosen, *, capacity: int) -> Chosen:
@@ -146,17 +146,17 @@ def packing_of(chosen: Chosen, *, num_experts: int) -> Ragged:
 
     ``chosen`` must drop nothing: its capacity is the number of tokens.
     """
-    numbers = expert_numbers(chosen, capacity=chosen.shape[0] * chosen.shape[1])
-    sizes = jnp.bincount(numbers.reshape(-1), length=num_experts).astype(jnp.int32)
-    return Ragged(jnp.zeros(chosen.size, jnp.float32), sizes[None])
+    expert_ids = expert_numbers(chosen, capacity=chosen.shape[0] * chosen.shape[1])
+    rows_per_expert = jnp.bincount(expert_ids.reshape(-1), length=num_experts).astype(jnp.int32)
+    return Ragged(jnp.zeros(chosen.size, jnp.float32), rows_per_expert[None])
 
 
 def _places(slots: ExpertSlots, chosen: Chosen) -> Chosen:
     """Returns the row of each choice."""
     if not isinstance(slots, Ragged):
         return chosen
-    sizes, capacity = slots.sizes[0], chosen.shape[0] * chosen.shape[1]
-    first_row = jnp.cumsum(sizes) - sizes
+    rows_per_expert, capacity = slots.sizes[0], chosen.shape[0] * chosen.shape[1]
+    first_row = jnp.cumsum(rows_per_expert) - rows_per_expert
     return (first_row[chosen // capacity] + chosen % capacity).astype(jnp.int32)
 
 
@@ -166,39 +166,39 @@ def dispatch(h: ResidualStream, chosen: Chosen, like: ExpertSlots) -> ExpertSlot
     The inverse of the places is scattered first, 4 bytes each, and then whole rows are gathered: CPUs scatter rows
     one by one.
     """
-    source, filled = _source_of_rows(like, chosen)
-    rows = h.reshape(-1, h.shape[-1])[source // chosen.shape[-1]]
-    return with_rows(like, jnp.where(filled[:, None], rows, jnp.zeros((), rows.dtype)))
+    choice_of_row, is_filled = _source_of_rows(like, chosen)
+    token_rows = h.reshape(-1, h.shape[-1])[choice_of_row // chosen.shape[-1]]
+    return with_rows(like, jnp.where(is_filled[:, None], token_rows, jnp.zeros((), token_rows.dtype)))
 
 
 def dispatch_gates(gates: Gates, chosen: Chosen, like: ExpertSlots) -> ExpertSlots:
     """Copies each weight into its slot; empty slots are zeros."""
-    source, filled = _source_of_rows(like, chosen)
-    return with_rows(like, jnp.where(filled, gates.reshape(-1)[source], jnp.zeros((), gates.dtype)))
+    choice_of_row, is_filled = _source_of_rows(like, chosen)
+    return with_rows(like, jnp.where(is_filled, gates.reshape(-1)[choice_of_row], jnp.zeros((), gates.dtype)))
 
 
 def combine(slots: ExpertSlots, chosen: Chosen) -> ResidualStream:
     """Sums the rows in each token's slots, in float32, one choice at a time; a dropped choice adds nothing."""
-    rows, row_indices = rows_of(slots), _places(slots, chosen)
-    total = jnp.zeros((*row_indices.shape[:-1], rows.shape[-1]), jnp.float32)
-    for choice in range(row_indices.shape[-1]):
-        row_index = row_indices[..., choice]
-        row = rows[jnp.maximum(row_index, 0)].astype(jnp.float32)
-        total += row * (row_index >= 0).astype(jnp.float32)[..., None]
-    return total.astype(rows.dtype)
+    slot_rows, row_indices = rows_of(slots), _places(slots, chosen)
+    row_sums = jnp.zeros((*row_indices.shape[:-1], slot_rows.shape[-1]), jnp.float32)
+    for choice_index in range(row_indices.shape[-1]):
+        row_index = row_indices[..., choice_index]
+        choice_rows = slot_rows[jnp.maximum(row_index, 0)].astype(jnp.float32)
+        row_sums += choice_rows * (row_index >= 0).astype(jnp.float32)[..., None]
+    return row_sums.astype(slot_rows.dtype)
 
 
 def gates_backward(dslots: ExpertSlots, chosen: Chosen) -> Gates:
     """Returns the cotangent of each weight, zero for dropped choices."""
-    rows, row_indices = rows_of(dslots), _places(dslots, chosen)
-    return jnp.where(row_indices >= 0, rows[jnp.maximum(row_indices, 0)], jnp.zeros((), rows.dtype))
+    drows, row_indices = rows_of(dslots), _places(dslots, chosen)
+    return jnp.where(row_indices >= 0, drows[jnp.maximum(row_indices, 0)], jnp.zeros((), drows.dtype))
 
 
 def _source_of_rows(like: ExpertSlots, chosen: Chosen) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
     """Returns for each row the number of the choice that fills it, and whether there is one."""
-    num_rows, flat = rows_of(like).shape[0], _places(like, chosen).reshape(-1)
-    numbers = jnp.arange(flat.size, dtype=jnp.int32)
+    num_rows, row_of_choice = rows_of(like).shape[0], _places(like, chosen).reshape(-1)
+    choice_ids = jnp.arange(row_of_choice.size, dtype=jnp.int32)
     # a negative index would count from the end; an index past the end is dropped
-    rows = jnp.where(flat < 0, num_rows, flat)
-    source = jnp.full(num_rows, -1, jnp.int32).at[rows].set(numbers, mode="drop", unique_indices=True)
-    return jnp.maximum(source, 0), source >= 0
+    target_rows = jnp.where(row_of_choice < 0, num_rows, row_of_choice)
+    choice_of_row = jnp.full(num_rows, -1, jnp.int32).at[target_rows].set(choice_ids, mode="drop", unique_indices=True)
+    return jnp.maximum(choice_of_row, 0), choice_of_row >= 0

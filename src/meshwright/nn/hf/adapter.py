@@ -41,8 +41,8 @@ def base_folder(folder: Path) -> Path:
     """Returns the folder of an adapter's base weights; a relative path starts at the adapter's folder or else, as PEFT
     reads it, at the current one."""
     base_id = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.").get("base_model_name_or_path") or ""
-    path = Path(str(base_id)).expanduser()
-    for base in map(as_folder, (folder / path, path)):
+    base_path = Path(str(base_id)).expanduser()
+    for base in map(as_folder, (folder / base_path, base_path)):
         if base_id and base.is_dir():
             return base
     raise InputError(
@@ -63,8 +63,8 @@ def model_with_adapters(model: Model, folders: Sequence[Path]) -> Model:
     """Returns a base model with several adapters as one: each has as many columns of its rank as the largest."""
     if model.lora:
         raise InputError(f"{model.name} is an adapter itself. Serve its base, and it beside the other adapters.")
-    if missing := next((folder for folder in folders if not is_adapter(folder)), None):
-        raise InputError(f"{missing} has no {ADAPTER_CONFIG}. Give the folder of an adapter in PEFT's format.")
+    if plain_folder := next((folder for folder in folders if not is_adapter(folder)), None):
+        raise InputError(f"{plain_folder} has no {ADAPTER_CONFIG}. Give the folder of an adapter in PEFT's format.")
     loras = [_lora(model, folder) for folder in folders]
     rank = len(folders) * max(lora.rank for lora in loras)
     targets = tuple(name for name, weight in LORA_TARGETS.items() if any(weight in lora.weights for lora in loras))
@@ -72,20 +72,20 @@ def model_with_adapters(model: Model, folders: Sequence[Path]) -> Model:
 
 
 def _lora(model: Model, folder: Path) -> Lora:
-    keys = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.")
-    settings = {name: keys.get(name, value) for name, value in _PLAIN.items()}
-    faults = [f"{name}={settings[name]!r}" for name, value in _PLAIN.items() if settings[name] != value]
-    faults += [f"{name}={keys[name]!r}" for name in _ABSENT if keys.get(name)]
-    if keys.get("peft_type", "LORA") != "LORA" or faults:
+    config = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.")
+    plain_settings = {name: config.get(name, value) for name, value in _PLAIN.items()}
+    faults = [f"{name}={plain_settings[name]!r}" for name, value in _PLAIN.items() if plain_settings[name] != value]
+    faults += [f"{name}={config[name]!r}" for name in _ABSENT if config.get(name)]
+    if config.get("peft_type", "LORA") != "LORA" or faults:
         raise CannotRunError(f"{folder / ADAPTER_CONFIG} has {', '.join(faults) or 'another peft_type than LORA'}, "
                              f"which this version does not read. Merge the adapter with PEFT.")  # fmt: skip
-    fields = {"rank": keys.get("r"), "alpha": keys.get("lora_alpha"), "targets": _targets(model, keys, folder)}
+    fields = {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "targets": _targets(model, config, folder)}
     try:
-        parsed = msgspec.convert(fields, Lora)
+        lora = msgspec.convert(fields, Lora)
     except msgspec.ValidationError as error:
         raise InputError(f"{folder / ADAPTER_CONFIG}: {error}. Mend the file.") from None
     # rank-stabilised (Kalajdzievski 2023): products are scaled by alpha over the root of the rank
-    return replace(parsed, alpha=parsed.alpha * math.sqrt(parsed.rank)) if keys.get("use_rslora") is True else parsed
+    return replace(lora, alpha=lora.alpha * math.sqrt(lora.rank)) if config.get("use_rslora") is True else lora
 
 
 def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
@@ -100,23 +100,23 @@ def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, 
             return targets == "all-linear" or re.fullmatch(targets, module) is not None
         return any(module == target or module.endswith(f".{target}") for target in targets)
 
-    flags_of = {name: list(map(is_meant, names)) for name, names in modules_of.items()}
-    all_modules = [module for names in modules_of.values() for module in names]
+    flags_of = {name: list(map(is_meant, modules)) for name, modules in modules_of.items()}
+    all_modules = [module for modules in modules_of.values() for module in modules]
     target_names = () if isinstance(targets, str) else targets
     unknown = [t for t in target_names if not any(module == t or module.endswith(f".{t}") for module in all_modules)]
-    unknown += [f"{name} in some layers alone" for name, layers in flags_of.items() if any(layers) and not all(layers)]
-    if unknown or not any(any(layers) for layers in flags_of.values()):
+    unknown += [f"{name} in some layers alone" for name, flags in flags_of.items() if any(flags) and not all(flags)]
+    if unknown or not any(any(flags) for flags in flags_of.values()):
         raise CannotRunError(
             f"{path} targets {', '.join(unknown) or targets}: this version has adapters of {', '.join(modules_of)}, in "
             f"every layer. Merge the adapter with PEFT."
         )
-    return tuple(name for name, layers in flags_of.items() if all(layers))
+    return tuple(name for name, flags in flags_of.items() if all(flags))
 
 
 def _module(model: Model, weight: str) -> str:
     """Returns the published name of the module that holds a weight of a layer, "" if the model has no such weight."""
-    table = weight_table(frozen_base(model))
-    return next((row.hf_name.removesuffix(".weight") for row in table if row.name == f"layers.{weight}"), "")
+    weights = weight_table(frozen_base(model))
+    return next((row.hf_name.removesuffix(".weight") for row in weights if row.name == f"layers.{weight}"), "")
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> I
             return with_floats(stack.enter_context(open_files(place)), *_quantisation(model, place))
 
         folders = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
-        tensors = {name: tensor for path in folders for name, tensor in opened(path).items()}
+        tensors = {name: tensor for source in folders for name, tensor in opened(source).items()}
         if adapters:
             tensors |= _side_by_side(model, [(adapter, opened(adapter)) for adapter in adapters], tensors)
         yield tensors
@@ -137,11 +137,11 @@ def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> I
 
 def _quantisation(model: Model, folder: Path) -> tuple[Quantisation | None, np.dtype]:
     """Returns how a folder's config says that its matrices are quantised, and the dtype of its other weights."""
-    file = folder / CONFIG
-    keys = read_json(file, "Give the folder of a model.") if file.is_file() else {}
-    dtype = str(keys.get("dtype") or keys.get("torch_dtype") or keys.get("text_config", {}).get("dtype"))
-    float_dtype = {"float32": DTYPES["fp32"], "float16": DTYPES["fp16"]}.get(dtype, DTYPES["bf16"])
-    return quantisation_of(keys, family=model.family, what=str(file)), float_dtype
+    config_path = folder / CONFIG
+    config = read_json(config_path, "Give the folder of a model.") if config_path.is_file() else {}
+    dtype_name = str(config.get("dtype") or config.get("torch_dtype") or config.get("text_config", {}).get("dtype"))
+    float_dtype = {"float32": DTYPES["fp32"], "float16": DTYPES["fp16"]}.get(dtype_name, DTYPES["bf16"])
+    return quantisation_of(config, family=model.family, what=str(config_path)), float_dtype
 
 
 def _side_by_side(model: Model, adapters: Sequence[tuple[Path, Tensors]], base: Tensors) -> dict[str, np.ndarray]:
@@ -149,11 +149,11 @@ def _side_by_side(model: Model, adapters: Sequence[tuple[Path, Tensors]], base: 
 
     What an adapter does not have is zeros. Raises InputError for an adapter of another base.
     """
-    joined = {name: np.zeros(shape, np.float32) for name, shape in _shapes(model, base).items()}
+    joined_tensors = {name: np.zeros(shape, np.float32) for name, shape in _shapes(model, base).items()}
     loras = [_lora(frozen_base(model), folder) for folder, _ in adapters]
     rank = max(lora.rank for lora in loras)
-    for number, (lora, (folder, tensors)) in enumerate(zip(loras, adapters, strict=True)):
-        shape_of, columns = _shapes(replace(model, lora=lora), base), slice(number * rank, number * rank + lora.rank)
+    for index, (lora, (folder, tensors)) in enumerate(zip(loras, adapters, strict=True)):
+        shape_of, rank_cols = _shapes(replace(model, lora=lora), base), slice(index * rank, index * rank + lora.rank)
         for name in sorted(shape_of.keys() | tensors.keys()):
             shape, expected = tuple(tensors[name].shape) if name in tensors else (), shape_of.get(name, ())
             if shape != expected:
@@ -161,12 +161,12 @@ def _side_by_side(model: Model, adapters: Sequence[tuple[Path, Tensors]], base: 
                     f"{folder}: {name} is {shape or 'not there'}; {model.name} needs {expected or 'no such tensor'}. "
                     f"Give an adapter of this base."
                 )
-            value = tensors[name][tuple(map(slice, shape))]
+            factor = tensors[name][tuple(map(slice, shape))]
             if name.endswith(".lora_A.weight"):
-                joined[name][columns] = value
+                joined_tensors[name][rank_cols] = factor
             else:
-                joined[name][:, columns] = lora.scale * value.astype(np.float32)
-    return joined
+                joined_tensors[name][:, rank_cols] = lora.scale * factor.astype(np.float32)
+    return joined_tensors
 
 
 def _shapes(model: Model, base: Tensors) -> dict[str, tuple[int, ...]]:
@@ -181,7 +181,7 @@ def _shapes(model: Model, base: Tensors) -> dict[str, tuple[int, ...]]:
 def adapter_config(model: Model, base: str) -> dict[str, Any]:
     """Returns the adapter_config.json object of a model's adapter, whose base is in the folder ``base``."""
     assert model.lora is not None
-    modules = [_module(model, weight) for weight in adapted(model)]
+    module_names = [_module(model, weight) for weight in adapted(model)]
     alpha = model.lora.alpha
     return {
         "peft_type": "LORA",
@@ -189,7 +189,7 @@ def adapter_config(model: Model, base: str) -> dict[str, Any]:
         "base_model_name_or_path": base,
         "r": model.lora.rank,
         "lora_alpha": int(alpha) if alpha % 1 == 0 else alpha,
-        "target_modules": sorted({".".join(module.split(".")[-2:]) for module in modules}),
+        "target_modules": sorted({".".join(module.split(".")[-2:]) for module in module_names}),
         "fan_in_fan_out": model.family == "gpt2",
         "inference_mode": True,
         "lora_dropout": 0.0,

@@ -35,10 +35,10 @@ def files_beside(folder: Path) -> list[Path]:
 
 def copy_beside(source: Path, folder: Path) -> list[Path]:
     """Copies `files_beside` unchanged, and returns the copies."""
-    copies = [(file, folder / file.relative_to(source)) for file in files_beside(source)]
-    for file, copy in copies:
-        write_whole(copy, partial(shutil.copyfile, file))
-    return [copy for _, copy in copies]
+    file_copies = [(file, folder / file.relative_to(source)) for file in files_beside(source)]
+    for file, copy_path in file_copies:
+        write_whole(copy_path, partial(shutil.copyfile, file))
+    return [copy_path for _, copy_path in file_copies]
 
 
 def keep_beside(source: Path, run: Path, tokenizer: Tokenizer) -> None:
@@ -50,10 +50,10 @@ def keep_beside(source: Path, run: Path, tokenizer: Tokenizer) -> None:
     if source.resolve() == run.resolve():
         return
     copy_beside(source, run)
-    chats = read_chat_templates(source)
-    turn_end = tokenizer.token_to_id(chats.turn_end) if chats else None
+    chat_templates = read_chat_templates(source)
+    turn_end = tokenizer.token_to_id(chat_templates.turn_end) if chat_templates else None
     end_ids = (*end_tokens(source, tokenizer), end_token(tokenizer, special_tokens(source).get("eos_token")), turn_end)
-    eos_ids = list(dict.fromkeys(end for end in end_ids if end is not None))
+    eos_ids = list(dict.fromkeys(token_id for token_id in end_ids if token_id is not None))
     config = token_numbers(source) if (source / CONFIG).is_file() else {}
     config |= read_table(run / GENERATION, remedy="remove it")
     write_json_whole(run / GENERATION, config | {"eos_token_id": eos_ids})

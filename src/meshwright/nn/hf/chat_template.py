@@ -51,19 +51,19 @@ class ChatTemplates(NamedTuple):
         if is_open and variables["add_generation_prompt"]:
             raise InputError("continue_final_message and add_generation_prompt exclude each other. Give one of them.")
         outcomes = list[str | Exception]()
-        for form in _forms([_named(message) for message in messages]):
+        for form_messages in _forms([_named(message) for message in messages]):
             try:
-                text = template.render({**variables, "messages": _opened(form) if is_open else form})
+                text = template.render({**variables, "messages": _opened(form_messages) if is_open else form_messages})
                 outcomes.append(text := _ended(text) if is_open else text)
             except Exception as error:  # a template may raise anything
                 outcomes.append(error)
             else:
-                if _says_all(text, form):
+                if _says_all(text, form_messages):
                     return text
-        rendered = [text for text in outcomes if isinstance(text, str)]
-        if not rendered:
+        rendered_texts = [text for text in outcomes if isinstance(text, str)]
+        if not rendered_texts:
             raise InputError(f"{REFUSES}{outcomes[0]}.")
-        return rendered[0]
+        return rendered_texts[0]
 
     @property
     def turn_end(self) -> str:
@@ -83,21 +83,21 @@ def read_chat_templates(folder: Path) -> ChatTemplates | None:
     """
     stored: Any = read_table(folder / TOKENIZER_CONFIG, remedy="remove it").get("chat_template")
     stored = stored or read_table(folder / PROCESSOR_TEMPLATE, remedy="remove it").get("chat_template")
-    entries = stored if isinstance(stored, list) else [{"name": "default", "template": stored}]
-    pairs = ((item.get("name"), item.get("template")) for item in entries if isinstance(item, dict))
-    sources = {str(name): source for name, source in pairs if isinstance(source, str)}
-    files = {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
-    files |= {"default": folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
-    if files:
-        default_source = {name: source for name, source in sources.items() if name == "default"}
-        sources = default_source | {name: read_text(file, "Mend it.") for name, file in files.items()}
-    if "default" not in sources:
+    template_entries = stored if isinstance(stored, list) else [{"name": "default", "template": stored}]
+    name_sources = ((item.get("name"), item.get("template")) for item in template_entries if isinstance(item, dict))
+    source_by_name = {str(name): source for name, source in name_sources if isinstance(source, str)}
+    file_by_name = {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    file_by_name |= {"default": folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
+    if file_by_name:
+        default_source = {name: source for name, source in source_by_name.items() if name == "default"}
+        source_by_name = default_source | {name: read_text(file, "Mend it.") for name, file in file_by_name.items()}
+    if "default" not in source_by_name:
         return None
     try:
-        templates = {name: _compiled(source) for name, source in sources.items()}
+        template_by_name = {name: _compiled(source) for name, source in source_by_name.items()}
     except TemplateError as error:
         raise InputError(f"the chat template of {folder} is not valid: {error}. Mend it.") from None
-    return ChatTemplates(templates, sources, special_tokens(folder))
+    return ChatTemplates(template_by_name, source_by_name, special_tokens(folder))
 
 
 # -- messages as templates read them ------------------------------------------------------------------
@@ -107,9 +107,9 @@ Message = dict[str, Any]
 
 def _named(message: Message) -> Message:
     """Returns a message without null fields, and with its reasoning under the names that templates read."""
-    fields = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((fields[name] for name in REASONING if name in fields), None)
-    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+    set_fields = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((set_fields[name] for name in REASONING if name in set_fields), None)
+    return set_fields if reasoning is None else {"thinking": reasoning, **set_fields, "reasoning_content": reasoning}
 
 
 def _forms(messages: list[Message]) -> Iterator[list[Message]]:
@@ -118,13 +118,13 @@ def _forms(messages: list[Message]) -> Iterator[list[Message]]:
     Some read texts where OpenAI's format has a list of parts, some an object as the arguments of a call and some JSON,
     some a null content beside calls, and some an empty one where there is none.
     """
-    tried = list[list[Message]]()
+    tried_forms = list[list[Message]]()
     for changes in product(*((None, change) for change in (_with_null, _with_text, _with_other_arguments))):
         form = messages
         for change in filter(None, changes):
             form = [change(message) for message in form]
-        if form not in tried:
-            tried.append(form)
+        if form not in tried_forms:
+            tried_forms.append(form)
             yield form
 
 
@@ -139,9 +139,9 @@ def _calls(message: Message) -> list[Message]:
 def _parts(message: Message) -> list[str] | None:
     """Returns the texts of a message whose content is a list of nothing else; None for another content."""
     content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    return texts if isinstance(content, list) and len(texts) == len(parts) else None
+    content_parts = content if isinstance(content, list) else []
+    texts = [part["text"] for part in content_parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return texts if isinstance(content, list) and len(texts) == len(content_parts) else None
 
 
 def _with_null(message: Message) -> Message:
@@ -169,15 +169,15 @@ def _other_form(arguments: object) -> object:
     with suppress(TypeError, ValueError, RecursionError):
         if not isinstance(arguments, str):
             return json.dumps(arguments, ensure_ascii=False)
-        return value if isinstance(value := json.loads(arguments), dict) else arguments
+        return parsed if isinstance(parsed := json.loads(arguments), dict) else arguments
     return arguments
 
 
 def _says_all(text: str, messages: list[Message]) -> bool:
     """True if a rendering has the texts of parts and the names of calls, and no arguments as a quoted text."""
     for message in messages:
-        parts, calls = _parts(message), _calls(message)
-        if parts and (str(message["content"]) in text or not all(part.strip() in text for part in parts)):
+        part_texts, calls = _parts(message), _calls(message)
+        if part_texts and (str(message["content"]) in text or not all(part.strip() in text for part in part_texts)):
             return False
         if not all(str(call.get("name")) in text for call in calls):
             return False
@@ -201,10 +201,10 @@ def _opened(messages: list[Message]) -> list[Message]:
 
 def _ended(text: str) -> str:
     """Returns what comes before `_OPEN_END`, without spaces at its end if the template strips them."""
-    before, mark, after = text.rpartition(_OPEN_END.strip())
-    if not mark:
+    text_before, end_mark, text_after = text.rpartition(_OPEN_END.strip())
+    if not end_mark:
         raise InputError("it does not write the last message, which is to be continued")
-    return before if after.startswith(" ") else before.rstrip()
+    return text_before if text_after.startswith(" ") else text_before.rstrip()
 
 
 class _Generation(Extension):
@@ -213,9 +213,9 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
+        line_number = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line_number)
 
     def _marked(self, caller: Callable[[], str]) -> str:
         return f"{BEGIN}{caller()}{END}"
@@ -230,8 +230,8 @@ def _compiled(source: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     # Jinja's own filter escapes HTML.
-    environment.filters["tojson"] = lambda value, ensure_ascii=False, **how: json.dumps(
-        value, ensure_ascii=ensure_ascii, **how
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
+        value, ensure_ascii=ensure_ascii, **options
     )
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment.from_string(source)

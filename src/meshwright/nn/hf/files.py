@@ -67,20 +67,20 @@ class StoredTensor:
         return dtype_of[code] if code in dtype_of else self[tuple(slice(0, min(1, size)) for size in self.shape)].dtype
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
-        stored = self.file().get_slice(self.name)
-        if narrow := _NARROW.get(stored.get_dtype()):
-            return np.asarray(_mapped(self.path, self.name, narrow)[box])
-        part: np.ndarray = stored[box]
-        return part
+        tensor_slice = self.file().get_slice(self.name)
+        if narrow_dtype := _NARROW.get(tensor_slice.get_dtype()):
+            return np.asarray(_mapped(self.path, self.name, narrow_dtype)[box])
+        values: np.ndarray = tensor_slice[box]
+        return values
 
 
 def _mapped(path: Path, name: str, dtype: np.dtype) -> np.ndarray:
     with path.open("rb") as file:
         (header_len,) = struct.unpack("<Q", file.read(8))
         entry = json.loads(file.read(header_len))[name]
-    start, end = entry["data_offsets"]
-    bytes_ = np.memmap(path, np.uint8, "r", 8 + header_len + start, (end - start,))
-    return bytes_.view(dtype).reshape(entry["shape"])
+    start_byte, end_byte = entry["data_offsets"]
+    tensor_bytes = np.memmap(path, np.uint8, "r", 8 + header_len + start_byte, (end_byte - start_byte,))
+    return tensor_bytes.view(dtype).reshape(entry["shape"])
 
 
 @contextmanager
@@ -120,9 +120,9 @@ def _files(folder: Path) -> dict[str, Path]:
     safe_paths = sorted(folder.glob("*.safetensors"))
     # Some folders hold the same weights again under other names; transformers reads these files.
     index_name, single_name = (INDEX, SINGLE) if safe_paths or (folder / INDEX).is_file() else (PICKLED_INDEX, PICKLED)
-    index, single = folder / index_name, folder / single_name
-    indexed = _indexed(folder, index) if index.is_file() else {}
-    paths = sorted({*indexed.values()}) or ([single] if single.is_file() else safe_paths)
+    index_path, single_path = folder / index_name, folder / single_name
+    indexed_paths = _indexed(folder, index_path) if index_path.is_file() else {}
+    paths = sorted({*indexed_paths.values()}) or ([single_path] if single_path.is_file() else safe_paths)
     if not paths:
         raise InputError(
             f"{folder} has neither *.safetensors nor {PICKLED}. Give the folder of a model or of a finished run."
@@ -133,7 +133,7 @@ def _files(folder: Path) -> dict[str, Path]:
             if tensor in source:
                 raise InputError(f"{source[tensor]} and {path} both have the tensor {tensor}. Remove one of the files.")
             source[tensor] = path
-    for tensor, path in indexed.items():
+    for tensor, path in indexed_paths.items():
         if source.get(tensor) != path:
             raise InputError(f"{path} has no tensor {tensor}, which its index places there. Fetch both again.")
     return source
@@ -168,15 +168,15 @@ class Entry(NamedTuple):
 
 def shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
     """Splits entries, in order, into files of at most ``max_bytes``; a larger tensor gets its own file."""
-    files: list[list[Entry]] = [[]]
-    num_bytes = 0
+    file_entries: list[list[Entry]] = [[]]
+    file_bytes = 0
     for entry in entries:
-        if files[-1] and num_bytes + entry.num_bytes > max_bytes:
-            files.append([])
-            num_bytes = 0
-        files[-1].append(entry)
-        num_bytes += entry.num_bytes
-    return files
+        if file_entries[-1] and file_bytes + entry.num_bytes > max_bytes:
+            file_entries.append([])
+            file_bytes = 0
+        file_entries[-1].append(entry)
+        file_bytes += entry.num_bytes
+    return file_entries
 
 
 def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) -> list[Path]:
@@ -184,20 +184,20 @@ def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) 
 
     Removes files of an earlier checkpoint in the folder afterwards.
     """
-    parts = shards(entries, max_bytes)
-    count = len(parts)
+    file_entries = shards(entries, max_bytes)
+    count = len(file_entries)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    for name, part in zip(names, parts, strict=True):
-        write_file(folder / name, part)
+    for name, shard in zip(names, file_entries, strict=True):
+        write_file(folder / name, shard)
     if count > 1:
-        weight_map = {entry.name: name for name, part in zip(names, parts, strict=True) for entry in part}
+        weight_map = {entry.name: name for name, shard in zip(names, file_entries, strict=True) for entry in shard}
         total_bytes = sum(entry.num_bytes for entry in entries)
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        write_text_whole(folder / INDEX, json.dumps(index, indent=1) + "\n")
+        index_keys = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        write_text_whole(folder / INDEX, json.dumps(index_keys, indent=1) + "\n")
     else:
         (folder / INDEX).unlink(missing_ok=True)
-    for stale in set(folder.glob("model*.safetensors")) - {folder / name for name in names}:
-        stale.unlink()
+    for stale_path in set(folder.glob("model*.safetensors")) - {folder / name for name in names}:
+        stale_path.unlink()
     return [folder / name for name in names]
 
 
@@ -220,9 +220,9 @@ def write_file(path: Path, entries: Sequence[Entry]) -> None:
             file.write(struct.pack("<Q", len(header_bytes)) + header_bytes)
             for entry in entries:
                 # The bytes of a transposed view are in the order of its base.
-                value = np.ascontiguousarray(entry.make(), dtype=entry.dtype)
-                if value.shape != entry.shape:
-                    raise AssertionError(f"{entry.name} has shape {value.shape}, announced as {entry.shape}")
-                file.write(value.reshape(-1).view(np.uint8).data)
+                values = np.ascontiguousarray(entry.make(), dtype=entry.dtype)
+                if values.shape != entry.shape:
+                    raise AssertionError(f"{entry.name} has shape {values.shape}, announced as {entry.shape}")
+                file.write(values.reshape(-1).view(np.uint8).data)
 
     write_whole(path, write)

@@ -57,13 +57,13 @@ class StoredPart(NamedTuple):
 
     def read(self, tensors: Tensors, box: Box) -> np.ndarray:
         """Reads a box of the weight; minor dims that are merged into another are read whole, then sliced."""
-        stored = tensors[self.tensor][tuple(_narrowed(axis, box) for axis in self.axes)]
+        stored_box = tensors[self.tensor][tuple(_narrowed(axis, box) for axis in self.axes)]
         dims = [dim for axis in self.axes for dim in axis]
         majors = {axis[0].dim for axis in self.axes if axis}
         slices = [a.stored(box[a.dim]) for a in dims]
         sizes = [part.stop - part.start if a.dim in majors else a.size for a, part in zip(dims, slices, strict=True)]
         steps = [slice(None, None, a.step) if a.dim in majors else part for a, part in zip(dims, slices, strict=True)]
-        return stored.reshape(sizes)[tuple(steps)].transpose(np.argsort([a.dim for a in dims]))
+        return stored_box.reshape(sizes)[tuple(steps)].transpose(np.argsort([a.dim for a in dims]))
 
     def put(self, stored: np.ndarray, value: np.ndarray) -> None:
         """Writes the weight into its part of a stored tensor."""
@@ -75,9 +75,9 @@ class StoredPart(NamedTuple):
 def _narrowed(axis: tuple[StoredDim, ...], box: Box) -> slice:
     if not axis:
         return slice(0, 1)
-    inner = math.prod(dim.size for dim in axis[1:])
-    major = axis[0].stored(box[axis[0].dim])
-    return slice(major.start * inner, major.stop * inner)
+    inner_size = math.prod(dim.size for dim in axis[1:])
+    major_slice = axis[0].stored(box[axis[0].dim])
+    return slice(major_slice.start * inner_size, major_slice.stop * inner_size)
 
 
 PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.")
@@ -99,13 +99,13 @@ def stored_parts(model: Model, names: Collection[str] = ()) -> Iterator[StoredPa
         if not weight.tied_to:
             weights_by_name.setdefault(name_of(weight), []).append(weight)
     for variable, weight in rows(model).items():
-        pattern = name_of(weight)
-        is_one_by_one = "{expert}" in pattern
-        axes = _axes(model, weight, weights_by_name[pattern], one_by_one=is_one_by_one)
+        tensor_pattern = name_of(weight)
+        is_one_by_one = "{expert}" in tensor_pattern
+        axes = _axes(model, weight, weights_by_name[tensor_pattern], one_by_one=is_one_by_one)
         leading_sizes = ([len(weight.layers)] if weight.layers else []) + ([weight.shape[0]] if is_one_by_one else [])
         for leading in np.ndindex(*leading_sizes):
-            numbers = {"layer": weight.layers[leading[0]], "expert": leading[-1]} if leading else {}
-            yield StoredPart(variable, leading, pattern.format(**numbers), axes)
+            number_by_field = {"layer": weight.layers[leading[0]], "expert": leading[-1]} if leading else {}
+            yield StoredPart(variable, leading, tensor_pattern.format(**number_by_field), axes)
 
 
 def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
@@ -115,8 +115,8 @@ def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
     in memory.
     """
     own_prefix = model.weights_prefix
-    embed = rows(model)["embed"].hf_name.removeprefix(own_prefix)
-    prefix = next((p for p in (own_prefix, *PREFIXES) if p + embed in names), own_prefix)
+    embed_name = rows(model)["embed"].hf_name.removeprefix(own_prefix)
+    prefix = next((p for p in (own_prefix, *PREFIXES) if p + embed_name in names), own_prefix)
     is_stacked = any(name.endswith(".experts.gate_up_proj") for name in names)
 
     def name_of(weight: Weight) -> str:
@@ -135,34 +135,34 @@ def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: boo
     """
     has_experts = weight.part == "experts"
     first_dim = 1 if has_experts and one_by_one else 0
-    stored_dims = [StoredDim(number, size) for number, size in enumerate(weight.shape[first_dim:])]
+    stored_dims = [StoredDim(dim, dim_size) for dim, dim_size in enumerate(weight.shape[first_dim:])]
     if len(joined) > 1:
         shared_dim = -2 if local_name(weight).removesuffix("_lora_b") in _HEADS else -1
         sizes = [part.shape[shared_dim] for part in joined]
         position = [part.name for part in joined].index(weight.name)
         start, step = (position, len(sizes)) if model.family == "gpt_oss" else (sum(sizes[:position]), 1)
         stored_dims[shared_dim] = StoredDim(stored_dims[shared_dim].dim, sum(sizes), start, step)
-    experts = [(stored_dims.pop(0),)] if has_experts and not one_by_one else []
-    return (*experts, *_stored_order(model, weight, stored_dims, weight.dims[1:] if has_experts else weight.dims))
+    expert_dims = [(stored_dims.pop(0),)] if has_experts and not one_by_one else []
+    return (*expert_dims, *_stored_order(model, weight, stored_dims, weight.dims[1:] if has_experts else weight.dims))
 
 
 def _stored_order(
-    model: Model, weight: Weight, along: list[StoredDim], dims: tuple[str, ...]
+    model: Model, weight: Weight, stored_dims: list[StoredDim], dims: tuple[str, ...]
 ) -> tuple[tuple[StoredDim, ...], ...]:
     """Orders dims as stored: [out, in] in a linear layer; [in, out] in GPT-2's layers and gpt-oss's experts."""
     if weight.name == "layers.shared.gate":
-        return ((), tuple(along))
+        return ((), tuple(stored_dims))
     if weight.kind == "vector":
-        return (tuple(along),)
+        return (tuple(stored_dims),)
     if weight.part == "embedding":
-        return tuple((dim,) for dim in along)
+        return tuple((dim,) for dim in stored_dims)
     # The last dims are outputs. A product that reads heads has two input dims.
-    num_in = 2 if dims[0] == "N" else 1
-    inputs, outputs = tuple(along[:num_in]), tuple(along[num_in:])
+    num_inputs = 2 if dims[0] == "N" else 1
+    input_dims, output_dims = tuple(stored_dims[:num_inputs]), tuple(stored_dims[num_inputs:])
     inputs_first = (model.family == "gpt2" and bool(weight.layers) and weight.part != "adapter") or (
         model.family == "gpt_oss" and weight.part == "experts"
     )
-    return (inputs, outputs) if inputs_first else (outputs, inputs)
+    return (input_dims, output_dims) if inputs_first else (output_dims, input_dims)
 
 
 def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
@@ -175,10 +175,10 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
                 raise InputError(f"the checkpoint is quantised (it has {example}), and no quantization_config of its "
                                  f"config.json says how. Add it, or give one in bf16, fp16 or fp32.")  # fmt: skip
             raise InputError(f"the checkpoint lacks {part.tensor} ({part.variable}). Give one made for this model.")
-        shape = tuple(tensors[part.tensor].shape)
-        if shape != part.shape:
+        tensor_shape = tuple(tensors[part.tensor].shape)
+        if tensor_shape != part.shape:
             needs_text = f"{model.name} needs {part.shape}. Give the config of these weights."
-            raise InputError(f"{part.tensor} has shape {shape}; {needs_text}")
+            raise InputError(f"{part.tensor} has shape {tensor_shape}; {needs_text}")
         parts.setdefault(part.variable, {})[part.leading] = part
     _require_all_used(model, tensors, {part.tensor for by_leading in parts.values() for part in by_leading.values()})
     return parts
@@ -194,11 +194,11 @@ IGNORED_OF = {
 """Tensors of a family that are not weights of its decoder."""
 
 
-def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
+def _require_all_used(model: Model, tensors: Tensors, used_names: set[str]) -> None:
     """Raises InputError for a tensor that the model lacks, or a tied unembedding unlike the embedding."""
-    ignored = [form.format(num_layers=model.num_layers) for form in (*IGNORED, *IGNORED_OF.get(model.family, ()))]
+    ignored_forms = [form.format(num_layers=model.num_layers) for form in (*IGNORED, *IGNORED_OF.get(model.family, ()))]
     variable_of_copy = {name: variable for variable, name in mtp_copies(model).items()}
-    for name in tensors.keys() - used:
+    for name in tensors.keys() - used_names:
         is_tied = name.endswith("lm_head.weight") and model.tied_embeddings
         if variable := "embed" if is_tied else variable_of_copy.get(name):
             source_name = next(part.tensor for part in stored_parts(model, tensors) if part.variable == variable)
@@ -206,9 +206,9 @@ def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
                 advice = "Set tie_word_embeddings to false" if is_tied else "Leave mtp_weight out, or that layer"
                 raise InputError(f"{name} differs from {source_name}, to which the config ties it. {advice}.")
             continue
-        box = tuple(slice(0, size) for size in tensors[name].shape)
+        box = tuple(slice(0, dim_size) for dim_size in tensors[name].shape)
         is_zero = name.endswith(".bias") and not tensors[name][box].any()  # AutoGPTQ writes such beside every matrix
-        if not (is_zero or any(fnmatchcase(name, form) for form in ignored)):
+        if not (is_zero or any(fnmatchcase(name, form) for form in ignored_forms)):
             raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Give its own config.")
 
 
@@ -218,11 +218,11 @@ def mtp_copies(model: Model) -> dict[str, str]:
     return {v: f"{model.weights_prefix}layers.{n}.{name}.weight" for n in model.mtp_layers for v, name in names.items()}
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(tensor: Tensor, other_tensor: Tensor) -> bool:
     """True if two tensors are equal; they are read some rows at a time."""
-    if tuple(one.shape) != tuple(other.shape):
+    if tuple(tensor.shape) != tuple(other_tensor.shape):
         return False
-    rows, width = one.shape
-    starts = range(0, rows, ROWS_AT_ONCE)
-    boxes = ((slice(start, min(start + ROWS_AT_ONCE, rows)), slice(0, width)) for start in starts)
-    return all(np.array_equal(one[box], other[box]) for box in boxes)
+    num_rows, num_columns = tensor.shape
+    start_rows = range(0, num_rows, ROWS_AT_ONCE)
+    boxes = ((slice(start, min(start + ROWS_AT_ONCE, num_rows)), slice(0, num_columns)) for start in start_rows)
+    return all(np.array_equal(tensor[box], other_tensor[box]) for box in boxes)

@@ -41,8 +41,8 @@ class GgufTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        size, num_bytes = _block(self.kind)
-        shape = (*self.data.shape[:-1], self.data.shape[-1] // num_bytes * size)
+        block_len, num_bytes = _block(self.kind)
+        shape = (*self.data.shape[:-1], self.data.shape[-1] // num_bytes * block_len)
         return shape[::-1] if self.transposed else shape
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
@@ -52,12 +52,12 @@ class GgufTensor:
             return replace(self, transposed=False)[box[::-1]].T
         if self.rows is not None and len(box) == 1:  # a bias
             return replace(self, rows=None)[slice(0, len(self.rows)),][self.rows[box]]
-        *lead, columns = box
+        *leading_slices, columns = box
         size, num_bytes = _block(self.kind)
         first_block, end_block = columns.start // size, -(-columns.stop // size)
-        row_index = lead if self.rows is None else [self.rows[lead[0]]]
-        raw = self.data[*row_index, slice(first_block * num_bytes, end_block * num_bytes)]
-        floats: np.ndarray = dequantize(np.ascontiguousarray(raw), self.kind)
+        row_index = leading_slices if self.rows is None else [self.rows[leading_slices[0]]]
+        block_bytes = self.data[*row_index, slice(first_block * num_bytes, end_block * num_bytes)]
+        floats: np.ndarray = dequantize(np.ascontiguousarray(block_bytes), self.kind)
         floats = floats[..., columns.start - first_block * size : columns.stop - first_block * size : columns.step]
         return floats + np.float32(self.shift) if self.shift else floats  # -0.0 stays what it is
 
@@ -66,8 +66,8 @@ def _block(kind: Any) -> tuple[int, int]:
     """Returns the values of a block of a type, and its bytes."""
     from gguf.constants import GGML_QUANT_SIZES
 
-    sizes: tuple[int, int] = GGML_QUANT_SIZES[kind]
-    return sizes
+    len_and_bytes: tuple[int, int] = GGML_QUANT_SIZES[kind]
+    return len_and_bytes
 
 
 # -- tensors ------------------------------------------------------------------------------------------
@@ -90,37 +90,37 @@ def gguf_tensors(files: list[Path], model: Model) -> dict[str, Tensor]:
     Undoes what llama.cpp's conversion does to weights: it orders rows of q and k of a llama by pairs that are rotated,
     adds 1 to the norms of a gemma, transposes the linear layers of GPT-2 and stacks experts.
     """
-    stored, names = read_gguf(files).tensors, gguf_names()
-    embed_blocks = stored.get("token_embd.weight")
+    by_name, tables = read_gguf(files).tensors, gguf_names()
+    embed_blocks = by_name.get("token_embd.weight")
     dtype = {0: DTYPES["fp32"], 1: DTYPES["fp16"]}.get(embed_blocks.kind if embed_blocks else 0, DTYPES["bf16"])
-    remaining = {name: _blocks(name, tensor, dtype) for name, tensor in stored.items() if not name.startswith("rope_f")}
+    unread = {name: _blocks(name, tensor, dtype) for name, tensor in by_name.items() if not name.startswith("rope_f")}
     tensors: dict[str, Tensor] = {}
     num_sharing = Counter((weight.hf_name, weight.layers) for weight in weight_table(model) if not weight.tied_to)
     for weight in weight_table(model):
-        gguf_name_of = names["weights"] | (names["joined"] if num_sharing[weight.hf_name, weight.layers] > 1 else {})
-        leaf = gguf_name_of.get(weight.name.removeprefix("layers."), "")
+        gguf_name_of = tables["weights"] | (tables["joined"] if num_sharing[weight.hf_name, weight.layers] > 1 else {})
+        leaf_name = gguf_name_of.get(weight.name.removeprefix("layers."), "")
         for layer in weight.layers or (0,):
-            name = f"blk.{layer}.{leaf}" if weight.layers else leaf
-            if name not in remaining:  # a part of a tensor that is found; others are refused where weights are read
+            name = f"blk.{layer}.{leaf_name}" if weight.layers else leaf_name
+            if name not in unread:  # a part of a tensor that is found; others are refused where weights are read
                 continue
-            tensor = _published(model, weight, remaining.pop(name))
+            tensor = _published(model, weight, unread.pop(name))
             if "{expert}" in weight.hf_name:
-                for expert, data in enumerate(tensor.data):
-                    tensors[weight.hf_name.format(layer=layer, expert=expert)] = replace(tensor, data=data)
+                for expert, expert_data in enumerate(tensor.data):
+                    tensors[weight.hf_name.format(layer=layer, expert=expert)] = replace(tensor, data=expert_data)
             else:
                 tensors[weight.hf_name.format(layer=layer)] = tensor
-    return {**remaining, **tensors}
+    return {**unread, **tensors}
 
 
 def _published(model: Model, weight: Weight, stored: GgufTensor) -> GgufTensor:
     """Returns a stored tensor as it is published."""
-    name, rows, data = weight.name.removeprefix("layers."), None, stored.data
+    name, row_order, data = weight.name.removeprefix("layers."), None, stored.data
     if model.family in ("llama", "mixtral") and name in ("wq", "wk", "bq", "bk"):
-        rows = np.arange(stored.shape[0]).reshape(-1, model.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+        row_order = np.arange(stored.shape[0]).reshape(-1, model.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
     return replace(
         stored,
         data=data[None] if name == "shared.gate" and data.ndim == 1 else data,
-        rows=rows,
+        rows=row_order,
         shift=-1.0 if model.norm_unit_offset and weight.part == "norm" else 0.0,
         transposed=model.family == "gpt2" and bool(weight.layers) and weight.kind == "matrix",
     )
@@ -139,20 +139,20 @@ def _blocks(name: str, tensor: StoredBlocks, dtype: np.dtype) -> GgufTensor:
     file, shape = tensor.file, tensor.shape
     try:
         kind = GGMLQuantizationType(tensor.kind)
-        size, num_bytes = _block(kind)
+        block_len, num_bytes = _block(kind)
         dequantize(np.zeros((1, num_bytes), np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError):
         raise InputError(
             f"{file}: {name} is of type {tensor.kind}, which the installed package gguf does not widen. Quantise the "
             f"model as another type, or install a newer gguf."
         ) from None
-    needed_bytes, present_bytes = math.prod(shape) // size * num_bytes, file.stat().st_size - tensor.start
-    if not shape or shape[-1] % size or not 0 < needed_bytes <= present_bytes:
+    needed_bytes, present_bytes = math.prod(shape) // block_len * num_bytes, file.stat().st_size - tensor.start
+    if not shape or shape[-1] % block_len or not 0 < needed_bytes <= present_bytes:
         raise InputError(
-            f"{file} is cut short or damaged: {name}, {' x '.join(map(str, shape))} in blocks of {size}, needs "
+            f"{file} is cut short or damaged: {name}, {' x '.join(map(str, shape))} in blocks of {block_len}, needs "
             f"{needed_bytes:,} bytes and has {max(present_bytes, 0):,}. Fetch it again."
         )
-    stored_shape = (*shape[:-1], shape[-1] // size * num_bytes)
+    stored_shape = (*shape[:-1], shape[-1] // block_len * num_bytes)
     return GgufTensor(np.memmap(file, np.uint8, "r", tensor.start, stored_shape), kind, dtype)
 
 
@@ -173,20 +173,20 @@ def as_folder(path: Path) -> Path:
     if not is_gguf(path):
         return path
     files = gguf_files(path)
-    links = [*files, *(file for name in _BESIDE if (file := files[0].with_name(name)).is_file())]
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in links]
-    digest = hashlib.sha256(repr((_VERSION, stats)).encode()).hexdigest()[:16]
+    linked_files = [*files, *(file for name in _BESIDE if (file := files[0].with_name(name)).is_file())]
+    file_stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in linked_files]
+    digest = hashlib.sha256(repr((_VERSION, file_stats)).encode()).hexdigest()[:16]
     folder = cache_folder() / "gguf" / digest / gguf_name(files[0])
     if (folder / CONFIG).is_file():  # written last
         return folder
-    config, values = gguf_config(path), read_gguf(files).values
+    config, metadata = gguf_config(path), read_gguf(files).values
     model_from_config(config, gguf_name(files[0]))
     folder.mkdir(parents=True, exist_ok=True)
-    for file in links:
-        link = folder / f".{file.name}.{os.getpid()}"
-        link.symlink_to(file.resolve())
-        link.replace(folder / file.name)
-    if not (folder / TOKENIZER).exists() and (converted := gguf_tokenizer(values)):
+    for file in linked_files:
+        temp_link = folder / f".{file.name}.{os.getpid()}"
+        temp_link.symlink_to(file.resolve())
+        temp_link.replace(folder / file.name)
+    if not (folder / TOKENIZER).exists() and (converted := gguf_tokenizer(metadata)):
         write_text_whole(folder / TOKENIZER, converted.tokenizer.to_str())
         if not (folder / TOKENIZER_CONFIG).exists():
             write_json_whole(folder / TOKENIZER_CONFIG, converted.config)

@@ -29,33 +29,33 @@ def gguf_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer | None:
     kind, tokens, pre = metadata.get("model"), list(metadata.get("tokens", ())), str(metadata.get("pre", "default"))
     if not tokens:
         return None
-    advice, splits_of = "Put the model's tokenizer.json beside the file.", gguf_names()["pre_tokenizers"]
+    advice, split_of = "Put the model's tokenizer.json beside the file.", gguf_names()["pre_tokenizers"]
     if kind not in ("llama", "gpt2"):
         raise InputError(f"the tokenizer {kind!r} of a GGUF file is not read; llama and gpt2 are. {advice}")
-    if kind == "gpt2" and pre not in splits_of:
-        raise InputError(f"the pre-tokenizer {pre!r} of a GGUF file is not known.{nearest(pre, splits_of)} {advice}")
-    types = metadata.get("token_type", [NORMAL] * len(tokens))
+    if kind == "gpt2" and pre not in split_of:
+        raise InputError(f"the pre-tokenizer {pre!r} of a GGUF file is not known.{nearest(pre, split_of)} {advice}")
+    codes = metadata.get("token_type", [NORMAL] * len(tokens))
     if kind == "llama":
         # tokens of several spaces are stored as such, where all others have the letter for a space
         tokens = ["▁" * len(text) if text and not text.strip(" ") else text for text in tokens]
-        tokenizer = _sentencepiece(metadata, tokens, types)
+        tokenizer = _sentencepiece(metadata, tokens, codes)
     else:
-        tokenizer = _byte_level(metadata, tokens, splits_of[pre])
+        tokenizer = _byte_level(metadata, tokens, split_of[pre])
     for token_type, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
-        texts = [text for text, code in zip(tokens, types, strict=True) if code == token_type and text.strip("▁")]
+        texts = [text for text, code in zip(tokens, codes, strict=True) if code == token_type and text.strip("▁")]
         # tokens of spaces are left to merges, as in published files
         add([AddedToken(text, special=token_type == CONTROL, normalized=False) for text in texts])
     id_or_none = {name: metadata.get(f"{name}_token_id") for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
-    id_of = {name: number for name, number in id_or_none.items() if number is not None and number < len(tokens)}
-    default_adds = {"bos": kind == "llama" or splits_of.get(pre) == "llama3", "eos": False}
-    added = [name for name in default_adds if name in id_of and metadata.get(f"add_{name}_token", default_adds[name])]
-    if added:
-        mark_of = {name: (tokens[id_of[name]], id_of[name]) for name in added}
-        bos_mark, eos_mark = ([mark_of[name][0]] if name in added else [] for name in default_adds)
+    id_of = {name: token_id for name, token_id in id_or_none.items() if token_id is not None and token_id < len(tokens)}
+    default_adds = {"bos": kind == "llama" or split_of.get(pre) == "llama3", "eos": False}
+    marks = [name for name in default_adds if name in id_of and metadata.get(f"add_{name}_token", default_adds[name])]
+    if marks:
+        mark_of = {name: (tokens[id_of[name]], id_of[name]) for name in marks}
+        bos_mark, eos_mark = ([mark_of[name][0]] if name in marks else [] for name in default_adds)
         template = [*bos_mark, "$A", *eos_mark]
         tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=[*mark_of.values()])
-    short_of = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    config: dict[str, Any] = {name: tokens[id_of[short]] for name, short in short_of.items() if short in id_of}
+    short_by_key = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    config: dict[str, Any] = {name: tokens[id_of[short]] for name, short in short_by_key.items() if short in id_of}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     prefix = "tokenizer.chat_template"
     templates = {
@@ -68,19 +68,19 @@ def gguf_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer | None:
     return GgufTokenizer(tokenizer, config, generation | ({"eos_token_id": [*dict.fromkeys(eos)]} if eos else {}))
 
 
-def _sentencepiece(given: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
+def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
     """Returns a SentencePiece BPE with bytes for unknown letters.
 
     Files have scores in place of merges: two tokens merge to one, the one with the highest score first.
     """
-    vocab, scores = {text: number for number, text in enumerate(tokens)}, given.get("scores", [0.0] * len(tokens))
+    vocab, scores = {text: index for index, text in enumerate(tokens)}, metadata.get("scores", [0.0] * len(tokens))
     merges = []
-    for text, code, score in zip(tokens, types, scores, strict=True):
-        if code in (NORMAL, USER_DEFINED):
-            rank = (code == NORMAL, -score, vocab[text])
-            pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
-            merges += [(*rank, len(left), (left, right)) for left, right in pairs if left in vocab and right in vocab]
-    unknown_id = given.get("unknown_token_id")
+    for text, type_code, score in zip(tokens, types, scores, strict=True):
+        if type_code in (NORMAL, USER_DEFINED):
+            rank = (type_code == NORMAL, -score, vocab[text])
+            splits = ((text[:cut_at], text[cut_at:]) for cut_at in range(1, len(text)))
+            merges += [(*rank, len(left), (left, right)) for left, right in splits if left in vocab and right in vocab]
+    unknown_id = metadata.get("unknown_token_id")
     model = models.BPE(
         vocab,
         [pair for *_, pair in sorted(merges)],
@@ -88,24 +88,24 @@ def _sentencepiece(given: Mapping[str, Any], tokens: Sequence[str], types: Seque
         fuse_unk=True,
         byte_fallback=True,
     )
-    architecture = str(given.get("general.architecture"))
+    architecture = str(metadata.get("general.architecture"))
     tokenizer, replace_spaces = Tokenizer(model), normalizers.Replace(" ", "▁")
-    has_prefix_space = bool(given.get("add_space_prefix", not architecture.startswith("gemma")))
+    has_prefix_space = bool(metadata.get("add_space_prefix", not architecture.startswith("gemma")))
     if has_prefix_space and architecture != "phi3":
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
     else:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * has_prefix_space + [replace_spaces])
-    strip = [decoders.Strip(content=" ", left=1)] * has_prefix_space
+    strip_steps = [decoders.Strip(content=" ", left=1)] * has_prefix_space
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip_steps]
     )
     return tokenizer
 
 
-def _byte_level(given: Mapping[str, Any], tokens: Sequence[str], splits: str) -> Tokenizer:
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], splits: str) -> Tokenizer:
     """Returns a BPE of bytes with the merges of the file, which splits texts as models of that kind do."""
-    vocab = {text: number for number, text in enumerate(tokens)}
-    merges = [tuple(pair.split(" ", 1)) for pair in given.get("merges", ())]
+    vocab = {text: token_id for token_id, text in enumerate(tokens)}
+    merges = [tuple(pair.split(" ", 1)) for pair in metadata.get("merges", ())]
     # a word that is a token is that token, whatever the merges say
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=splits in ("llama3", "tekken")))
     cut = [pre_tokenizers.Split(Regex(gguf_names()["splits"][splits]), behavior="isolated")] if splits != "gpt2" else []

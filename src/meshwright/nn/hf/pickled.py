@@ -67,22 +67,22 @@ def unpickled(path: Path) -> dict[str, np.ndarray]:
 
 def _read(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:
-        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-        if entries["data.pkl"].file_size > MOST_PICKLE_BYTES:
+        entry_by_name = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        if entry_by_name["data.pkl"].file_size > MOST_PICKLE_BYTES:
             raise InputError(f"{path}: its pickle has more than {MOST_PICKLE_BYTES >> 20} MiB. Give safetensors.")
-        if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+        if "byteorder" in entry_by_name and archive.read(entry_by_name["byteorder"]) != b"little":
             raise InputError(f"{path} is not little-endian. Convert it to safetensors.")
-        pickle_bytes = archive.read(entries["data.pkl"])
+        pickle_bytes = archive.read(entry_by_name["data.pkl"])
 
     def storage(key: str, dtype: np.dtype, size: int) -> np.ndarray:
-        entry = entries[f"data/{key}"]
+        entry = entry_by_name[f"data/{key}"]
         with path.open("rb") as file:
             file.seek(entry.header_offset)
-            header = file.read(_LOCAL_HEADER)
-        start = entry.header_offset + _LOCAL_HEADER + sum(struct.unpack_from("<HH", header, 26))
+            zip_header = file.read(_LOCAL_HEADER)
+        offset = entry.header_offset + _LOCAL_HEADER + sum(struct.unpack_from("<HH", zip_header, 26))
         if entry.compress_type != zipfile.ZIP_STORED or size * dtype.itemsize > entry.file_size:
             raise ValueError(f"storage {key} is compressed or too short")
-        mapped = np.memmap(path, np.uint8, "r", start, (size * dtype.itemsize,)) if size else np.empty(0, np.uint8)
+        mapped = np.memmap(path, np.uint8, "r", offset, (size * dtype.itemsize,)) if size else np.empty(0, np.uint8)
         return mapped.view(dtype)
 
     return _Reader(BytesIO(pickle_bytes), path, storage).load()
@@ -106,16 +106,16 @@ class _Reader(pickle.Unpickler):
         raise InputError(f"{self._path} names {module}.{name}, which is not read or run. Give safetensors.")
 
     def persistent_load(self, given: Any) -> np.ndarray:
-        kind, storage, key, _, size = given
+        kind, storage, key, _, num_elements = given
         if kind != "storage" or not isinstance(storage, _Storage):
             raise ValueError("it refers to something beside the pickle that is not a storage")
-        return self._storage(str(key), storage.dtype, int(size))
+        return self._storage(str(key), storage.dtype, int(num_elements))
 
 
 def _tensor(storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> np.ndarray:
     """Returns a part of a storage as an array; the strides count elements."""
-    dims = list(zip(shape, strides, strict=True))
-    last_index = offset + sum((size - 1) * step for size, step in dims)
+    size_strides = list(zip(shape, strides, strict=True))
+    last_index = offset + sum((size - 1) * step for size, step in size_strides)
     if min((offset, *shape, *strides)) < 0 or (all(shape) and last_index >= len(storage)):
         raise ValueError("a tensor reaches beyond its storage")
     width = storage.itemsize

@@ -55,8 +55,8 @@ class Packing(NamedTuple):
         word_span = slice(span.start // per_word, -(-span.stop // per_word))
         packed = np.moveaxis(words[(*box[: self.axis], word_span, *box[self.axis + 1 :])], self.axis, 1)
         unsigned = np.dtype(f"u{packed.dtype.itemsize}")
-        shifts = np.asarray(self.order or range(per_word), unsigned) * unsigned.type(self.bits)
-        values = ((packed.view(unsigned)[..., None] >> shifts) & unsigned.type(2**self.bits - 1)).astype(np.uint8)
+        bit_shifts = np.asarray(self.order or range(per_word), unsigned) * unsigned.type(self.bits)
+        values = ((packed.view(unsigned)[..., None] >> bit_shifts) & unsigned.type(2**self.bits - 1)).astype(np.uint8)
         offset = span.start - word_span.start * per_word
         return np.moveaxis(values.reshape(len(packed), -1)[:, offset : offset + span.stop - span.start], 1, self.axis)
 
@@ -106,12 +106,12 @@ class PublishedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        sizes = list(self.stored.shape)
+        dim_sizes = list(self.stored.shape)
         if self.packing:
-            sizes[self.packing.axis] *= 8 * self.stored.dtype.itemsize // self.packing.bits
+            dim_sizes[self.packing.axis] *= 8 * self.stored.dtype.itemsize // self.packing.bits
         if (stated_shape := self.part(".weight_shape")) is not None:  # the last word may not be full
-            sizes = [int(size) for size in stated_shape[(slice(0, 2),)]]
-        return tuple(sizes[::-1] if self.transposed else sizes)
+            dim_sizes = [int(size) for size in stated_shape[(slice(0, 2),)]]
+        return tuple(dim_sizes[::-1] if self.transposed else dim_sizes)
 
     @property
     def group(self) -> tuple[int, int]:
@@ -131,13 +131,13 @@ class PublishedMatrix:
             raise InputError(f"{self.name} has zero points, and quantization_config says that it is symmetric. Give "
                              f"the config of these weights.")  # fmt: skip
         codes_dtype = np.dtype(np.int8) if self.packing else self.stored.dtype
-        dtype = {"floats": self.dtype, "values": codes_dtype, "scales": np.dtype(np.float32)}[self.reads]
-        values = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
-        rows_at_once = max(8, AT_ONCE // max(values.shape[1], 1))
-        for start in range(rows.start, rows.stop, rows_at_once):
-            row_span = slice(start, min(start + rows_at_once, rows.stop))
+        out_dtype = {"floats": self.dtype, "values": codes_dtype, "scales": np.dtype(np.float32)}[self.reads]
+        box_values = np.empty((rows.stop - rows.start, columns.stop - columns.start), out_dtype)
+        rows_at_once = max(8, AT_ONCE // max(box_values.shape[1], 1))
+        for start_row in range(rows.start, rows.stop, rows_at_once):
+            row_span = slice(start_row, min(start_row + rows_at_once, rows.stop))
             index = np.ix_(np.arange(row_span.start, row_span.stop) // self.group[0], groups)
-            out = values[start - rows.start : row_span.stop - rows.start]
+            out = box_values[start_row - rows.start : row_span.stop - rows.start]
             if self.reads == "scales":
                 out[:] = scales[index]
             elif self.reads == "floats":
@@ -145,21 +145,21 @@ class PublishedMatrix:
             else:
                 codes = self.codes(row_span, columns)
                 out[:] = (codes - np.uint8(self.middle)).view(np.int8) if self.packing else codes
-        return values
+        return box_values
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
         """Reads values before scaling, [out, in]: unsigned whole numbers where packed, else as stored."""
         box = (columns, rows) if self.transposed else (rows, columns)
-        values = self.packing.read(self.stored, box) if self.packing else np.asarray(self.stored[box])
-        values = values.T if self.transposed else values
-        return VALUES[values] if self.scheme.dtype == "fp4" else values
+        box_values = self.packing.read(self.stored, box) if self.packing else np.asarray(self.stored[box])
+        box_values = box_values.T if self.transposed else box_values
+        return VALUES[box_values] if self.scheme.dtype == "fp4" else box_values
 
     def groups(self, columns: slice) -> np.ndarray:
         """Returns the group of each input."""
-        regular, tensor = np.arange(columns.start, columns.stop) // self.group[1], self.part(*_GROUPS)
-        if tensor is None:
+        regular, group_tensor = np.arange(columns.start, columns.stop) // self.group[1], self.part(*_GROUPS)
+        if group_tensor is None:
             return regular
-        numbers = _whole(tensor).astype(np.int64)
+        numbers = _whole(group_tensor).astype(np.int64)
         groups, count = numbers[columns], self.num_groups[1]
         if not np.isin(numbers, range(count)).all() or (self.reads != "floats" and not np.array_equal(groups, regular)):
             raise InputError(f"{self.name}: the list of the groups of its {self.shape[1]} inputs has others than 0 to "
@@ -168,9 +168,9 @@ class PublishedMatrix:
 
     def scales(self) -> np.ndarray:
         """Reads the scales [groups of outputs, groups of inputs] in float32."""
-        tensor, global_scale = self.part(*SCALES), self.part(".weight_global_scale")
-        assert tensor is not None
-        scale = _whole(tensor)
+        scale_tensor, global_scale = self.part(*SCALES), self.part(".weight_global_scale")
+        assert scale_tensor is not None
+        scale = _whole(scale_tensor)
         is_exp = scale.dtype == np.uint8
         floats = np.ldexp(np.float32(1), scale.astype(np.int32) - _SCALE_BIAS) if is_exp else scale.astype(np.float32)
         floats = floats / _whole(global_scale).astype(np.float32).reshape(()) if global_scale is not None else floats
@@ -180,41 +180,41 @@ class PublishedMatrix:
 
     def zero_points(self) -> np.ndarray:
         """Reads the zero points of the values as `codes` has them: one for each scale, or one number for all."""
-        zeros, packing = self.part(*_ZEROS), self.packing
-        if zeros is None or (self.scheme.symmetric and not self.transposed):
+        zeros_tensor, packing = self.part(*_ZEROS), self.packing
+        if zeros_tensor is None or (self.scheme.symmetric and not self.transposed):
             return np.asarray(self.middle, np.float32)
         if packing is None:
-            return _whole(zeros).astype(np.float32).reshape(self.num_groups)
+            return _whole(zeros_tensor).astype(np.float32).reshape(self.num_groups)
         if not self.transposed:
-            return packing._replace(axis=0).read(zeros, _all(self.num_groups)).astype(np.float32)
-        points = packing._replace(axis=1).read(zeros, _all(self.num_groups[::-1])).T
-        return ((points + self.quantisation.zeros_less_one) & (2**packing.bits - 1)).astype(np.float32)
+            return packing._replace(axis=0).read(zeros_tensor, _all(self.num_groups)).astype(np.float32)
+        stored_zeros = packing._replace(axis=1).read(zeros_tensor, _all(self.num_groups[::-1])).T
+        return ((stored_zeros + self.quantisation.zeros_less_one) & (2**packing.bits - 1)).astype(np.float32)
 
     def require_whole(self) -> None:
         """Raises InputError if a part is missing, or has another shape or dtype than the scheme says."""
-        scale, zeros, group_list = self.part(*SCALES), self.part(*_ZEROS), self.part(*_GROUPS)
-        is_exp = scale is not None and scale.dtype == np.uint8
+        scales, zeros_tensor, group_list = self.part(*SCALES), self.part(*_ZEROS), self.part(*_GROUPS)
+        is_exp = scales is not None and scales.dtype == np.uint8
         has_global_scale = is_exp or ".weight_global_scale" in self.tensors
         is_missing = {
             "values": self.part(*_VALUES) is None,
-            "scales": scale is None,
+            "scales": scales is None,
             "global scale": self.scheme.dtype == "fp4" and not has_global_scale,
-            "zero points": not self.scheme.symmetric and zeros is None,
+            "zero points": not self.scheme.symmetric and zeros_tensor is None,
             "list of its groups": not self.scheme.in_order and group_list is None,
         }
-        if missing := [part_name for part_name, lacking in is_missing.items() if lacking]:
+        if missing := [part_name for part_name, is_lacking in is_missing.items() if is_lacking]:
             raise InputError(f"{self.name}: the checkpoint has no {missing[0]} of it. Fetch it and its config again.")
         stated, advice = self.part(".weight_shape"), "Give the config of these weights."
         if len(sizes := tuple(self.stored.shape)) != 2 or (stated is not None and tuple(stated.shape) != (2,)):
             raise InputError(f"{self.name}: values of shape {sizes} are no matrix. {advice}")
-        assert scale is not None
+        assert scales is not None
         groups, per_word = self.num_groups, 1
-        if self.packing and zeros is not None:
-            per_word = 8 * zeros.dtype.itemsize // self.packing.bits
-        part_of = {"scales": (scale, groups), "zero points": (zeros, (-(-groups[0] // per_word), groups[1]))}
+        if self.packing and zeros_tensor is not None:
+            per_word = 8 * zeros_tensor.dtype.itemsize // self.packing.bits
+        part_of = {"scales": (scales, groups), "zero points": (zeros_tensor, (-(-groups[0] // per_word), groups[1]))}
         if self.packing and stated is not None:
-            words = -(-self.shape[1] * self.packing.bits // (8 * self.stored.dtype.itemsize))
-            part_of["values"] = self.stored, (self.shape[0], words)
+            num_words = -(-self.shape[1] * self.packing.bits // (8 * self.stored.dtype.itemsize))
+            part_of["values"] = self.stored, (self.shape[0], num_words)
         for part_name, (tensor, shape) in (part_of | {"list of groups": (group_list, self.shape[1:])}).items():
             shape = shape[::-1] if self.transposed else shape
             if tensor is not None and [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
@@ -223,8 +223,8 @@ class PublishedMatrix:
                     f"{self.scheme.dtype}, groups of {self.group[0]} outputs x {self.group[1]} inputs, needs {shape}. "
                     f"{advice}"
                 )
-        if scale.dtype.kind in "iub" and not is_exp:
-            raise InputError(f"{self.name}: scales in {scale.dtype.name} are not floats. {advice}")
+        if scales.dtype.kind in "iub" and not is_exp:
+            raise InputError(f"{self.name}: scales in {scales.dtype.name} are not floats. {advice}")
 
 
 def _all(shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -251,17 +251,17 @@ class KeptPart(NamedTuple):
         full_box = (slice(0, 1) if s == 0 else slice((b := next(slices)).start * s, b.stop * s) for s in self.steps)
         matrix = tensors[self.part.tensor]
         assert isinstance(matrix, PublishedMatrix)
-        entries = replace(matrix, reads="scales" if self.scales else "values")
-        values = self.part.read({self.part.tensor: entries}, tuple(full_box))
+        entry_matrix = replace(matrix, reads="scales" if self.scales else "values")
+        box_values = self.part.read({self.part.tensor: entry_matrix}, tuple(full_box))
         if self.scales:
-            return values[tuple(slice(None, None, s) if s else 0 for s in self.steps)]
+            return box_values[tuple(slice(None, None, s) if s else 0 for s in self.steps)]
         if not self.group:
-            return values
-        axis = self.steps.index(2)
-        ahead, behind = values.shape[:axis], values.shape[axis + 1 :]
-        halves = values.reshape(*ahead, -1, 2, self.group // 2, *behind).view(np.uint8)
-        low, high = halves.take(0, axis + 1), halves.take(1, axis + 1)
-        return ((low & 15) | (high << 4)).reshape(*ahead, -1, *behind)
+            return box_values
+        pair_axis = self.steps.index(2)
+        dims_ahead, dims_behind = box_values.shape[:pair_axis], box_values.shape[pair_axis + 1 :]
+        halves = box_values.reshape(*dims_ahead, -1, 2, self.group // 2, *dims_behind).view(np.uint8)
+        low_halves, high_halves = halves.take(0, pair_axis + 1), halves.take(1, pair_axis + 1)
+        return ((low_halves & 15) | (high_halves << 4)).reshape(*dims_ahead, -1, *dims_behind)
 
 
 @dataclass(frozen=True)
@@ -275,24 +275,24 @@ class PublishedExperts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        experts, outputs, blocks, _ = self.blocks.shape
-        return experts, blocks * MX_BLOCK, outputs
+        num_experts, num_outputs, num_blocks, _ = self.blocks.shape
+        return num_experts, num_blocks * MX_BLOCK, num_outputs
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
-        experts, inputs, outputs = box
-        blocks = slice(inputs.start // MX_BLOCK, -(-inputs.stop // MX_BLOCK))
-        packed = self.blocks[experts, outputs, blocks, slice(0, MX_BLOCK // 2)]
-        scales = self.scales[experts, outputs, blocks]
-        offset = inputs.start - blocks.start * MX_BLOCK
-        floats = unpack(packed, scales)[..., offset : offset + inputs.stop - inputs.start]
+        expert_slice, input_slice, output_slice = box
+        block_slice = slice(input_slice.start // MX_BLOCK, -(-input_slice.stop // MX_BLOCK))
+        packed_bytes = self.blocks[expert_slice, output_slice, block_slice, slice(0, MX_BLOCK // 2)]
+        scales = self.scales[expert_slice, output_slice, block_slice]
+        first_input = input_slice.start - block_slice.start * MX_BLOCK
+        floats = unpack(packed_bytes, scales)[..., first_input : first_input + input_slice.stop - input_slice.start]
         return floats.transpose(0, 2, 1)
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Unpacks [..., blocks, 16] bytes with [..., blocks] scales to [..., blocks * 32] in bf16."""
-    values = np.stack([VALUES[packed & 0x0F], VALUES[packed >> 4]], axis=-1)
-    scaled = np.ldexp(values, (scales.astype(np.int32) - _SCALE_BIAS)[..., None, None])
-    return scaled.reshape(*packed.shape[:-2], -1).astype(DTYPES["bf16"])
+    float_pairs = np.stack([VALUES[packed & 0x0F], VALUES[packed >> 4]], axis=-1)
+    scaled_pairs = np.ldexp(float_pairs, (scales.astype(np.int32) - _SCALE_BIAS)[..., None, None])
+    return scaled_pairs.reshape(*packed.shape[:-2], -1).astype(DTYPES["bf16"])
 
 
 def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.dtype) -> Tensors:
@@ -300,10 +300,10 @@ def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.d
     is missing or misshapen, and for narrow matrices of which the config does not say how they are scaled."""
     expert_stems = [stem for name in tensors if (stem := name.removesuffix(MX_BLOCKS)) + MX_SCALES in tensors]
     packed = {s: PublishedExperts(tensors[s + MX_BLOCKS], tensors[s + MX_SCALES]) for s in expert_stems}
-    for stem, pair in packed.items():
-        blocks, scales = tuple(pair.blocks.shape), tuple(pair.scales.shape)
-        if len(blocks) != 4 or blocks != (*scales, MX_BLOCK // 2):
-            raise InputError(f"{stem}: blocks of shape {blocks} and scales of shape {scales}; each {MX_BLOCK // 2} "
+    for stem, experts in packed.items():
+        blocks, scale_dims = tuple(experts.blocks.shape), tuple(experts.scales.shape)
+        if len(blocks) != 4 or blocks != (*scale_dims, MX_BLOCK // 2):
+            raise InputError(f"{stem}: blocks of shape {blocks} and scales of shape {scale_dims}; each {MX_BLOCK // 2} "
                              f"bytes need a scale. Fetch its files again.")  # fmt: skip
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith((MX_BLOCKS, MX_SCALES))} | packed
     parts_of_module: dict[str, dict[str, Tensor]] = {}
@@ -311,24 +311,24 @@ def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.d
         for end in _ENDS:
             if name.endswith(end):
                 parts_of_module.setdefault(name.removesuffix(end), {})[end] = tensors[name]
-    joined = {
+    tensor_by_name = {
         name: tensor for name, tensor in tensors.items() if not (quantisation and name.endswith((*_ENDS, *_UNUSED)))
     }
-    for module, parts in parts_of_module.items():
+    for module, part_by_end in parts_of_module.items():
         assert quantisation is not None
-        if (plain_weight := joined.pop(f"{module}.weight", None)) is not None:
-            parts[".weight"] = plain_weight
+        if (plain_weight := tensor_by_name.pop(f"{module}.weight", None)) is not None:
+            part_by_end[".weight"] = plain_weight
         if (scheme := quantisation.scheme(module)) is None:
             raise InputError(f"{module} is quantised, and no group of quantization_config names it. Give the config of "
                              f"these weights.")  # fmt: skip
-        matrix = PublishedMatrix(f"{module}.weight", parts, scheme, quantisation, dtype)
+        matrix = PublishedMatrix(f"{module}.weight", part_by_end, scheme, quantisation, dtype)
         matrix.require_whole()
-        joined[matrix.name] = matrix
-    for name, tensor in joined.items():
+        tensor_by_name[matrix.name] = matrix
+    for name, tensor in tensor_by_name.items():
         if not isinstance(tensor, PublishedMatrix) and name.endswith(".weight") and tensor.dtype.itemsize == 1:
             raise InputError(f"{name} is stored in {tensor.dtype.name} without scales. Give a folder with its scales, "
                              f"or in bf16, fp16 or fp32.")  # fmt: skip
-    return joined
+    return tensor_by_name
 
 
 def why_refused(model: Model, tensors: Tensors, quantisation: Quantisation | None) -> str:

@@ -48,29 +48,29 @@ def special_tokens(folder: Path) -> dict[str, str]:
     config = read_table(folder / TOKENIZER_CONFIG, remedy="remove it")
     if "added_tokens_decoder" not in config:
         config |= read_table(folder / SPECIAL_TOKENS, remedy="remove it")
-    token_of = {name: token for name, token in config.items() if name.endswith("_token")}
+    token_by_name = {name: token for name, token in config.items() if name.endswith("_token")}
     for name in ("extra_special_tokens", "model_specific_special_tokens"):
-        token_of |= extra if isinstance(extra := config.get(name), dict) else {}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in token_of.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
+        token_by_name |= extra if isinstance(extra := config.get(name), dict) else {}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in token_by_name.items()}
+    return {name: token_text for name, token_text in texts.items() if isinstance(token_text, str) and token_text}
 
 
 def end_token(tokenizer: Tokenizer, name: str | None) -> int | None:
     """Returns the number of the end-of-text token: ``name``, else the first of `END_NAMES` that exists; else None."""
-    numbers = (tokenizer.token_to_id(end_name) for end_name in ((name,) if name else END_NAMES))
-    return next((number for number in numbers if number is not None), None)
+    token_ids = (tokenizer.token_to_id(end_name) for end_name in ((name,) if name else END_NAMES))
+    return next((token_id for token_id in token_ids if token_id is not None), None)
 
 
 def end_tokens(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
     """Returns ``eos_token_id`` of a folder's generation config or config, else the tokenizer's end token, if any."""
     for file in (folder / GENERATION, folder / CONFIG):
-        table = read_table(file, remedy="fetch it again")
-        nested = table.get("text_config")
-        eos_ids = table.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
+        config = read_table(file, remedy="fetch it again")
+        text_config = config.get("text_config")
+        eos_ids = config.get("eos_token_id", text_config.get("eos_token_id") if isinstance(text_config, dict) else None)
         if eos_ids is not None:
-            tokens = eos_ids if isinstance(eos_ids, list) else [eos_ids]
-            if not all(isinstance(token, int) for token in tokens):
+            token_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+            if not all(isinstance(token, int) for token in token_ids):
                 raise InputError(f"{file}: eos_token_id is {eos_ids!r}. Write the number of a token, or a list.")
-            return tokens
+            return token_ids
     end_id = end_token(tokenizer, special_tokens(folder).get("eos_token")) if tokenizer else None
     return [] if end_id is None else [end_id]

@@ -75,23 +75,23 @@ def read_params(
     model: Model, tensors: Tensors, shardings: Mapping[str, Any] | None = None, dtype: Any = None
 ) -> Params:
     """Loads weights as `load_params` does, from tensors of any kind: files, or a state dict of NumPy arrays."""
-    parts_of = checked_parts(model, tensors)
+    parts_by_variable = checked_parts(model, tensors)
     if dtype is not None:
         matrices = {name: matrix for name, matrix in tensors.items() if isinstance(matrix, PublishedMatrix)}
         tensors = {**tensors, **{name: dataclasses.replace(x, dtype=np.dtype(dtype)) for name, x in matrices.items()}}
-    one_device = SingleDeviceSharding(jax.devices()[0])
-    quantised = quantised_weights(model, "")
-    shapes = quantisation.param_shapes(model, param_shapes(model), "")
+    default_sharding = SingleDeviceSharding(jax.devices()[0])
+    pair_by_variable = quantised_weights(model, "")
+    shape_by_name = quantisation.param_shapes(model, param_shapes(model), "")
     params: dict[str, Any] = {}
     for variable, weight in rows(model).items():
-        arrays: dict[str, Mapping[tuple[int, ...], Any]] = {variable: parts_of[variable]}
+        parts_by_array: dict[str, Mapping[tuple[int, ...], Any]] = {variable: parts_by_variable[variable]}
         target_dtype = STORED_DTYPES.get(weight.dtype, dtype) if dtype is not None else None
-        if variable in quantised:
-            arrays = _kept_parts(model, weight, quantised[variable], parts_of[variable])
-        for name, parts in arrays.items():
-            sharding = shardings[name] if shardings else one_device
-            array_dtype = shapes[name].dtype if variable in quantised else target_dtype
-            array = _array(shapes[name].shape, parts, tensors, sharding, array_dtype)
+        if variable in pair_by_variable:
+            parts_by_array = _kept_parts(model, weight, pair_by_variable[variable], parts_by_variable[variable])
+        for name, parts in parts_by_array.items():
+            sharding = shardings[name] if shardings else default_sharding
+            array_dtype = shape_by_name[name].dtype if variable in pair_by_variable else target_dtype
+            array = _array(shape_by_name[name].shape, parts, tensors, sharding, array_dtype)
             params[name] = (array,) if isinstance(sharding, OutputsFirst) else array
     return params
 
@@ -100,16 +100,16 @@ def _kept_parts(
     model: Model, weight: Weight, pair: tuple[Variable, Variable], parts: Mapping[tuple[int, ...], StoredPart]
 ) -> dict[str, Mapping[tuple[int, ...], Any]]:
     """Returns the parts of the values and of the scales of a weight that is kept as it is stored."""
-    values, scale = pair
-    dims = weight.dims[len(next(iter(parts))) - bool(weight.layers) :]
-    group_size_of = {dim: model.dims[dim] // model.dims[f"{dim}g"] for dim in dims if f"{dim}g" in scale.dims}
-    is_packed = values.dtype == "int4"
-    steps = tuple(2 if is_packed and dim in group_size_of else 1 for dim in dims)
-    scale_steps = tuple(1 if dim in scale.dims else group_size_of.get(dim, 0) for dim in dims)
+    values_row, scale_row = pair
+    part_dims = weight.dims[len(next(iter(parts))) - bool(weight.layers) :]
+    group_size_of = {dim: model.dims[dim] // model.dims[f"{dim}g"] for dim in part_dims if f"{dim}g" in scale_row.dims}
+    is_packed = values_row.dtype == "int4"
+    steps = tuple(2 if is_packed and dim in group_size_of else 1 for dim in part_dims)
+    scale_steps = tuple(1 if dim in scale_row.dims else group_size_of.get(dim, 0) for dim in part_dims)
     group_size = next(iter(group_size_of.values())) if is_packed else 0
     return {
-        values.name: {index: KeptPart(part, steps, False, group_size) for index, part in parts.items()},
-        scale.name: {index: KeptPart(part, scale_steps, True) for index, part in parts.items()},
+        values_row.name: {index: KeptPart(part, steps, False, group_size) for index, part in parts.items()},
+        scale_row.name: {index: KeptPart(part, scale_steps, True) for index, part in parts.items()},
     }
 
 
@@ -119,42 +119,42 @@ def _array(
     """Reads one variable shard by shard; devices with the same shard share one read. With a tuple of shardings, each
     layer is an array of its own."""
     if isinstance(sharding, tuple):
-        layers = ({index[1:]: part for index, part in table.items() if index[0] == n} for n in range(len(sharding)))
-        by_layer = zip(layers, sharding, strict=True)
-        return tuple(_array(shape[1:], parts, tensors, layer_sharding, dtype) for parts, layer_sharding in by_layer)
+        tables = ({index[1:]: part for index, part in table.items() if index[0] == n} for n in range(len(sharding)))
+        layer_pairs = zip(tables, sharding, strict=True)
+        return tuple(_array(shape[1:], parts, tensors, layer_sharding, dtype) for parts, layer_sharding in layer_pairs)
     outputs_first = sharding if isinstance(sharding, OutputsFirst) else None
     placement = outputs_first.given if outputs_first else sharding
-    devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    for device, index in placement.addressable_devices_indices_map(shape).items():
-        region = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
-        devices_of.setdefault(region, []).append(device)
-    arrays = []
-    for region, devices in devices_of.items():
-        block = _block(table, tensors, tuple(slice(*bounds) for bounds in region), dtype)
+    devices_by_region: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, box in placement.addressable_devices_indices_map(shape).items():
+        region = tuple(part.indices(dim_size)[:2] for part, dim_size in zip(box or (), shape, strict=True))
+        devices_by_region.setdefault(region, []).append(device)
+    shards = []
+    for region, devices in devices_by_region.items():
+        block = _block(table, tensors, tuple(slice(*span) for span in region), dtype)
         if outputs_first:
             block = np.ascontiguousarray(block.reshape(math.prod(block.shape[: outputs_first.inputs]), -1).T)
-        arrays += [jax.device_put(block, device) for device in devices]
-        jax.block_until_ready(arrays[-1])  # the host's copy is free before the next one is made
+        shards += [jax.device_put(block, device) for device in devices]
+        jax.block_until_ready(shards[-1])  # the host's copy is free before the next one is made
     if outputs_first:
         num_inputs = math.prod(shape[: outputs_first.inputs])
         shape = math.prod(shape) // num_inputs, num_inputs
-    return jax.make_array_from_single_device_arrays(shape, outputs_first.own if outputs_first else sharding, arrays)
+    return jax.make_array_from_single_device_arrays(shape, outputs_first.own if outputs_first else sharding, shards)
 
 
 def _block(table: Mapping[tuple[int, ...], Any], tensors: Tensors, region: Box, dtype: Any) -> np.ndarray:
     """Reads a region of a variable's array; each layer and expert of its leading dims is a stored part."""
     num_leading = len(next(iter(table)))
     box = region[num_leading:]
-    block: np.ndarray | None = None
-    for index in np.ndindex(*(part.stop - part.start for part in region[:num_leading])):
-        stored_part = table[tuple(i + part.start for i, part in zip(index, region, strict=False))]
+    region_values: np.ndarray | None = None
+    for leading_index in np.ndindex(*(part.stop - part.start for part in region[:num_leading])):
+        stored_part = table[tuple(i + part.start for i, part in zip(leading_index, region, strict=False))]
         values = stored_part.read(tensors, box)
-        if block is None:
-            block = np.empty([s.stop - s.start for s in region], dtype or values.dtype)
-        block[index] = values
-    if block is None:
+        if region_values is None:
+            region_values = np.empty([s.stop - s.start for s in region], dtype or values.dtype)
+        region_values[leading_index] = values
+    if region_values is None:
         raise AssertionError("a shard without any layer")
-    return block
+    return region_values
 
 
 # -- writing ------------------------------------------------------------------------------------------
@@ -192,14 +192,14 @@ def source_of(params: Params) -> tuple[Fetch, dict[str, np.dtype]]:
 def gathered_part(array: Array, index: tuple[int, ...]) -> Array:
     """Gathers a part of a sharded array to every device; compiled once for all parts of one shape."""
     assert isinstance(array.sharding, NamedSharding)
-    return _gather(array.sharding.mesh)(array, tuple(np.int32(number) for number in index))
+    return _gather(array.sharding.mesh)(array, tuple(np.int32(leading_index) for leading_index in index))
 
 
 @cache
 def _gather(mesh: Mesh | AbstractMesh) -> Callable[[Array, tuple[np.int32, ...]], Array]:
     def part(array: Array, index: tuple[Array, ...]) -> Array:
-        for number in index:
-            array = lax.dynamic_index_in_dim(array, number, keepdims=False)
+        for leading_index in index:
+            array = lax.dynamic_index_in_dim(array, leading_index, keepdims=False)
         return array
 
     return jax.jit(part, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -228,11 +228,11 @@ def write_hf(
         for entry in entries:
             entry.make()
         return []
-    files = write_checkpoint(folder, entries, max_bytes=max_shard_bytes)
-    keys = config_from_model(model) | {"dtype": entries[0].dtype.name, **config}
-    write_json_whole(folder / CONFIG, keys)
-    write_sums(folder, [file for file in (*files, folder / INDEX, folder / CONFIG) if file.is_file()])
-    return files
+    weight_files = write_checkpoint(folder, entries, max_bytes=max_shard_bytes)
+    config_keys = config_from_model(model) | {"dtype": entries[0].dtype.name, **config}
+    write_json_whole(folder / CONFIG, config_keys)
+    write_sums(folder, [file for file in (*weight_files, folder / INDEX, folder / CONFIG) if file.is_file()])
+    return weight_files
 
 
 def save_adapter(
@@ -257,38 +257,38 @@ def merged(model: Model, fetch: Fetch) -> Fetch:
     """Returns a source of layers W + (alpha / rank) A B from a source of W, A and B; sums in float32."""
     if model.lora is None:
         return fetch
-    scale, table, a_of = model.lora.scale, rows(model), adapted(model)
+    lora_scale, weight_by_name, a_of = model.lora.scale, rows(model), adapted(model)
 
     def read(name: str, index: tuple[int, ...]) -> np.ndarray:
-        value, local = fetch(name, index), local_name(table[name])
+        base_value, local = fetch(name, index), local_name(weight_by_name[name])
         if local not in a_of:
-            return value
+            return base_value
         suffix = name.removeprefix(local)
         a, b = (fetch(f"{factor}{suffix}", index).astype(np.float32) for factor in (a_of[local], f"{local}_lora_b"))
-        return (value + scale * np.tensordot(a, b, 1)).astype(value.dtype)
+        return (base_value + lora_scale * np.tensordot(a, b, 1)).astype(base_value.dtype)
 
     return read
 
 
 def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> Iterator[Entry]:
     """Yields every tensor of the published layout whose variables are in ``dtypes``; values are made when written."""
-    parts: dict[str, list[StoredPart]] = {}
-    copies = mtp_copies(model)
+    parts_by_tensor: dict[str, list[StoredPart]] = {}
+    copy_by_variable = mtp_copies(model)
     for part in stored_parts(model):
         if part.variable in dtypes:
-            parts.setdefault(part.tensor, []).append(part)
-            if part.variable in copies:
-                parts[copies[part.variable]] = [part]
-    for name, tensor_parts in parts.items():
+            parts_by_tensor.setdefault(part.tensor, []).append(part)
+            if part.variable in copy_by_variable:
+                parts_by_tensor[copy_by_variable[part.variable]] = [part]
+    for name, tensor_parts in parts_by_tensor.items():
         dtype = dtypes[tensor_parts[0].variable]
         yield Entry(name, tensor_parts[0].shape, dtype, partial(_made, tensor_parts, fetch, dtype))
 
 
-def _made(found: Sequence[StoredPart], fetch: Fetch, dtype: np.dtype) -> np.ndarray:
-    stored = np.empty(found[0].shape, dtype)
-    for part in found:
-        part.put(stored, fetch(part.variable, part.leading))
-    return stored
+def _made(parts: Sequence[StoredPart], fetch: Fetch, dtype: np.dtype) -> np.ndarray:
+    tensor_values = np.empty(parts[0].shape, dtype)
+    for part in parts:
+        part.put(tensor_values, fetch(part.variable, part.leading))
+    return tensor_values
 
 
 def convert_hf(
@@ -296,10 +296,10 @@ def convert_hf(
 ) -> list[Path]:
     """Rewrites a folder in the published layout, in another dtype or file size, one tensor at a time; merges an adapter
     with its base. Returns the files of weights."""
-    keys = token_numbers(base_folder(source) if model.lora else source)
+    token_keys = token_numbers(base_folder(source) if model.lora else source)
     with open_source(model, source) as (fetch, dtypes):
         fetch, model = merged(model, fetch), frozen_base(model)
-        return write_hf(model, fetch, dtypes, folder, dtype=dtype, max_shard_bytes=max_shard_bytes, config=keys)
+        return write_hf(model, fetch, dtypes, folder, dtype=dtype, max_shard_bytes=max_shard_bytes, config=token_keys)
 
 
 def with_stored_mtp(model: Model, folder: Path) -> Model:
@@ -313,17 +313,17 @@ def with_stored_mtp(model: Model, folder: Path) -> Model:
 def open_source(model: Model, folder: Path) -> Iterator[tuple[Fetch, dict[str, np.dtype]]]:
     """Opens the weights of a folder: a function that reads one layer, and the dtypes of the weights."""
     with open_tensors(model, folder) as tensors:
-        table = checked_parts(model, tensors)
+        parts_of = checked_parts(model, tensors)
         box_of = {name: tuple(slice(0, size) for size in stacked_shape(weight)) for name, weight in rows(model).items()}
 
         def fetch(variable: str, index: tuple[int, ...]) -> np.ndarray:
-            return table[variable][index].read(tensors, box_of[variable][len(index) :])
+            return parts_of[variable][index].read(tensors, box_of[variable][len(index) :])
 
-        yield fetch, {name: tensors[next(iter(parts.values())).tensor].dtype for name, parts in table.items()}
+        yield fetch, {name: tensors[next(iter(parts.values())).tensor].dtype for name, parts in parts_of.items()}
 
 
 def token_numbers(folder: Path) -> dict[str, Any]:
     """Returns the special token ids in the config.json of a folder."""
-    keys = read_json(folder / CONFIG, "Give the folder of a model.")
-    keys = {**keys.get("text_config", {}), **keys}
-    return {key: keys[key] for key in TOKEN_KEYS if keys.get(key) is not None}
+    config = read_json(folder / CONFIG, "Give the folder of a model.")
+    config = {**config.get("text_config", {}), **config}
+    return {key: config[key] for key in TOKEN_KEYS if config.get(key) is not None}

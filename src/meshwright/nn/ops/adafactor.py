@@ -28,9 +28,9 @@ def _moved(context: UpdateContext, mean: Array, new: Array) -> Array:
 
 def _mean_part(sizes: Sizes, values: Array, of: ShardedArray, over: ShardedArray) -> Array:
     """Returns this device's part of the mean over the dims of ``of`` that ``over`` lacks."""
-    axes = tuple(i for i, dim in enumerate(of.dims) if dim not in over.dims)
-    num_entries = math.prod(sizes.get(of.dims[i], values.shape[i] * lax.axis_size(of.axes[i])) for i in axes)
-    return jnp.sum(values, axes) / num_entries
+    mean_axes = tuple(i for i, dim in enumerate(of.dims) if dim not in over.dims)
+    num_entries = math.prod(sizes.get(of.dims[i], values.shape[i] * lax.axis_size(of.axes[i])) for i in mean_axes)
+    return jnp.sum(values, mean_axes) / num_entries
 
 
 def sums(context: UpdateContext, step: Step, grad: Array) -> tuple[Array, ...]:
@@ -41,8 +41,8 @@ def sums(context: UpdateContext, step: Step, grad: Array) -> tuple[Array, ...]:
 
 def moments(context: UpdateContext, step: Step, *sums_and_means: Array) -> tuple[Array, ...]:
     """Returns the mean of the rows, and the running means of rows and columns."""
-    rows, columns, *old_means = sums_and_means
-    new_means = [_moved(context, old, new) for old, new in zip(old_means, (rows, columns), strict=True)]
+    row_means, column_means, *old_means = sums_and_means
+    new_means = [_moved(context, old, new) for old, new in zip(old_means, (row_means, column_means), strict=True)]
     return _mean_part(context.sizes, new_means[0], step.more[0], step.result), *new_means
 
 
@@ -51,8 +51,8 @@ def scale(
 ) -> tuple[Array, ...]:
     """Divides the gradient by the factored root of its second moment; also returns the result's mean square."""
     grad_array, row_array, column_array, level_array = step.inputs
-    share = spread(rows / spread(level, level_array.dims, row_array.dims), row_array.dims, grad_array.dims)
-    update = grad * lax.rsqrt(share) * lax.rsqrt(spread(columns, column_array.dims, grad_array.dims))
+    row_share = spread(rows / spread(level, level_array.dims, row_array.dims), row_array.dims, grad_array.dims)
+    update = grad * lax.rsqrt(row_share) * lax.rsqrt(spread(columns, column_array.dims, grad_array.dims))
     return update, _mean_part(context.sizes, jnp.square(update), grad_array, step.more[0])
 
 
@@ -70,8 +70,8 @@ def weights(context: UpdateContext, step: Step, values: Array) -> Array:
 
 def change(context: UpdateContext, step: Step, scaled: Array, squares: Array, weights: Array) -> Array:
     """Returns the update, clipped to root mean square 1 and scaled by the RMS of the weights."""
-    of_scaled, *means = step.inputs
-    rms, size = (spread(jnp.sqrt(v), a.dims, of_scaled.dims) for v, a in zip((squares, weights), means, strict=True))
+    scaled_array, *means = step.inputs
+    rms, size = (spread(jnp.sqrt(v), a.dims, scaled_array.dims) for v, a in zip((squares, weights), means, strict=True))
     return scaled / jnp.maximum(1.0, rms / CLIP_RMS) * jnp.maximum(SMALLEST_SCALE, size)
 
 

@@ -20,7 +20,7 @@ def update(
     """Returns the weight and the running means of the gradient and of its square, whose bias is corrected."""
     mu = (1 - context.beta1) * grad + context.beta1 * mu
     nu = (1 - context.beta2) * grad**2 + context.beta2 * nu
-    mean, square = (moment / share for moment, share in zip((mu, nu), context.corrections, strict=True))
+    mean, square = (moment / correction for moment, correction in zip((mu, nu), context.corrections, strict=True))
     return changed(context, step, mean / (jnp.sqrt(square) + context.epsilon), weight), mu, nu
 
 

@@ -39,8 +39,8 @@ def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCal
     def index(array: ShardedArray, value: Array) -> Array | np.ndarray | None:
         dim = positions_of(array)
         # an encoder's positions stay in order
-        order = context.order if dim == "T" else SequenceOrder()
-        return order.index(array.axes_of(dim), value.shape[1])
+        sequence_order = context.order if dim == "T" else SequenceOrder()
+        return sequence_order.index(array.axes_of(dim), value.shape[1])
 
     first_head = first_index(sharded.q.axes_of(sharded.q.dims[2]), arrays.q.shape[2])
     learns = details.distance > 0
@@ -65,18 +65,18 @@ def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
     arrays = tuple(x if x.ndim == 1 else context.order.restored(x) for x in data)
     if len(arrays) > len(rule.data):
         terms["document"] = ()
-    num_data, windows = len(rule.data), [] if window is None else [mods.window(window)]
+    num_data, window_masks = len(rule.data), [] if window is None else [mods.window(window)]
 
     def make(*arrays: Array) -> mods.Mask:
-        return mods.and_masks(rule.make(*arrays[:num_data]), *windows, *map(mods.document, arrays[num_data:]))
+        return mods.and_masks(rule.make(*arrays[:num_data]), *window_masks, *map(mods.document, arrays[num_data:]))
 
     return Mod(make, arrays, terms if rule.terms else {})
 
 
 def _distance_bias(step: Step, table: AnyArray, first_head: DynamicInt) -> Mod:
     """Returns T5's bias, of which a device has the columns of its heads."""
-    far, causal = step.details.distance, not step.details.sees_all
-    return Mod(lambda held: mods.distance_bias(held, far=far, causal=causal, first=first_head), (table,))
+    max_distance, is_causal = step.details.distance, not step.details.sees_all
+    return Mod(lambda held: mods.distance_bias(held, far=max_distance, causal=is_causal, first=first_head), (table,))
 
 
 def score_of(context: Context, step: Step) -> Mod | None:
@@ -85,9 +85,9 @@ def score_of(context: Context, step: Step) -> Mod | None:
     if not step.details.score:
         return None if cap is None else Mod(partial(mods.softcap, cap), (), {"softcap": (cap,)})
     rule = score_named(step.details.score)
-    array_of = {"slopes": mods.alibi_slopes(context.model.num_heads)}
-    caps, arrays = [] if cap is None else [mods.softcap(cap)], tuple(array_of[name] for name in rule.data)
-    return Mod(lambda *arrays: mods.then(rule.make(*arrays), *caps), arrays, {"": ()})
+    array_by_name = {"slopes": mods.alibi_slopes(context.model.num_heads)}
+    cap_rules, arrays = [] if cap is None else [mods.softcap(cap)], tuple(array_by_name[name] for name in rule.data)
+    return Mod(lambda *arrays: mods.then(rule.make(*arrays), *cap_rules), arrays, {"": ()})
 
 
 STEPS = {"attention": attention, "attention_backward": partial(attention, backward=True)}

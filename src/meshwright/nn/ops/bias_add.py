@@ -16,8 +16,8 @@ def bias_add(context: Context, step: Step, x: Any, bias: Array) -> Any:
     """Adds the bias along the dims that it has; packed tokens get their expert's."""
     if isinstance(x, Ragged):
         return x.with_rows(x.rows + bias[experts_of_rows(x)].astype(x.rows.dtype))
-    dims, bias_dims = (array.dims for array in step.inputs)
-    return x + spread(bias, bias_dims, dims).astype(x.dtype)
+    x_dims, bias_dims = (array.dims for array in step.inputs)
+    return x + spread(bias, bias_dims, x_dims).astype(x.dtype)
 
 
 def bias_add_backward(context: Context, step: Step, dout: Any) -> Any:

@@ -29,16 +29,16 @@ def ragged_call(
     ``others`` begin with the first row, rows, positions and pages of each sequence. These count rows and pages through
     all devices; a sequence has the rows of these that are here.
     """
-    first_rows, counts, lengths, pages, *inputs = others
-    known_lengths = lengths if step.details.mask else None
+    first_rows, row_counts, seq_lens, page_table, *inputs = others
+    known_lengths = seq_lens if step.details.mask else None
     num_heads = queries.shape[2]
     num_pages, page_len = cached.page_sizes
     cache_array = next(array for array in step.inputs if array.dims[1:2] == ("Pl",))
-    data = [x for x in inputs if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
-    rule = score_rule(context, step, data, num_heads) if step.details.score or step.details.mask else None
-    first_rows, counts, lengths = own_rows(step.inputs[0], len(queries), first_rows, counts, lengths)
-    slots = cache_array.axes[1]
-    spread = SpreadSlots(first_index(slots, page_len), page_len * lax.axis_size(slots)) if slots else None
+    mask_data = [x for x in inputs if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
+    rule = score_rule(context, step, mask_data, num_heads) if step.details.score or step.details.mask else None
+    first_rows, row_counts, seq_lens = own_rows(step.inputs[0], len(queries), first_rows, row_counts, seq_lens)
+    slot_axes = cache_array.axes[1]
+    spread = SpreadSlots(first_index(slot_axes, page_len), page_len * lax.axis_size(slot_axes)) if slot_axes else None
     call = RaggedCall(
         scale=context.model.attention_scale,
         window=step.details.window,
@@ -46,9 +46,9 @@ def ragged_call(
         rule=rule,
         known=known_lengths,
         first=first_rows,
-        counts=counts,
-        lengths=lengths,
-        pages=cached.in_pool(pages - first_index(cache_array.axes[0], num_pages)),
+        counts=row_counts,
+        lengths=seq_lens,
+        pages=cached.in_pool(page_table - first_index(cache_array.axes[0], num_pages)),
         spread=spread,
         longest=context.longest,
         heads_first=cached.heads_first,
@@ -67,15 +67,15 @@ def own_rows(
 
 def rows_from(call: RaggedCall, start: Array, num_rows: int) -> RaggedCall:
     """Returns the call of ``num_rows`` rows from one on."""
-    first_rows, counts, lengths = _within(start, num_rows, call.first, call.counts, call.lengths)
-    return replace(call, first=first_rows, counts=counts, lengths=lengths, longest=min(call.longest, num_rows))
+    first_rows, row_counts, seq_lens = _within(start, num_rows, call.first, call.counts, call.lengths)
+    return replace(call, first=first_rows, counts=row_counts, lengths=seq_lens, longest=min(call.longest, num_rows))
 
 
 def _within(
     start: Array | int, num_rows: int, first: Array, counts: Array, lengths: Array
 ) -> tuple[Array, Array, Array]:
     begin_row = first - start
-    begin_row, end_row = (jnp.clip(place, 0, num_rows) for place in (begin_row, begin_row + counts))
+    begin_row, end_row = (jnp.clip(row, 0, num_rows) for row in (begin_row, begin_row + counts))
     return begin_row, end_row - begin_row, lengths - (first + counts - start - end_row)
 
 
@@ -83,12 +83,12 @@ def score_rule(context: Context, step: Step, data: Sequence[Array], num_heads: i
     """Returns the rule of the scores of a device's heads and of the mask, which reads ``data`` [Q, positions] or
     [Q]."""
     score, mask = score_of(context, step), mask_named(step.details.mask) if step.details.mask else None
-    first_head, length = first_index(step.inputs[0].axes_of("N"), num_heads), context.seq_len
+    first_head, seq_len = first_index(step.inputs[0].axes_of("N"), num_heads), context.seq_len
 
     def scored(scores: Array, sequence: Array, head: Array, query: Array, key: Array) -> Array:
-        index = sequence, first_head + head, query, jnp.clip(key, 0, length - 1)
-        ruled = scores if score is None else score(scores, *index)
-        return ruled if mask is None else jnp.where(mask.make(*data)(*index), ruled, -jnp.inf)
+        indices = sequence, first_head + head, query, jnp.clip(key, 0, seq_len - 1)
+        new_scores = scores if score is None else score(scores, *indices)
+        return new_scores if mask is None else jnp.where(mask.make(*data)(*indices), new_scores, -jnp.inf)
 
     return scored
 
@@ -98,9 +98,9 @@ def attention_of(
 ) -> Array | tuple[Array, ...]:
     """Returns attention [B, T, N, Hv] on the pages of all layers, of which the call names those of one, with its
     statistics [B, T, N] if these are asked for; see `LayerCache.pages`."""
-    flat = [part._replace(queries=part.queries.reshape(-1, *part.queries.shape[2:])) for part in parts]
-    rows = ragged_attention(call, flat, values, value_scale)
-    mixed, *statistics = (array.reshape(*parts[0].queries.shape[:2], *array.shape[1:]) for array in rows)
+    flat_parts = [part._replace(queries=part.queries.reshape(-1, *part.queries.shape[2:])) for part in parts]
+    flat_results = ragged_attention(call, flat_parts, values, value_scale)
+    mixed, *statistics = (array.reshape(*parts[0].queries.shape[:2], *array.shape[1:]) for array in flat_results)
     return (mixed, *statistics) if statistics else mixed
 
 
@@ -118,13 +118,13 @@ def cached_attention(
     """
     call, inputs = ragged_call(context, step, k, q, given)
     caches = (value for value in (k, v, *inputs) if isinstance(value, LayerCache))
-    keys, values, *scales = (cache.pages for cache in caches)
+    key_pages, value_pages, *scales = (cache.pages for cache in caches)
     sinks = next((x for x in inputs if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)
     key_scale, value_scale = scales or (None, None)
     if sinks is not None and step.more:
         # sinks count once
         sinks = jnp.where(lax.axis_index(split_slots(step)) == 0, sinks, -jnp.inf)
-    return attention_of(replace(call, sinks=sinks), [PagedPart(q, keys, key_scale)], values, value_scale)
+    return attention_of(replace(call, sinks=sinks), [PagedPart(q, key_pages, key_scale)], value_pages, value_scale)
 
 
 STEPS = {"cached_attention": cached_attention, "scale_by_share": of_arrays(scale_by_share)}

@@ -24,11 +24,11 @@ def cached_latent_attention(
     call, inputs = ragged_call(context, step, latent, q, given)
     # one head: all heads of queries share the latents
     caches = (latent, shared, *(x for x in inputs if isinstance(x, LayerCache)))
-    latents, keys, *scales = (cache.pages[:, :, None] for cache in caches)
+    latents, shared_keys, *scales = (cache.pages[:, :, None] for cache in caches)
     latent_scale, shared_scale = scales or (None, None)
     parts = [
         PagedPart(queries=ql, keys=latents, scale=latent_scale),
-        PagedPart(queries=q[..., context.model.qk_nope_head_dim :], keys=keys, scale=shared_scale),
+        PagedPart(queries=q[..., context.model.qk_nope_head_dim :], keys=shared_keys, scale=shared_scale),
     ]
     return attention_of(call, parts, latents, latent_scale)
 

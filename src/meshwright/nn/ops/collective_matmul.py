@@ -89,73 +89,73 @@ def all_gather_matmul(
 
     With ``gathers`` the whole array is the last result. Blocks are summed in the dtype of the products.
     """
-    length, size, rank = block.shape[axis], ring.size, ring.rank
-    pieces = ring.pieces(length)
+    block_len, num_devices, rank = block.shape[axis], ring.size, ring.rank
+    pieces = ring.pieces(block_len)
     computed = [*products, *([BlockedProduct(apply=lambda x: x, factors=(None,), axis=axis)] if gathers else [])]
 
     def add_blocks(results: list[Array], values: Sequence[Array], step: Array | int) -> list[Array]:
         for value, piece in zip(values, pieces, strict=True):
-            start = (rank - piece.by * step) % size * length + piece.start
-            parts = [
+            start = (rank - piece.by * step) % num_devices * block_len + piece.start
+            result_parts = [
                 (result, p.of(start, piece.length, value), p.axis) for result, p in zip(results, computed, strict=True)
             ]
             results = [
                 result + part if axis is None else lax.dynamic_update_slice_in_dim(result, part, start, axis=axis)
-                for result, part, axis in parts
+                for result, part, axis in result_parts
             ]
         return results
 
-    own_parts = [product.of(rank * length, length, block) for product in computed]
-    results = [_whole(part, p, rank * length, size) for part, p in zip(own_parts, computed, strict=True)]
-    values = [lax.slice_in_dim(block, p.start, p.start + p.length, axis=axis) for p in pieces]
+    own_parts = [product.of(rank * block_len, block_len, block) for product in computed]
+    results = [_whole(part, p, rank * block_len, num_devices) for part, p in zip(own_parts, computed, strict=True)]
+    passing_blocks = [lax.slice_in_dim(block, p.start, p.start + p.length, axis=axis) for p in pieces]
 
-    def step(number: Array | int, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
-        passing, filled = carry
-        return ring.send(passing, pieces), add_blocks(filled, passing, number)
+    def step(step_index: Array | int, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
+        passing_parts, results_so_far = carry
+        return ring.send(passing_parts, pieces), add_blocks(results_so_far, passing_parts, step_index)
 
-    values, results = _repeat(1, size - 1, step, (ring.send(values, pieces), results))
-    return tuple(add_blocks(results, values, size - 1))
+    passing_blocks, results = _repeat(1, num_devices - 1, step, (ring.send(passing_blocks, pieces), results))
+    return tuple(add_blocks(results, passing_blocks, num_devices - 1))
 
 
 def matmul_reduce_scatter(products: Sequence[BlockedProduct], ring: MatmulRing, *, length: int) -> Array:
     """Returns this device's block, of ``length``, of the sum of all products over all devices."""
-    size, rank = ring.size, ring.rank
+    num_devices, rank = ring.size, ring.rank
     pieces = ring.pieces(length)
 
     def part(piece: BlockPart, step: Array | int) -> Array:
         # the sum that this device adds to is size - 1 - step sends away from its own device
-        start = (rank - piece.by * (1 + step)) % size * length + piece.start
-        first_product, *other_products = (product.of(start, piece.length) for product in products)
+        start_index = (rank - piece.by * (1 + step)) % num_devices * length + piece.start
+        first_product, *other_products = (product.of(start_index, piece.length) for product in products)
         return sum(other_products, start=first_product)
 
-    def step(number: Array | int, sums: list[Array]) -> list[Array]:
-        passing = ring.send(sums, pieces)
-        return [s + part(piece, number) for s, piece in zip(passing, pieces, strict=True)]
+    def step(step_index: Array | int, sums: list[Array]) -> list[Array]:
+        passing_sums = ring.send(sums, pieces)
+        return [passing_sum + part(piece, step_index) for passing_sum, piece in zip(passing_sums, pieces, strict=True)]
 
-    sums = _repeat(1, size, step, [part(piece, 0) for piece in pieces])
+    partial_sums = _repeat(1, num_devices, step, [part(piece, 0) for piece in pieces])
     axis = products[0].axis
     assert axis is not None, "a result that is scattered must have the dim"
-    return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=axis)
+    return partial_sums[0] if len(partial_sums) == 1 else jnp.concatenate(partial_sums, axis=axis)
 
 
 def block_length(products: Sequence[BlockedProduct], size: int) -> int:
     """Returns the length of one of ``size`` blocks of the dim that products are cut along."""
-    factors = (f for product in products for f in product.factors if f is not None)
-    length = next(int(f.value.shape[f.axis]) for f in factors if f.axis is not None)
-    if length % size:
+    factors = (factor for product in products for factor in product.factors if factor is not None)
+    dim_len = next(int(factor.value.shape[factor.axis]) for factor in factors if factor.axis is not None)
+    if dim_len % size:
         raise InputError(
-            f"a collective matmul over {size} devices cannot cut {length} into equal blocks. Use an axis that divides "
+            f"a collective matmul over {size} devices cannot cut {dim_len} into equal blocks. Use an axis that divides "
             f'it, or strategy.collective_matmul = "none".'
         )
-    return length // size
+    return dim_len // size
 
 
 def _repeat(first: int, end: int, step: Callable[[Array | int, _Carry], _Carry], state: _Carry) -> _Carry:
     """Applies ``step`` to the numbers from ``first`` up to ``end``, unrolled if they are few."""
     if end - first > MAX_WRITTEN_OUT:
         return lax.fori_loop(first, end, step, state)
-    for number in range(first, end):
-        state = step(number, state)
+    for step_index in range(first, end):
+        state = step(step_index, state)
     return state
 
 
@@ -163,8 +163,8 @@ def _whole(part: Array, product: BlockedProduct, start: Array, size: int) -> Arr
     """Returns zeros of the whole result with one block filled in, or the first term of a sum."""
     if product.axis is None:
         return part
-    shape = [size * n if axis == product.axis else n for axis, n in enumerate(part.shape)]
-    return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, part.dtype), part, start, axis=product.axis)
+    whole_shape = [size * dim_size if axis == product.axis else dim_size for axis, dim_size in enumerate(part.shape)]
+    return lax.dynamic_update_slice_in_dim(jnp.zeros(whole_shape, part.dtype), part, start, axis=product.axis)
 
 
 # -- the step --------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ def _collective_matmul(context: Context, step: Step, *given: Array) -> tuple[Arr
 
     Blocks are summed in float32. The factor that is no input of the step is the gathered array.
     """
-    values = dict(zip(step.inputs, given, strict=True))
+    value_by_array = dict(zip(step.inputs, given, strict=True))
     ring = MatmulRing(axes=step.details.axes, ways=step.details.ways, divergent=context.divergent)
-    products = [_block_product(context, part, step.dim, values) for part in step.parts]
+    products = [_block_product(context, part, step.dim, value_by_array) for part in step.parts]
     if step.details.form != "all_gather":
         return (matmul_reduce_scatter(products, ring, length=block_length(products, ring.size)),)
     results = (step.result, *step.more)
@@ -195,9 +195,9 @@ def _block_product(context: Context, part: Step, dim: str, values: Mapping[Shard
     def axis(array: ShardedArray) -> int | None:
         return array.dims.index(dim) if dim in array.dims else None
 
-    sums = replace(part, result=part.result.replace(dtype="fp32")) if axis(part.result) is None else part
+    wide_part = replace(part, result=part.result.replace(dtype="fp32")) if axis(part.result) is None else part
     return BlockedProduct(
-        apply=lambda *factors: _PRODUCTS[part.op](context, sums, *factors),
+        apply=lambda *factors: _PRODUCTS[part.op](context, wide_part, *factors),
         factors=tuple(Factor(values[a], axis(a)) if a in values else None for a in part.inputs),
         axis=axis(part.result),
     )

@@ -18,13 +18,13 @@ def contract_step(step: Step, lhs: Array, rhs: Array | Turned) -> Array:
     A factor of a wider dtype than the other is narrowed first, unless the result is float32.
     """
     letters = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys((*step.inputs[0].dims, *step.inputs[1].dims)))}
-    left, right, out = ("".join(letters[d] for d in a.dims) for a in (*step.inputs, step.result))
+    lhs_dims, rhs_dims, out_dims = ("".join(letters[d] for d in a.dims) for a in (*step.inputs, step.result))
     out_dtype = jnp.float32 if step.result.dtype == "fp32" else None
     rhs = rhs.plain if isinstance(rhs, Turned) and rhs.array.dtype != lhs.dtype else rhs
     if out_dtype is None and not isinstance(rhs, Turned) and lhs.dtype != rhs.dtype:
-        narrow = min(lhs.dtype, rhs.dtype, key=lambda dtype: dtype.itemsize)
-        lhs, rhs = lhs.astype(narrow), rhs.astype(narrow)
-    return contract(f"{left},{right}->{out}", lhs, rhs, dtype=out_dtype)
+        narrow_dtype = min(lhs.dtype, rhs.dtype, key=lambda dtype: dtype.itemsize)
+        lhs, rhs = lhs.astype(narrow_dtype), rhs.astype(narrow_dtype)
+    return contract(f"{lhs_dims},{rhs_dims}->{out_dims}", lhs, rhs, dtype=out_dtype)
 
 
 def einsum(context: Context, step: Step, lhs: Any, rhs: Any) -> Any:
@@ -36,8 +36,8 @@ def einsum(context: Context, step: Step, lhs: Any, rhs: Any) -> Any:
         return contract_step(step, lhs, rhs)
     result_dims = step.result.dims
     if all(is_slots):
-        left, right = (lhs, rhs) if result_dims[1] in step.inputs[0].dims else (rhs, lhs)
-        return slot_weight_gradient(left, right, blocks_of(right, context.model))
+        in_rows, out_rows = (lhs, rhs) if result_dims[1] in step.inputs[0].dims else (rhs, lhs)
+        return slot_weight_gradient(in_rows, out_rows, blocks_of(out_rows, context.model))
     weight, weight_array = (lhs, step.inputs[0]) if is_slots[1] else (rhs, step.inputs[1])
     is_wide = step.result.dtype == "fp32" and not is_packed
     blocks = blocks_of(slots, context.model)

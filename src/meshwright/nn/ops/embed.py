@@ -22,8 +22,8 @@ def embed(
     tokens: Int[Array, "B T"], table: Num[Array, "V D"], *, first_row: Int[Array, ""] | int, scale: float = 1.0
 ) -> Num[Array, "B T D"]:
     """Looks up rows in the part of the table from ``first_row`` on, times ``scale``; other tokens get zeros."""
-    local, is_own = own_entries(tokens, first_row, table.shape[0])
-    rows = rows_at(table, local)
+    local_rows, is_own = own_entries(tokens, first_row, table.shape[0])
+    rows = rows_at(table, local_rows)
     return jnp.where(is_own[..., None], rows * scale if scale != 1 else rows, jnp.zeros((), rows.dtype))
 
 
@@ -37,9 +37,9 @@ def embed_backward(
 ) -> Float[Array, "V D"]:
     """Returns the gradient of this part of the table: cotangents times ``scale``, summed per row in float32."""
     # An index past the end is dropped; a negative one would count from the end.
-    rows, _ = own_entries(tokens, first_row, num_rows, elsewhere=num_rows)
-    table = zeros_after((num_rows, dout.shape[-1]), jnp.float32, dout)
-    return (table.at[rows].add(dout.astype(jnp.float32), mode="drop") * scale).astype(dout.dtype)
+    row_indices, _ = own_entries(tokens, first_row, num_rows, elsewhere=num_rows)
+    zero_table = zeros_after((num_rows, dout.shape[-1]), jnp.float32, dout)
+    return (zero_table.at[row_indices].add(dout.astype(jnp.float32), mode="drop") * scale).astype(dout.dtype)
 
 
 def _embed(context: Context, step: Step, tokens: Array, table: Array) -> Array:

@@ -35,8 +35,8 @@ _Result = TypeVar("_Result")
 
 def chunk_length(batch: int, length: int) -> int:
     """Returns the positions of a chunk: as equal as possible, at most `CHUNK_TOKENS` tokens, at least one position."""
-    chunks = min(length, max(1, math.ceil(batch * length / CHUNK_TOKENS)))
-    return math.ceil(length / chunks)
+    num_chunks = min(length, max(1, math.ceil(batch * length / CHUNK_TOKENS)))
+    return math.ceil(length / num_chunks)
 
 
 def _over_chunks(
@@ -46,19 +46,19 @@ def _over_chunks(
 
     The last chunk is padded with zeros, its labels with -1, which add nothing.
     """
-    batch, length = arrays[0].shape[:2]
-    size = chunk_length(batch, length)
+    batch, seq_len = arrays[0].shape[:2]
+    chunk_len = chunk_length(batch, seq_len)
 
     def cut(array: Array) -> Array:
         row_shape = array.shape[2:]
-        if missing := -length % size:
-            fill = -1 if jnp.issubdtype(array.dtype, jnp.integer) else 0
-            array = jnp.pad(array, ((0, 0), (0, missing), *((0, 0) for _ in row_shape)), constant_values=fill)
-        return jnp.moveaxis(array.reshape(batch, -1, size, *row_shape), 1, 0)
+        if num_missing := -seq_len % chunk_len:
+            fill_value = -1 if jnp.issubdtype(array.dtype, jnp.integer) else 0
+            array = jnp.pad(array, ((0, 0), (0, num_missing), *((0, 0) for _ in row_shape)), constant_values=fill_value)
+        return jnp.moveaxis(array.reshape(batch, -1, chunk_len, *row_shape), 1, 0)
 
     def joined(chunks: Array) -> Array:
-        moved = jnp.moveaxis(chunks, 0, 1)
-        return moved.reshape(batch, -1, *moved.shape[3:])[:, :length]
+        batch_first = jnp.moveaxis(chunks, 0, 1)
+        return batch_first.reshape(batch, -1, *batch_first.shape[3:])[:, :seq_len]
 
     carry, chunks = jax.lax.scan(one, start, tuple(cut(array) for array in arrays))
     return carry, jax.tree.map(joined, chunks)
@@ -67,8 +67,8 @@ def _over_chunks(
 def chunked_logits_statistics(x: ResidualStream, table: VocabularyTable, labels: Labels, **head: Any) -> Statistics:
     """Returns the statistics of the logits ``x * table``; ``head`` are the `head_arguments`."""
 
-    def one(_: None, given: tuple[Array, Array]) -> tuple[None, Statistics]:
-        x_chunk, labels_chunk = given
+    def one(_: None, chunk_arrays: tuple[Array, Array]) -> tuple[None, Statistics]:
+        x_chunk, labels_chunk = chunk_arrays
         return None, logits_statistics(_logits(x_chunk, table), labels_chunk, **head)
 
     statistics: Statistics = _over_chunks(one, None, x, labels)[1]
@@ -81,8 +81,8 @@ def _logits(x: Array, table: Array) -> Array:
 
 def _cotangents(x: Array, table: Array, dlogits: Array) -> tuple[Array, Array]:
     """Returns the cotangents of the stream and, in float32, of the table."""
-    narrow = dlogits.astype(x.dtype)
-    return contract("btv,dv->btd", narrow, table), contract("btd,btv->dv", x, narrow, dtype=jnp.float32)
+    narrow_dlogits = dlogits.astype(x.dtype)
+    return contract("btv,dv->btd", narrow_dlogits, table), contract("btd,btv->dv", x, narrow_dlogits, dtype=jnp.float32)
 
 
 def chunked_logits_backward(
@@ -95,8 +95,8 @@ def chunked_logits_backward(
     """Returns cotangents of the stream and the table; ``rows`` are the per-token inputs of `logits_backward`, ``head``
     the `head_arguments`."""
 
-    def one(dtable: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
-        x_chunk, *rows = given
+    def one(dtable: Array, chunk_arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+        x_chunk, *rows = chunk_arrays
         dlogits = logits_backward(_logits(x_chunk, table), *rows, **head)
         dx, dtable_chunk = _cotangents(x_chunk, table, dlogits)
         return dtable + dtable_chunk, dx
@@ -114,18 +114,18 @@ def fused_head(
     """
     head = {"first_row": 0, **head}
 
-    def one(carry: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        (loss, dtable), (x_chunk, labels_chunk) = carry, given
+    def one(carry: tuple[Array, Array], chunk_arrays: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        (loss, dtable), (x_chunk, labels_chunk) = carry, chunk_arrays
         logits = _logits(x_chunk, table)
-        peak, total, picked = logits_statistics(logits, labels_chunk, **head)
-        loss_chunk = sum_loss(peak, total, picked, labels_chunk, z_loss=z_loss)
-        slopes = sum_loss_backward(jnp.float32(1), peak, total, labels_chunk, z_loss=z_loss)
+        peak, exp_sum, label_logits = logits_statistics(logits, labels_chunk, **head)
+        loss_chunk = sum_loss(peak, exp_sum, label_logits, labels_chunk, z_loss=z_loss)
+        slopes = sum_loss_backward(jnp.float32(1), peak, exp_sum, labels_chunk, z_loss=z_loss)
         dlogits = logits_backward(logits, labels_chunk, peak, *slopes, **head)
         dx, dtable_chunk = _cotangents(x_chunk, table, dlogits)
         return (loss + loss_chunk, dtable + dtable_chunk), dx
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32))
-    (loss, dtable), dx = _over_chunks(one, start, x, labels)
+    zero_sums = (jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32))
+    (loss, dtable), dx = _over_chunks(one, zero_sums, x, labels)
     return loss, dx, dtable.astype(table.dtype)
 
 
@@ -145,8 +145,8 @@ def _backward(context: Context, step: Step, *given: Array) -> tuple[Array, ...]:
 
 
 def _fused(context: Context, step: Step, x: Array, table: Array, labels: Array) -> tuple[Array, ...]:
-    head = head_arguments(context, step, 1, table)
-    loss, dx, dtable = fused_head(x, _as_dv(step, table), labels, z_loss=step.details.z_loss, **head)
+    head_options = head_arguments(context, step, 1, table)
+    loss, dx, dtable = fused_head(x, _as_dv(step, table), labels, z_loss=step.details.z_loss, **head_options)
     return (loss, dx, _as_dv(step, dtable))[: len(step.results)]
 
 

@@ -42,10 +42,10 @@ def logits_statistics(
         # Not infinite: the largest logit of a device that has padding only would give NaN.
         logits = jnp.where(is_token(logits, first_row, vocab_size), logits, jnp.finfo(logits.dtype).min)
     peak = jnp.max(logits, axis=-1)
-    total = jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)
-    local, is_own = own_entries(labels, first_row, logits.shape[-1])
-    picked = jnp.take_along_axis(logits, local[..., None], axis=-1)[..., 0]
-    return peak, total, jnp.where(is_own, picked, 0.0)
+    exp_sum = jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)
+    local_label, is_own = own_entries(labels, first_row, logits.shape[-1])
+    label_logits = jnp.take_along_axis(logits, local_label[..., None], axis=-1)[..., 0]
+    return peak, exp_sum, jnp.where(is_own, label_logits, 0.0)
 
 
 def rescale(total: PerToken, local_peak: PerToken, peak: PerToken) -> PerToken:
@@ -65,9 +65,9 @@ def sum_loss_backward(
     dloss: Float[Array, ""], peak: PerToken, scaled: PerToken, labels: Labels, *, z_loss: float = 0.0
 ) -> tuple[PerToken, PerToken]:
     """Returns the cotangents of the sums of exponentials and of the labels' logits."""
-    counted = jnp.where(labels >= 0, dloss, 0.0)
+    dtoken = jnp.where(labels >= 0, dloss, 0.0)
     lse = jnp.log(scaled) + peak
-    return counted * (1 + 2 * z_loss * lse) / scaled, -counted
+    return dtoken * (1 + 2 * z_loss * lse) / scaled, -dtoken
 
 
 def logits_backward(
@@ -94,9 +94,9 @@ def head_arguments(context: Context, step: Step, position: int, value: Array) ->
     """Returns ``first_row``, ``softcap`` and ``vocab_size`` (0 if V is not padded) for a step. ``value`` is its input
     number ``position``, which has the dim V."""
     array, vocab_size = step.inputs[position], context.model.vocab_size
-    size = value.shape[array.dims.index("V")]
-    is_padded = size * math.prod(context.mesh[axis] for axis in array.axes_of("V")) > vocab_size
-    first_row = first_index(array.axes_of("V"), size)
+    local_vocab = value.shape[array.dims.index("V")]
+    is_padded = local_vocab * math.prod(context.mesh[axis] for axis in array.axes_of("V")) > vocab_size
+    first_row = first_index(array.axes_of("V"), local_vocab)
     return {"first_row": first_row, "softcap": step.details.softcap, "vocab_size": vocab_size if is_padded else 0}
 
 

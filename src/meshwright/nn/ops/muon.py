@@ -27,18 +27,18 @@ def momentum(context: UpdateContext, step: Step, grad: Array, mean: Array) -> tu
     """
     decay, details = context.momentum, step.details
     mean = decay * mean + (1 - decay) * grad
-    next_correction, correction = (1 - decay ** (context.number + extra).astype(jnp.float32) for extra in (1, 0))
+    next_correction, correction = (1 - decay ** (context.number + ahead).astype(jnp.float32) for ahead in (1, 0))
     mixed = decay * mean / next_correction + (1 - decay) * grad / correction
     matrix_shape = grad.shape[1 + grad.ndim - len(step.result.dims) :]
-    flat = mixed.reshape(-1, *matrix_shape)
-    return jnp.pad(flat, [(0, -len(flat) % lax.axis_size(details.axes)), *[(0, 0)] * len(matrix_shape)]), mean
+    matrices = mixed.reshape(-1, *matrix_shape)
+    return jnp.pad(matrices, [(0, -len(matrices) % lax.axis_size(details.axes)), *[(0, 0)] * len(matrix_shape)]), mean
 
 
 def orthogonalise(context: UpdateContext, step: Step, whole: Array) -> Array:
     """Maps every matrix U S V^T of [count, *inputs, *outputs] to about c U V^T, at full rank of RMS `MATCHED_RMS`."""
-    inputs = whole.shape[1 : 1 + step.details.num_inputs]
-    flat = whole.reshape(whole.shape[0], math.prod(inputs), -1)
-    return (MATCHED_RMS * max(flat.shape[-2:]) ** 0.5 * newton_schulz(flat)).reshape(whole.shape)
+    input_sizes = whole.shape[1 : 1 + step.details.num_inputs]
+    flat_matrices = whole.reshape(whole.shape[0], math.prod(input_sizes), -1)
+    return (MATCHED_RMS * max(flat_matrices.shape[-2:]) ** 0.5 * newton_schulz(flat_matrices)).reshape(whole.shape)
 
 
 def newton_schulz(x: Array) -> Array:

@@ -30,7 +30,7 @@ def past_latent_attention(
     past_lengths, unrotated_width = call.lengths - call.counts, context.model.qk_nope_head_dim
     call = replace(call, known=past_lengths, spread=SpreadSlots(0, latent.page_sizes[1]))
     caches = (latent, shared, *(x for x in other_inputs if isinstance(x, LayerCache)))
-    latents, keys, *scales = (cache.pages[:, :, None] for cache in caches)
+    latents, shared_keys, *scales = (cache.pages[:, :, None] for cache in caches)
     latent_scale, shared_scale = scales or (None, None)
     inputs = dict(zip((array.name for array in step.inputs), (q, latent, shared, *given), strict=True))
     dims = {array.name: array.dims for array in step.inputs}
@@ -42,30 +42,30 @@ def past_latent_attention(
         return (dequantised(raw, inputs[scale], dims[name], dims[scale]) if scale in inputs else raw).astype(q.dtype)
 
     wk, wv = (jnp.moveaxis(weight(name), dims[name].index("Rkv"), 0) for name in weight_names)
-    rows, heads = q.shape[0], q.shape[2]
-    size = int(chunk_rows(rows, heads * wk.shape[0]))
+    num_rows, num_heads = q.shape[0], q.shape[2]
+    chunk_len = int(chunk_rows(num_rows, num_heads * wk.shape[0]))
 
-    def chunk(number: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
-        start = jnp.minimum(number * size, rows - size)
-        queries = lax.dynamic_slice_in_dim(q[:, 0], start, size)
+    def chunk(chunk_index: Array, results_so_far: tuple[Array, ...]) -> tuple[Array, ...]:
+        start_row = jnp.minimum(chunk_index * chunk_len, num_rows - chunk_len)
+        queries = lax.dynamic_slice_in_dim(q[:, 0], start_row, chunk_len)
         absorbed = jnp.einsum("bnh,rnh->bnr", queries[..., :unrotated_width], wk)
         parts = [
             PagedPart(absorbed, latents, latent_scale),
-            PagedPart(queries[..., unrotated_width:], keys, shared_scale),
+            PagedPart(queries[..., unrotated_width:], shared_keys, shared_scale),
         ]
-        mixed, *statistics = ragged_attention(rows_from(call, start, size), parts, latents, latent_scale)
-        results = jnp.einsum("bnr,rnv->bnv", mixed, wv), *statistics
+        mixed, *statistics = ragged_attention(rows_from(call, start_row, chunk_len), parts, latents, latent_scale)
+        chunk_results = jnp.einsum("bnr,rnv->bnv", mixed, wv), *statistics
         return tuple(
-            lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), start, 0)
-            for array, part in zip(found, results, strict=True)
+            lax.dynamic_update_slice_in_dim(array, chunk_part.astype(array.dtype), start_row, 0)
+            for array, chunk_part in zip(results_so_far, chunk_results, strict=True)
         )
 
     has_past = (past_lengths > 0) & (call.counts > 0)
-    first_chunk = jnp.min(jnp.where(has_past, call.first, rows)) // size
+    first_chunk = jnp.min(jnp.where(has_past, call.first, num_rows)) // chunk_len
     end_row = jnp.max(jnp.where(has_past, call.first + call.counts, 0))
-    zero_rows = jnp.zeros((rows, heads, wv.shape[-1]), q.dtype)
-    no_peak = jnp.full((rows, heads), NOTHING_SEEN, jnp.float32)
-    results = lax.fori_loop(first_chunk, -(-end_row // size), chunk, (zero_rows, no_peak, jnp.ones_like(no_peak)))
+    zero_rows = jnp.zeros((num_rows, num_heads, wv.shape[-1]), q.dtype)
+    no_peak = jnp.full((num_rows, num_heads), NOTHING_SEEN, jnp.float32)
+    results = lax.fori_loop(first_chunk, -(-end_row // chunk_len), chunk, (zero_rows, no_peak, jnp.ones_like(no_peak)))
     return tuple(array[:, None] for array in results)
 
 

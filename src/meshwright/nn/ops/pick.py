@@ -11,9 +11,9 @@ from meshwright.nn.context import Context
 def pick(context: Context, step: Step, x: Array, number: Array) -> Array:
     """Returns entry ``number`` of each row [B, D], or rows ``number`` [O, D]; zeros where another device holds them."""
     picks_rows = step.inputs[1].dims == ("O",)
-    size, axes = x.shape[0 if picks_rows else 1], step.inputs[0].axes_of("B" if picks_rows else "T")
-    local, is_own = own_entries(number, first_index(axes, size), size)
-    entries = x[local, 0] if picks_rows else jnp.take_along_axis(x, local[:, None, None], axis=1)[:, 0]
+    num_entries, axes = x.shape[0 if picks_rows else 1], step.inputs[0].axes_of("B" if picks_rows else "T")
+    local_index, is_own = own_entries(number, first_index(axes, num_entries), num_entries)
+    entries = x[local_index, 0] if picks_rows else jnp.take_along_axis(x, local_index[:, None, None], axis=1)[:, 0]
     return jnp.where(is_own[:, None], entries, jnp.zeros((), x.dtype))
 
 

@@ -12,8 +12,8 @@ def pick_adapter(
     context: Context, step: Step, x: Float[Array, "B T Ra"], adapters: Int[Array, "B T"]
 ) -> Float[Array, "B T Ra"]:
     """Returns x times ``by`` in the columns of adapter ``adapters[B, T]``."""
-    columns = lax.broadcasted_iota(jnp.int32, x.shape, 2) // (x.shape[2] // step.details.count)
-    return jnp.where(columns == adapters[..., None], x * step.details.by, jnp.zeros((), x.dtype))
+    adapter_of_column = lax.broadcasted_iota(jnp.int32, x.shape, 2) // (x.shape[2] // step.details.count)
+    return jnp.where(adapter_of_column == adapters[..., None], x * step.details.by, jnp.zeros((), x.dtype))
 
 
 STEPS = {"pick_adapter": pick_adapter}

@@ -14,15 +14,15 @@ from meshwright.nn.ops.cached_attention import attention_of, own_rows
 
 def prompt_attention(context: Context, step: Step, q: Array, k: Array, v: Array, *sequences: Array) -> Any:
     """Returns causal attention within each sequence's rows, which are pages of one slot, with its statistics."""
-    first_rows, counts = sequences
+    first_rows, row_counts = sequences
     first_page = first_rows - first_index(step.inputs[1].axes_of("B"), len(k))
     pages = first_page[:, None] + jnp.arange(context.longest, dtype=first_page.dtype)[None]
-    first_rows, counts_here, lengths = own_rows(step.inputs[0], len(q), first_rows, counts, counts)
+    first_rows, row_counts_here, seq_lens = own_rows(step.inputs[0], len(q), first_rows, row_counts, row_counts)
     call = RaggedCall(
         scale=context.model.attention_scale,
         first=first_rows,
-        counts=counts_here,
-        lengths=lengths,
+        counts=row_counts_here,
+        lengths=seq_lens,
         pages=pages,
         spread=SpreadSlots(0, 1),
         longest=context.longest,

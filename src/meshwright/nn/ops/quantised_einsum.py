@@ -14,8 +14,8 @@ from meshwright.nn.quantisation import scaled_product
 
 def quantised_einsum(context: Context, step: Step, lhs: Any, values: Array, scale: Array) -> Any:
     """Returns the product of ``lhs`` and the weight, values times scales; see `scaled_product`."""
-    wide = replace(step, op="einsum", inputs=step.inputs[:2], result=step.result.replace(dtype="fp32"))
-    return scaled_product(step, lhs, values, scale, partial(einsum, context, wide))
+    wide_step = replace(step, op="einsum", inputs=step.inputs[:2], result=step.result.replace(dtype="fp32"))
+    return scaled_product(step, lhs, values, scale, partial(einsum, context, wide_step))
 
 
 STEPS = {"quantised_einsum": quantised_einsum}

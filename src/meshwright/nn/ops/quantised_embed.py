@@ -16,9 +16,9 @@ def quantised_embed(context: Context, step: Step, tokens: Array, values: Array, 
     first_row = first_index(step.inputs[1].axes[0], values.shape[0])
     dtype = jnp.dtype(DTYPES[context.dtype])
     # rows and scales are both zero for tokens of other devices' parts
-    rows = embed(tokens, values, first_row=first_row).astype(jnp.float32)
-    factors = embed(tokens, scale[:, None], first_row=first_row, scale=embed_scale(context.model, dtype))
-    return (rows * factors).astype(dtype)
+    wide_rows = embed(tokens, values, first_row=first_row).astype(jnp.float32)
+    row_scales = embed(tokens, scale[:, None], first_row=first_row, scale=embed_scale(context.model, dtype))
+    return (wide_rows * row_scales).astype(dtype)
 
 
 STEPS = {"quantised_embed": quantised_embed}

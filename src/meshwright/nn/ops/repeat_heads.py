@@ -28,8 +28,8 @@ def repeat_heads(context: Context, step: Step, heads: Array) -> Array:
 def repeat_heads_backward(context: Context, step: Step, dout: Array) -> Array:
     """Returns the sum over this device's repeats of each of the model's own heads."""
     heads_dim, source_heads = _heads(context, step.inputs[0])
-    shape = (*dout.shape[:heads_dim], context.model.num_kv_heads, *dout.shape[heads_dim + 1 :])
-    return jnp.zeros(shape, dout.dtype).at[(slice(None),) * heads_dim + (source_heads,)].add(dout)
+    heads_shape = (*dout.shape[:heads_dim], context.model.num_kv_heads, *dout.shape[heads_dim + 1 :])
+    return jnp.zeros(heads_shape, dout.dtype).at[(slice(None),) * heads_dim + (source_heads,)].add(dout)
 
 
 STEPS = {"repeat_heads": repeat_heads, "repeat_heads_backward": repeat_heads_backward}

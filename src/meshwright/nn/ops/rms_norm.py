@@ -39,8 +39,8 @@ class RmsForm(NamedTuple):
 def rms_form(model: Model, *, latent: bool = False) -> RmsForm:
     """Returns the variant of a model's norms; ``latent``: norms inside latent attention, whose eps no config holds."""
     eps = LATENT_NORM_EPS if latent else model.norm_eps
-    wide = model.norm_unit_offset or model.family in ("gpt_oss", "olmo2")
-    return RmsForm(eps=eps, unit_offset=model.norm_unit_offset, wide_scale=wide)
+    has_wide_scale = model.norm_unit_offset or model.family in ("gpt_oss", "olmo2")
+    return RmsForm(eps=eps, unit_offset=model.norm_unit_offset, wide_scale=has_wide_scale)
 
 
 def rms_norm(x: ModelRows, scale: ModelVector, form: RmsForm) -> ModelRows:
@@ -68,27 +68,27 @@ def normed_rows(x: Array, eps: float, *, centred: bool = False, alike: bool = Fa
     def mean(rows: Array) -> Array:
         return sum_of_halves(rows) / rows.shape[-1] if alike else jnp.mean(rows, axis=-1, keepdims=True)
 
-    wide = x.astype(jnp.float32)
+    wide_rows = x.astype(jnp.float32)
     if centred:
-        wide = wide - mean(wide)
-    inverse = lax.rsqrt(mean(wide * wide) + eps)
-    return wide * inverse, inverse
+        wide_rows = wide_rows - mean(wide_rows)
+    inverse_rms = lax.rsqrt(mean(wide_rows * wide_rows) + eps)
+    return wide_rows * inverse_rms, inverse_rms
 
 
 def norm_backward(dout: Array, x: Array, scale: Array, eps: float, *, centred: bool = False) -> tuple[Array, Array]:
     """Returns cotangents of the rows and, in float32, of ``scale``, which multiplies the normed rows."""
-    normed, inverse = normed_rows(x, eps, centred=centred)
-    out = dout.astype(jnp.float32)
-    scaled = out * scale
-    projection = normed * jnp.mean(scaled * normed, axis=-1, keepdims=True)
+    normed, inverse_rms = normed_rows(x, eps, centred=centred)
+    wide_dout = dout.astype(jnp.float32)
+    dnormed = wide_dout * scale
+    projection = normed * jnp.mean(dnormed * normed, axis=-1, keepdims=True)
     if centred:
-        scaled = scaled - jnp.mean(scaled, axis=-1, keepdims=True)
-    return (inverse * (scaled - projection)).astype(x.dtype), sum_rows(out * normed)
+        dnormed = dnormed - jnp.mean(dnormed, axis=-1, keepdims=True)
+    return (inverse_rms * (dnormed - projection)).astype(x.dtype), sum_rows(wide_dout * normed)
 
 
 def _multiplier(scale: Array, x: Array, form: RmsForm, dtype: DTypeLike = jnp.float32) -> Array:
-    wide = scale.astype(jnp.float32)
-    return over_rows((1.0 + wide if form.unit_offset else wide).astype(dtype), x)
+    wide_scale = scale.astype(jnp.float32)
+    return over_rows((1.0 + wide_scale if form.unit_offset else wide_scale).astype(dtype), x)
 
 
 def over_rows(vector: Array, x: Array) -> Array:

@@ -35,63 +35,63 @@ def rotation(model: Model, *, local: bool = False, seq_len: int = 0) -> Rotation
     ``seq_len`` is the length of the whole sequence: longrope and dynamic scaling depend on it if it is more than the
     length that the model was trained on.
     """
-    latent, width = model.latent_attention, model.rotated_width
+    latent, rotated_width = model.latent_attention, model.rotated_width
     # Sliding layers with their own theta (gemma 3) are not scaled.
     own_theta = model.rope_local_theta if local else None
     theta, scaling = (own_theta, None) if own_theta else (model.rope_theta, model.rope_scaling)
-    frequencies, factor = _frequencies(width, theta), 1.0
-    kind = scaling.kind if scaling else "default"
-    if scaling is None or kind == "default":
+    frequencies, factor = _frequencies(rotated_width, theta), 1.0
+    scaling_kind = scaling.kind if scaling else "default"
+    if scaling is None or scaling_kind == "default":
         pass
-    elif kind == "linear":
+    elif scaling_kind == "linear":
         frequencies = frequencies / np.float32(scaling.factor)
-    elif kind == "llama3":
+    elif scaling_kind == "llama3":
         frequencies = _llama3(frequencies, scaling)
-    elif kind == "dynamic":
+    elif scaling_kind == "dynamic":
         # theta raised with the length of the sequence (NTK-aware scaling)
         stretch = scaling.factor * max(seq_len, model.max_positions) / model.max_positions - (scaling.factor - 1)
-        frequencies = _frequencies(width, theta * stretch ** (width / (width - 2)))
-    elif kind == "yarn":
+        frequencies = _frequencies(rotated_width, theta * stretch ** (rotated_width / (rotated_width - 2)))
+    elif scaling_kind == "yarn":
         frequencies = _yarn(frequencies, theta, scaling, model.max_positions)
         factor = _yarn_factor(scaling)
-    elif kind == "longrope":
+    elif scaling_kind == "longrope":
         frequencies, factor = _longrope(frequencies, scaling, model.max_positions, seq_len)
     else:
-        raise AssertionError(f"rope scaling {kind} is not known")
+        raise AssertionError(f"rope scaling {scaling_kind} is not known")
     return Rotation(frequencies.astype(np.float32), factor, interleaved=latent or model.rope_interleaved, last=latent)
 
 
 def _frequencies(width: int, theta: float) -> np.ndarray:
     """Returns ``theta ** (-2 i / width)`` in float32, as the checkpoints were trained with."""
-    powers = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    return np.float32(1.0) / np.float32(theta) ** powers
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    return np.float32(1.0) / np.float32(theta) ** exponents
 
 
 def _llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     """Divides long wavelengths by ``factor``, keeps short ones, and blends linearly between them (Llama 3.1)."""
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    original = scaling.original_max_positions
-    if low is None or high is None or original is None:
+    low_factor, high_factor = scaling.low_freq_factor, scaling.high_freq_factor
+    original_len = scaling.original_max_positions
+    if low_factor is None or high_factor is None or original_len is None:
         raise AssertionError("llama3 rope scaling lacks its factors")
     wavelengths = 2 * math.pi / frequencies
-    blend = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    blend = np.clip((original_len / wavelengths - low_factor) / (high_factor - low_factor), 0.0, 1.0)
     return frequencies * (blend + (1 - blend) / scaling.factor)
 
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, max_positions: int) -> np.ndarray:
     """Divides low frequencies by ``factor``, keeps high ones, ramps between them. Source: Peng et al., YaRN (2023)."""
-    width, original = 2 * len(frequencies), scaling.original_max_positions or max_positions
+    rotated_width, original_len = 2 * len(frequencies), scaling.original_max_positions or max_positions
 
     def pair_of(turns: float) -> float:
         """Returns the index, a fraction, of the pair that makes this many turns over the original length."""
-        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return rotated_width * math.log(original_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = pair_of(scaling.beta_fast or 32.0), pair_of(scaling.beta_slow or 1.0)
+    low_pair, high_pair = pair_of(scaling.beta_fast or 32.0), pair_of(scaling.beta_slow or 1.0)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    span = (high - low) or 0.001
-    slow_share = np.clip((np.arange(width // 2, dtype=np.float32) - low) / span, 0, 1)
+        low_pair, high_pair = math.floor(low_pair), math.ceil(high_pair)
+    low_pair, high_pair = max(low_pair, 0), min(high_pair, rotated_width - 1)
+    ramp_pairs = (high_pair - low_pair) or 0.001
+    slow_share = np.clip((np.arange(rotated_width // 2, dtype=np.float32) - low_pair) / ramp_pairs, 0, 1)
     return frequencies / scaling.factor * slow_share + frequencies * (1 - slow_share)
 
 
@@ -107,13 +107,13 @@ def _longrope(
     frequencies: np.ndarray, scaling: RopeScaling, max_positions: int, seq_len: int
 ) -> tuple[np.ndarray, float]:
     """Scales each pair by its own factor, from a second list beyond the original length (Phi-3)."""
-    original = scaling.original_max_positions or max_positions
-    factors = scaling.long_factor if seq_len > original else scaling.short_factor
-    factor = scaling.attention_factor
-    if factor is None:
+    original_len = scaling.original_max_positions or max_positions
+    factors = scaling.long_factor if seq_len > original_len else scaling.short_factor
+    trig_factor = scaling.attention_factor
+    if trig_factor is None:
         stretch = scaling.factor
-        factor = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
-    return frequencies / np.asarray(factors, np.float32), factor
+        trig_factor = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original_len))
+    return frequencies / np.asarray(factors, np.float32), trig_factor
 
 
 # -- the rotation -----------------------------------------------------------------------------------
@@ -123,22 +123,22 @@ def rope(
     x: Float[Array, "B T *heads H"], positions: Int[Array, "B T"], how: Rotation, *, direction: float = 1.0
 ) -> Float[Array, "B T *heads H"]:
     """Rotates each pair of a head by position times frequency; ``direction`` is -1 for a cotangent."""
-    half = len(how.frequencies)
-    num_unrotated = x.shape[-1] - 2 * half
-    start = num_unrotated if how.last else 0
-    part = x if not num_unrotated else x[..., start : start + 2 * half]
+    num_pairs = len(how.frequencies)
+    num_unrotated = x.shape[-1] - 2 * num_pairs
+    first_rotated = num_unrotated if how.last else 0
+    part = x if not num_unrotated else x[..., first_rotated : first_rotated + 2 * num_pairs]
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(how.frequencies)[None, None]
     if x.ndim == 4:
         angles = angles[:, :, None]
     cos, sin = how.factor * jnp.cos(angles), how.factor * direction * jnp.sin(angles)
-    wide = part.astype(jnp.float32)
-    x1, x2 = (wide[..., 0::2], wide[..., 1::2]) if how.interleaved else jnp.split(wide, 2, axis=-1)
+    wide_part = part.astype(jnp.float32)
+    x1, x2 = (wide_part[..., 0::2], wide_part[..., 1::2]) if how.interleaved else jnp.split(wide_part, 2, axis=-1)
     pair = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
     rotated = jnp.stack(pair, axis=-1).reshape(part.shape) if how.interleaved else jnp.concatenate(pair, axis=-1)
     rotated = rotated.astype(x.dtype)
     if not num_unrotated:
         return rotated
-    return jnp.concatenate([x[..., :start], rotated, x[..., start + 2 * half :]], axis=-1)
+    return jnp.concatenate([x[..., :first_rotated], rotated, x[..., first_rotated + 2 * num_pairs :]], axis=-1)
 
 
 def _rope(context: Context, step: Step, x: Array, here: Array, *, direction: float = 1.0) -> Array:

@@ -24,12 +24,12 @@ def route(
     gpt-oss (the same: a softmax over the chosen), Qwen2-MoE (softmax), DeepSeek-V2 (softmax, groups by their best
     expert), DeepSeek-V3 (sigmoid, groups by their best two, sum to one).
     """
-    wide = scores.astype(jnp.float32)
-    choice = jax.nn.sigmoid(wide) if model.router_scores == "sigmoid" else wide
+    wide_scores = scores.astype(jnp.float32)
+    choice_scores = jax.nn.sigmoid(wide_scores) if model.router_scores == "sigmoid" else wide_scores
     if correction is not None:
-        choice = choice + correction[None, None]
-    experts = jax.lax.top_k(_in_best_groups(choice, model), model.experts_per_token)[1]
-    gates = _gates(wide, experts, model)
+        choice_scores = choice_scores + correction[None, None]
+    experts = jax.lax.top_k(_in_best_groups(choice_scores, model), model.experts_per_token)[1]
+    gates = _gates(wide_scores, experts, model)
     return gates, assign_slots(experts, num_experts=scores.shape[-1], capacity=capacity)
 
 
@@ -39,20 +39,20 @@ def route_backward(dgates: Gates, scores: RouterScores, chosen: Chosen, model: M
     Of p = softmax(s), over all scores or over the chosen: ds = p (dp - sum(p dp)). Of g = p / sum(p):
     dp = (dg - sum(g dg)) / sum(p).
     """
-    wide, dwide = scores.astype(jnp.float32), dgates.astype(jnp.float32) * model.routed_scale
+    wide_scores, wide_dgates = scores.astype(jnp.float32), dgates.astype(jnp.float32) * model.routed_scale
     experts = expert_numbers(chosen, capacity=capacity)
-    picked = jnp.take_along_axis(wide, experts, axis=-1)
+    picked_scores = jnp.take_along_axis(wide_scores, experts, axis=-1)
     num_experts = scores.shape[-1]
     if model.router_scores == "sigmoid":
-        shares = jax.nn.sigmoid(picked)
+        shares = jax.nn.sigmoid(picked_scores)
         if model.gates_sum_to_one:
-            total = jnp.sum(shares, axis=-1, keepdims=True)
-            dwide = (dwide - jnp.sum(dwide * shares, axis=-1, keepdims=True) / total) / total
-        dscores = _spread(dwide * shares * (1 - shares), experts, num_experts)
+            share_sum = jnp.sum(shares, axis=-1, keepdims=True)
+            wide_dgates = (wide_dgates - jnp.sum(wide_dgates * shares, axis=-1, keepdims=True) / share_sum) / share_sum
+        dscores = _spread(wide_dgates * shares * (1 - shares), experts, num_experts)
     elif model.gates_sum_to_one:
-        dscores = _spread(_softmax_backward(dwide, jax.nn.softmax(picked, axis=-1)), experts, num_experts)
+        dscores = _spread(_softmax_backward(wide_dgates, jax.nn.softmax(picked_scores, axis=-1)), experts, num_experts)
     else:
-        dscores = _softmax_backward(_spread(dwide, experts, num_experts), jax.nn.softmax(wide, axis=-1))
+        dscores = _softmax_backward(_spread(wide_dgates, experts, num_experts), jax.nn.softmax(wide_scores, axis=-1))
     return dscores.astype(scores.dtype)
 
 
@@ -61,25 +61,25 @@ def _in_best_groups(scores: RouterScores, model: Model) -> RouterScores:
     where shares are sigmoids, the largest sum of their two best."""
     if not model.expert_groups:
         return scores
-    grouped = scores.reshape(*scores.shape[:-1], model.expert_groups, -1)
+    grouped_scores = scores.reshape(*scores.shape[:-1], model.expert_groups, -1)
     if model.router_scores == "softmax":
-        group_scores = jnp.max(grouped, axis=-1)
+        group_scores = jnp.max(grouped_scores, axis=-1)
     else:
-        group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        group_scores = jnp.sum(jax.lax.top_k(grouped_scores, 2)[0], axis=-1)
     best_groups = jax.lax.top_k(group_scores, model.groups_per_token)[1]
     is_best = jnp.any(best_groups[..., None] == jnp.arange(model.expert_groups)[None, None, None], axis=-2)
-    return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
+    return jnp.where(is_best[..., None], grouped_scores, -jnp.inf).reshape(scores.shape)
 
 
 def _gates(scores: RouterScores, experts: Chosen, model: Model) -> Gates:
-    picked = jnp.take_along_axis(scores, experts, axis=-1)
+    picked_scores = jnp.take_along_axis(scores, experts, axis=-1)
     if model.router_scores == "sigmoid":
-        shares = jax.nn.sigmoid(picked)
+        shares = jax.nn.sigmoid(picked_scores)
         gates = shares / jnp.sum(shares, axis=-1, keepdims=True) if model.gates_sum_to_one else shares
     elif model.gates_sum_to_one:  # the sum over all experts cancels
-        gates = jax.nn.softmax(picked, axis=-1)
+        gates = jax.nn.softmax(picked_scores, axis=-1)
     else:
-        gates = jnp.exp(picked - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
+        gates = jnp.exp(picked_scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
     return gates * model.routed_scale
 
 
@@ -89,11 +89,11 @@ def _softmax_backward(dshares: Float[Array, "B T n"], shares: Float[Array, "B T 
 
 def _spread(values: Gates, experts: Chosen, num_experts: int) -> RouterScores:
     """Puts values at the indices of their experts, zero elsewhere; by comparison, since a scatter is slow on CPUs."""
-    numbers = jnp.arange(num_experts)[None, None]
-    total = jnp.zeros((*values.shape[:-1], num_experts), jnp.float32)
-    for choice in range(values.shape[-1]):
-        total += jnp.where(experts[..., choice, None] == numbers, values[..., choice, None], 0.0)
-    return total
+    expert_ids = jnp.arange(num_experts)[None, None]
+    spread_values = jnp.zeros((*values.shape[:-1], num_experts), jnp.float32)
+    for choice_index in range(values.shape[-1]):
+        spread_values += jnp.where(experts[..., choice_index, None] == expert_ids, values[..., choice_index, None], 0.0)
+    return spread_values
 
 
 def slot_capacity(context: Context, step: Step, tokens: Array) -> int:

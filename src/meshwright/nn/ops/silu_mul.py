@@ -18,8 +18,8 @@ def over_slots(local: LocalStep) -> LocalStep:
     """Returns ``local``, an elementwise step, as a step that also takes packed tokens."""
 
     def run(context: Context, step: Step, *given: Any) -> Any:
-        packed_slots = next((value for value in given if isinstance(value, Ragged)), None)
-        results = local(context, step, *(value.rows if isinstance(value, Ragged) else value for value in given))
+        packed_slots = next((array for array in given if isinstance(array, Ragged)), None)
+        results = local(context, step, *(array.rows if isinstance(array, Ragged) else array for array in given))
         return results if packed_slots is None else jax.tree.map(packed_slots.with_rows, results)
 
     return run

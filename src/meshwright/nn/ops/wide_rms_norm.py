@@ -17,21 +17,21 @@ HeadScale = Float[Array, "N H"]
 
 def sum_squares(x: Array, num_dims: int) -> Array:
     """Sums the squares of each row's part; rows have the first ``num_dims`` dims as numbers."""
-    wide = x.astype(jnp.float32)
-    return jnp.sum(wide * wide, axis=tuple(range(num_dims, x.ndim)))
+    wide_x = x.astype(jnp.float32)
+    return jnp.sum(wide_x * wide_x, axis=tuple(range(num_dims, x.ndim)))
 
 
 def wide_rms_norm(x: Array, scale: Array, squares: Array, *, width: int, eps: float) -> Array:
     """Returns ``x / sqrt(squares / width + eps) * scale``; ``squares`` are sums over rows of ``width``."""
-    inverse = lax.rsqrt(squares / width + eps).reshape(*squares.shape, *(1,) * scale.ndim)
+    inverse_rms = lax.rsqrt(squares / width + eps).reshape(*squares.shape, *(1,) * scale.ndim)
     scale = scale.astype(jnp.float32).reshape(*(1,) * squares.ndim, *scale.shape)
-    return (x.astype(jnp.float32) * inverse * scale).astype(x.dtype)
+    return (x.astype(jnp.float32) * inverse_rms * scale).astype(x.dtype)
 
 
 def along(dout: SplitRows, x: SplitRows, scale: HeadScale) -> RowSums:
     """Sums ``dout * scale * x`` over each row's part."""
-    wide = dout.astype(jnp.float32) * scale.astype(jnp.float32)[None, None]
-    return jnp.sum(wide * x.astype(jnp.float32), axis=(2, 3))
+    wide_cotangent = dout.astype(jnp.float32) * scale.astype(jnp.float32)[None, None]
+    return jnp.sum(wide_cotangent * x.astype(jnp.float32), axis=(2, 3))
 
 
 def wide_rms_norm_backward(
@@ -41,11 +41,11 @@ def wide_rms_norm_backward(
 
     With i = 1 / rms: dx = i (dout scale - x i^2 along / width), dscale = sum over rows of dout x i.
     """
-    squares, total = (array[..., None, None] for array in sums)
+    squares, along_sums = (array[..., None, None] for array in sums)
     inverse = lax.rsqrt(squares / width + eps)
-    out, rows = dout.astype(jnp.float32), x.astype(jnp.float32)
-    dx = inverse * (out * scale.astype(jnp.float32)[None, None] - rows * inverse**2 * total / width)
-    return dx.astype(x.dtype), jnp.sum(out * rows * inverse, axis=(0, 1)).astype(scale.dtype)
+    out, wide_x = dout.astype(jnp.float32), x.astype(jnp.float32)
+    dx = inverse * (out * scale.astype(jnp.float32)[None, None] - wide_x * inverse**2 * along_sums / width)
+    return dx.astype(x.dtype), jnp.sum(out * wide_x * inverse, axis=(0, 1)).astype(scale.dtype)
 
 
 def _sizes(context: Context, step: Step, scale: int) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class HeldArrays:
         return {
             key: partition_spec(self.declared[key], stacked=bool(weight.layers))
             for name, (weight, _) in weight_variables(self.model).items()
-            for key in ([stored.name for stored in self.quantised[name]] if name in self.quantised else [name])
+            for key in ([array.name for array in self.quantised[name]] if name in self.quantised else [name])
         }
 
     @cached_property
@@ -107,8 +107,8 @@ class HeldArrays:
     @property
     def cache_formats(self) -> dict[str, NamedSharding | Format]:
         """The sharding of each array of the cache, with its order in memory if that is not the platform's own."""
-        ordered = {name: Format(layout, self.cache_shardings[name]) for name, layout in self.cache_layouts.items()}
-        return {**self.cache_shardings, **ordered}
+        formats = {name: Format(layout, self.cache_shardings[name]) for name, layout in self.cache_layouts.items()}
+        return {**self.cache_shardings, **formats}
 
     @property
     def logits_sharding(self) -> NamedSharding:
@@ -123,8 +123,8 @@ class HeldArrays:
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Global shapes and dtypes of the weights."""
-        loaded = self._loaded_shapes[1]
-        return quantisation.param_shapes(self.model, loaded, self.storage.weights) if self.quantises else dict(loaded)
+        shapes = self._loaded_shapes[1]
+        return quantisation.param_shapes(self.model, shapes, self.storage.weights) if self.quantises else dict(shapes)
 
     @property
     def _loaded_shapes(self) -> tuple[Shapes, Shapes]:
@@ -147,15 +147,15 @@ class HeldArrays:
         specs = without_split(shapes, padded, self.param_specs)
         if not self.unrolled or self.quantises:
             return shardings(self.mesh, specs)
-        sharding_of: dict[str, Tree] = {}
+        sharding_by_name: dict[str, Tree] = {}
         for name, spec in specs.items():
-            layer = 0 if name in self._num_layers else None
-            sharding: Tree = NamedSharding(self.mesh, spec if layer is None else PartitionSpec(*spec[1:]))
+            layer_index = 0 if name in self._num_layers else None
+            sharding: Tree = NamedSharding(self.mesh, spec if layer_index is None else PartitionSpec(*spec[1:]))
             if name in self.outputs_first and shapes[name].shape == padded[name].shape:  # padding comes before turning
-                ordered = NamedSharding(self.mesh, self._in_order(name, spec, layer))
-                sharding = OutputsFirst(sharding, ordered, self.outputs_first[name])
-            sharding_of[name] = sharding if layer is None else (sharding,) * self._num_layers[name]
-        return sharding_of
+                ordered_sharding = NamedSharding(self.mesh, self._in_order(name, spec, layer_index))
+                sharding = OutputsFirst(sharding, ordered_sharding, self.outputs_first[name])
+            sharding_by_name[name] = sharding if layer_index is None else (sharding,) * self._num_layers[name]
+        return sharding_by_name
 
     @cached_property
     def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -183,46 +183,46 @@ class HeldArrays:
         Products on CPUs read them up to twice as fast as [inputs, outputs] (bf16, 2 to 16 rows, jaxlib 0.10.2).
         """
         turned_parts = "attention", "mlp", "shared_experts", "unembedding"
-        table = rows(self.model).items() if self.unrolled else ()
+        weight_items = rows(self.model).items() if self.unrolled else ()
         return {
             name: len(weight.inputs)
-            for name, weight in table
+            for name, weight in weight_items
             if weight.kind == "matrix" and weight.part in turned_parts and name not in self.quantised
         }
 
     @cached_property
     def _num_layers(self) -> dict[str, int]:
         """Maps caches, and weights of layers with their scales, to the number of layers in their first dim."""
-        layers_of_cache = {row.name: row.num_layers for row in self.table}
+        layers_by_cache = {row.name: row.num_layers for row in self.table}
         repeats = {name: repeat for name, (weight, repeat) in weight_variables(self.model).items() if weight.layers}
-        return layers_of_cache | repeats | {scale_name(name): repeat for name, repeat in repeats.items()}
+        return layers_by_cache | repeats | {scale_name(name): repeat for name, repeat in repeats.items()}
 
     def by_layer(self, given: Mapping[str, Tree]) -> dict[str, Tree]:
         """Returns stacked arrays, or their shardings, by name: if unrolled tuples of layers, in their order in
         memory."""
         num_layers = self._num_layers if self.unrolled else {}
         return {
-            name: tuple(self._in_order(name, array, number) for number in range(num_layers[name]))
+            name: tuple(self._in_order(name, array, layer_index) for layer_index in range(num_layers[name]))
             if name in num_layers
             else self._in_order(name, array, None)
             for name, array in given.items()
         }
 
-    def _in_order(self, name: str, one: Any, number: int | None) -> Any:
+    def _in_order(self, name: str, stacked: Any, layer_index: int | None) -> Any:
         """Returns an array, or that layer of it, in its order in memory: caches with heads before slots, matrices as
         `outputs_first` says; or the sharding of this."""
         num_inputs = self.outputs_first.get(name)
-        if not isinstance(one, PartitionSpec):
-            array = one if number is None else one[number]
+        if not isinstance(stacked, PartitionSpec):
+            array = stacked if layer_index is None else stacked[layer_index]
             if num_inputs:
                 return array.reshape(math.prod(array.shape[:num_inputs]), -1).T
             return jnp.swapaxes(array, 1, 2) if name in self.heads_first else array
-        dims = list(one if number is None else one[1:])
+        dim_axes = list(stacked if layer_index is None else stacked[1:])
         if num_inputs:
-            return PartitionSpec(dims[num_inputs], dims[0])
+            return PartitionSpec(dim_axes[num_inputs], dim_axes[0])
         if name in self.heads_first:
-            dims[1:3] = dims[2], dims[1]
-        return PartitionSpec(*dims)
+            dim_axes[1:3] = dim_axes[2], dim_axes[1]
+        return PartitionSpec(*dim_axes)
 
     # -- on the devices ----------------------------------------------------------------------------
 
@@ -244,11 +244,11 @@ class HeldArrays:
             arrays = quantise(float_params)
         if not self.unrolled:
             return arrays
-        layers = self._num_layers
-        layered = {n: array if n in layers else array[0] for n, array in arrays.items() if isinstance(array, tuple)}
-        stacked = {n: array for n, array in arrays.items() if n not in layered}
-        specs = self.by_layer({name: self.param_specs[name] for name in stacked})
-        return layered | jax.jit(self.by_layer, out_shardings=shardings(self.mesh, specs))(stacked)
+        num_layers = self._num_layers
+        layered = {n: array if n in num_layers else array[0] for n, array in arrays.items() if isinstance(array, tuple)}
+        stacked_arrays = {n: array for n, array in arrays.items() if n not in layered}
+        specs = self.by_layer({name: self.param_specs[name] for name in stacked_arrays})
+        return layered | jax.jit(self.by_layer, out_shardings=shardings(self.mesh, specs))(stacked_arrays)
 
     def _on_devices(self, name: str, array: Tree) -> Tree:
         """Puts an array, or what was loaded as a tuple, on its devices."""
@@ -262,8 +262,8 @@ class HeldArrays:
     def init_cache(self) -> Cache:
         """Returns empty pages, made on their devices."""
         shapes = jax.eval_shape(self.by_layer, self.cache_shapes)
-        zeros = partial(jax.tree.map, lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-        return jax.jit(zeros, out_shardings=self.held_formats)()
+        make_zeros = partial(jax.tree.map, lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+        return jax.jit(make_zeros, out_shardings=self.held_formats)()
 
     @property
     def held_formats(self) -> Tree:
@@ -296,21 +296,21 @@ class HeldArrays:
         (stack,) = derived.program.stacks
 
         def layer(steps: BlockSteps, number: Any, values: Mapping[str, Tree], cache: Cache) -> tuple[Array, Cache]:
-            caches = {
+            cache_by_name = {
                 name: LayerCache(array[number], None, name in self.heads_first)
                 if isinstance(array, tuple)
                 else LayerCache(array, number)
                 for name, array in cache.items()
                 if name in steps.block.reads
             }
-            stream, env = run_block(context, steps, {**values, **caches})
-            writes = (step for step in steps.forward if "Pl" in step.result.dims)
-            new_arrays: Cache = {step.inputs[0].name: env[step.result].stack for step in writes}
-            for name, stack in new_arrays.items():
+            stream, env = run_block(context, steps, {**values, **cache_by_name})
+            write_steps = (step for step in steps.forward if "Pl" in step.result.dims)
+            new_arrays: Cache = {step.inputs[0].name: env[step.result].stack for step in write_steps}
+            for name, new_array in new_arrays.items():
                 if isinstance(cache[name], tuple):
-                    new_arrays[name] = (*cache[name][:number], stack, *cache[name][number + 1 :])
+                    new_arrays[name] = (*cache[name][:number], new_array, *cache[name][number + 1 :])
                 elif name in self.cache_layouts:  # also inside loops XLA then keeps the order of a layout
-                    new_arrays[name] = with_layout_constraint(stack, self.cache_layouts[name])
+                    new_arrays[name] = with_layout_constraint(new_array, self.cache_layouts[name])
             return stream, {**cache, **new_arrays}
 
         return run_stack(context, stack, params, given, layer, cache)

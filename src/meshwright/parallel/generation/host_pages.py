@@ -29,9 +29,9 @@ class HostPages:
     def __init__(self, cache: Cache, programs: ProgramStore) -> None:
         self._shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.format), cache)
         self._programs, self._before = programs, () if isinstance(next(iter(cache.values())), tuple) else (slice(None),)
-        arrays = jax.tree.leaves(cache)
-        self._num_pages = arrays[0].shape[len(self._before)]
-        self.page_bytes = sum(array.nbytes for array in arrays) // self._num_pages
+        cache_arrays = jax.tree.leaves(cache)
+        self._num_pages = cache_arrays[0].shape[len(self._before)]
+        self.page_bytes = sum(array.nbytes for array in cache_arrays) // self._num_pages
         self._reading: tuple[Sequence[Copied], list[Array]] = [], []
 
     def warm_up(self) -> None:
@@ -44,61 +44,61 @@ class HostPages:
         Keys are `Copied`. Copies of the last pages that went out are there after the next call.
         """
         self._finish()
-        for part in _parts(out):
-            pages = np.zeros(AT_ONCE, np.int32)
-            pages[: len(part)] = [page for _, page in part]
-            arrays = jax.tree.leaves(self._read(cache, pages))
-            for array in arrays:
+        for batch_items in _parts(out):
+            page_ids = np.zeros(AT_ONCE, np.int32)
+            page_ids[: len(batch_items)] = [page for _, page in batch_items]
+            device_arrays = jax.tree.leaves(self._read(cache, page_ids))
+            for array in device_arrays:
                 array.copy_to_host_async()  # while the part before this one is kept
             self._finish()
-            self._reading = [copied for copied, _ in part], arrays
+            self._reading = [copied for copied, _ in batch_items], device_arrays
         if back:  # what comes back may be among the copies still on their way
             self._finish()
-        for part in _parts(back):
-            pages = np.full(AT_ONCE, self._num_pages, np.int32)  # beyond all pages: what is written there is dropped
-            pages[: len(part)] = [page for _, page in part]
-            fillers = [part[0][0].copy] * (AT_ONCE - len(part))
-            copies = zip(*(copied.copy for copied, _ in part), *fillers, strict=True)
-            stacked = [np.stack(pieces, len(self._before)) for pieces in copies]
-            cache = self._write(cache, pages, jax.tree.unflatten(jax.tree.structure(self._shapes), stacked))
-            for copied, _ in part:
+        for batch_items in _parts(back):
+            page_ids = np.full(AT_ONCE, self._num_pages, np.int32)  # beyond all pages: what is written there is dropped
+            page_ids[: len(batch_items)] = [page for _, page in batch_items]
+            filler_copies = [batch_items[0][0].copy] * (AT_ONCE - len(batch_items))
+            pieces_by_array = zip(*(copied.copy for copied, _ in batch_items), *filler_copies, strict=True)
+            stacked_pieces = [np.stack(pieces, len(self._before)) for pieces in pieces_by_array]
+            cache = self._write(cache, page_ids, jax.tree.unflatten(jax.tree.structure(self._shapes), stacked_pieces))
+            for copied, _ in batch_items:
                 copied.copy = None
         return cache
 
     def _finish(self) -> None:
         """Keeps what is being read, each page in arrays of its own."""
-        (owners, arrays), self._reading = self._reading, ([], [])
-        host_arrays = [np.asarray(array) for array in arrays]
-        for number, copied in enumerate(owners):
-            copied.copy = [array[(*self._before, number)].copy() for array in host_arrays]  # a view keeps all of them
+        (copied_pages, device_arrays), self._reading = self._reading, ([], [])
+        host_arrays = [np.asarray(array) for array in device_arrays]
+        for index, copied in enumerate(copied_pages):
+            copied.copy = [array[(*self._before, index)].copy() for array in host_arrays]  # a view keeps all of them
 
     @cached_property
     def _read(self) -> jax.stages.Compiled:
         def read(cache: Cache, pages: Array) -> Cache:
             return jax.tree.map(lambda array: array[(*self._before, pages)], cache)
 
-        numbers = jax.ShapeDtypeStruct((AT_ONCE,), jnp.int32)
-        return self._programs.get("pages-read", lambda: jax.jit(read).lower(self._shapes, numbers))
+        pages_struct = jax.ShapeDtypeStruct((AT_ONCE,), jnp.int32)
+        return self._programs.get("pages-read", lambda: jax.jit(read).lower(self._shapes, pages_struct))
 
     @cached_property
     def _write(self) -> jax.stages.Compiled:
         def write(cache: Cache, pages: Array, copies: Cache) -> Cache:
-            index = (*self._before, pages)
-            return jax.tree.map(lambda array, new: array.at[index].set(new, mode="drop"), cache, copies)
+            page_index = (*self._before, pages)
+            return jax.tree.map(lambda array, new: array.at[page_index].set(new, mode="drop"), cache, copies)
 
-        formats = jax.tree.map(lambda shape: shape.format, self._shapes)
-        numbers = jax.ShapeDtypeStruct((AT_ONCE,), jnp.int32)
-        copies = jax.tree.map(self._some, self._shapes)
-        jitted = jax.jit(write, donate_argnums=0, out_shardings=formats)  # else the cache is there twice
-        return self._programs.get("pages-write", lambda: jitted.lower(self._shapes, numbers, copies))
+        format_tree = jax.tree.map(lambda shape: shape.format, self._shapes)
+        pages_struct = jax.ShapeDtypeStruct((AT_ONCE,), jnp.int32)
+        copy_structs = jax.tree.map(self._some, self._shapes)
+        jitted_write = jax.jit(write, donate_argnums=0, out_shardings=format_tree)  # else the cache is there twice
+        return self._programs.get("pages-write", lambda: jitted_write.lower(self._shapes, pages_struct, copy_structs))
 
-    def _some(self, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        dim = len(self._before)
-        shape = (*one.shape[:dim], AT_ONCE, *one.shape[dim + 1 :])
-        return jax.ShapeDtypeStruct(shape, one.dtype, sharding=one.sharding)
+    def _some(self, array_struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        page_dim = len(self._before)
+        shape = (*array_struct.shape[:page_dim], AT_ONCE, *array_struct.shape[page_dim + 1 :])
+        return jax.ShapeDtypeStruct(shape, array_struct.dtype, sharding=array_struct.sharding)
 
 
 def _parts(pages: Mapping[Copied, int]) -> Iterator[list[tuple[Copied, int]]]:
-    items = iter(pages.items())
-    while part := list(islice(items, AT_ONCE)):
-        yield part
+    item_iterator = iter(pages.items())
+    while batch_items := list(islice(item_iterator, AT_ONCE)):
+        yield batch_items

@@ -72,9 +72,9 @@ class PackedRows(NamedTuple):
 
     def each_alone(self, whose: Sequence[int] | np.ndarray) -> "PackedRows":
         """Returns the rows as sequences of their own; ``whose`` [R] are the present ones."""
-        numbers, lengths = np.arange(len(self.tokens)), np.asarray(self.positions) + 1
+        row_ids, lengths = np.arange(len(self.tokens)), np.asarray(self.positions) + 1
         fields = {name: getattr(self, name)[whose] for name in (*TABLES, *OF_MASKS) if getattr(self, name) is not None}
-        return self._replace(**fields | {"first": numbers, "counts": np.ones_like(numbers), "lengths": lengths})
+        return self._replace(**fields | {"first": row_ids, "counts": np.ones_like(row_ids), "lengths": lengths})
 
     @classmethod
     def joined(cls, parts: Sequence["PackedRows"], shape: PackedShape) -> "PackedRows":
@@ -83,13 +83,13 @@ class PackedRows(NamedTuple):
         num_owners, filler_of = len(parts), {"sources": -1, "adapters": -1, "slots": NO_SLOT, "window_slots": NO_SLOT}
         arrays = dict[str, np.ndarray]()
         for name in (name for name, value in zip(cls._fields, parts[0], strict=True) if value is not None):
-            dims = length_of(name, shape) // num_owners, *np.shape(getattr(parts[0], name))[1:]
-            arrays[name] = np.full((num_owners, *dims), filler_of.get(name, 0), np.int32)
-            for share, part in zip(arrays[name], parts, strict=True):
-                share[: len(getattr(part, name))] = getattr(part, name)
+            field_shape = length_of(name, shape) // num_owners, *np.shape(getattr(parts[0], name))[1:]
+            arrays[name] = np.full((num_owners, *field_shape), filler_of.get(name, 0), np.int32)
+            for owner_array, part in zip(arrays[name], parts, strict=True):
+                owner_array[: len(getattr(part, name))] = getattr(part, name)
             if name in ("first", "last"):
                 arrays[name] += shape.rows // num_owners * np.arange(num_owners)[:, None]  # after rows of owners before
-            arrays[name] = arrays[name].reshape(-1, *dims[1:])
+            arrays[name] = arrays[name].reshape(-1, *field_shape[1:])
         return cls(**arrays)
 
 
@@ -157,11 +157,11 @@ class PackedStep(HeldArrays):
         self.num_owners = self._parts_of(self.declared["first"], "Q")
         self.table = cache_table(model, batch_seqs=max_seqs, max_len=max_len, storage=storage, strategy=self.strategy)
         self.cache_sizes = cache_sizes(batch_seqs=max_seqs, max_len=max_len, storage=storage)
-        size_of = held_dims(model.dims, strategy.mesh)
-        cache_dims = {row.name: dict(zip(row.dims, row.shape, strict=True)) for row in self.table}
+        size_by_dim = held_dims(model.dims, strategy.mesh)
+        dims_by_cache = {row.name: dict(zip(row.dims, row.shape, strict=True)) for row in self.table}
         for name, array in self.declared.items():
-            if name in cache_dims or self.derived.program.variables[name].role in ("weight", "vector"):
-                check(array, cache_dims.get(name, size_of), strategy.mesh)
+            if name in dims_by_cache or self.derived.program.variables[name].role in ("weight", "vector"):
+                check(array, dims_by_cache.get(name, size_by_dim), strategy.mesh)
         if any(size % self.num_owners for size in (max_seqs, self.cache_sizes["Pg"], storage.window_pages)):
             raise InputError(
                 f"max_seqs={max_seqs} and num_pages={self.cache_sizes['Pg']} must divide over the {self.num_owners} "
@@ -187,8 +187,8 @@ class PackedStep(HeldArrays):
     def row_parts(self, longest: int) -> int:
         """Returns what divides the rows, sequences and rows with logits of a step whose sequences have up to so many
         rows."""
-        declared = self._derived(longest).declared
-        num_parts = [self._parts_of(declared[name], "B") for name in ("x", "tokens", "q")]
+        declared_arrays = self._derived(longest).declared
+        num_parts = [self._parts_of(declared_arrays[name], "B") for name in ("x", "tokens", "q")]
         return math.lcm(self.num_owners, *num_parts)
 
     def _derived(self, longest: int) -> Derived:
@@ -213,9 +213,9 @@ class PackedStep(HeldArrays):
 
     def keep_programs(self, folder: Path) -> None:
         """Keeps compiled programs in files under a folder, and reads those that are there."""
-        sizes = self.max_len, self.max_seqs, self.batch_invariant, [device.id for device in self.mesh.devices.flat]
-        about = [replace(self.model, name=""), self.strategy, self.storage, sizes, self.compiler.used]
-        self.programs = ProgramStore(folder, about)
+        key_sizes = self.max_len, self.max_seqs, self.batch_invariant, [device.id for device in self.mesh.devices.flat]
+        key_facts = [replace(self.model, name=""), self.strategy, self.storage, key_sizes, self.compiler.used]
+        self.programs = ProgramStore(folder, key_facts)
 
     def step(self, params: Params, cache: Cache, latest: Array, rows: PackedRows, longest: int) -> tuple[Array, Cache]:
         """Returns logits [O, V] of rows ``last``, and the cache.
@@ -251,10 +251,10 @@ class PackedStep(HeldArrays):
     def lower(self, shape: PackedShape) -> jax.stages.Lowered:
         """Lowers the program of a shape without data."""
         params, cache = (jax.eval_shape(self.by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))
-        latest = jax.ShapeDtypeStruct((self.max_seqs,), jnp.int32)
-        flat = jax.ShapeDtypeStruct((sum(map(math.prod, self._parts(shape))),), jnp.int32)
+        latest_struct = jax.ShapeDtypeStruct((self.max_seqs,), jnp.int32)
+        flat_struct = jax.ShapeDtypeStruct((sum(map(math.prod, self._parts(shape))),), jnp.int32)
         platform = self.platform if isinstance(self.mesh, AbstractMesh) else ""
-        return lower(self._program(shape), self.mesh, params, cache, latest, flat, platform=platform)
+        return lower(self._program(shape), self.mesh, params, cache, latest_struct, flat_struct, platform=platform)
 
     # -- the programs ------------------------------------------------------------------------------
 
@@ -270,9 +270,9 @@ class PackedStep(HeldArrays):
 
     def _parts(self, shape: PackedShape) -> list[tuple[int, ...]]:
         """Returns the shapes of the fields."""
-        dims_of = {**dict.fromkeys(TABLES, (self.cache_sizes["Bp"],)), "prefix": ()}
-        dims_of |= {name: (self.max_len,) for name in OF_MASKS if name != "prefix"}
-        return [(length_of(name, shape), *dims_of.get(name, ())) for name in self.fields]
+        dims_by_field = {**dict.fromkeys(TABLES, (self.cache_sizes["Bp"],)), "prefix": ()}
+        dims_by_field |= {name: (self.max_len,) for name in OF_MASKS if name != "prefix"}
+        return [(length_of(name, shape), *dims_by_field.get(name, ())) for name in self.fields]
 
     @cached_property
     def mask_fields(self) -> list[str]:
@@ -281,16 +281,16 @@ class PackedStep(HeldArrays):
 
     def _program(self, shape: PackedShape) -> jax.stages.Wrapped:
         """Returns the jitted function (weights, cache, latest, rows) -> (logits, cache)."""
-        names = [name for name in self.fields if name != "sources"]
-        params, cache = (self.by_layer(specs) for specs in (self.param_specs, self.cache_specs))
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        derived = self._derived(shape.longest)
-        declared = derived.declared
-        mapped = jax.shard_map(
-            partial(self.run, derived, longest=shape.longest),
+        input_names = [name for name in self.fields if name != "sources"]
+        param_specs, cache_specs = (self.by_layer(specs) for specs in (self.param_specs, self.cache_specs))
+        replication = NamedSharding(self.mesh, PartitionSpec())
+        derived_program = self._derived(shape.longest)
+        declared_arrays = derived_program.declared
+        mapped_run = jax.shard_map(
+            partial(self.run, derived_program, longest=shape.longest),
             mesh=self.mesh,
-            in_specs=(params, cache, {name: partition_spec(declared[name]) for name in names}),
-            out_specs=(partition_spec(declared["logits"]), cache),
+            in_specs=(param_specs, cache_specs, {name: partition_spec(declared_arrays[name]) for name in input_names}),
+            out_specs=(partition_spec(declared_arrays["logits"]), cache_specs),
             check_vma=False,
         )
 
@@ -301,15 +301,15 @@ class PackedStep(HeldArrays):
             inputs = dict(zip(self.fields, fields, strict=True))
             sources = inputs.pop("sources")
             inputs["tokens"] = jnp.where(sources >= 0, latest[jnp.maximum(sources, 0)], inputs["tokens"])
-            inputs |= {name: inputs[name][:, None] for name in names if declared[name].dims == ("B", "T")}
+            inputs |= {name: inputs[name][:, None] for name in input_names if declared_arrays[name].dims == ("B", "T")}
             # else XLA splits ``flat`` as some fields are split, and sends parts of others
-            inputs = {name: lax.with_sharding_constraint(array, replicated) for name, array in inputs.items()}
-            logits, cache = mapped(params, cache, inputs)
+            inputs = {name: lax.with_sharding_constraint(array, replication) for name, array in inputs.items()}
+            logits, cache = mapped_run(params, cache, inputs)
             return logits[:, : self.model.vocab_size], cache  # the vocabulary is padded to equal parts
 
         return jax.jit(
             step,
-            in_shardings=(shardings(self.mesh, params), self.held_formats, replicated, replicated),
+            in_shardings=(shardings(self.mesh, param_specs), self.held_formats, replication, replication),
             out_shardings=(self.logits_sharding, self.held_formats),
             donate_argnums=1,  # else every step copies the pages to write a few of their slots
             compiler_options=self.compiler.used,
@@ -322,4 +322,4 @@ def sizes_up_to(most: int, *, least: int = 1, halves_from: int = 0) -> list[int]
     while size < most:
         sizes += [size, size * 3 // 2] if halves_from and size >= halves_from else [size]
         size *= 2
-    return [*(number for number in sizes if number < most), max(least, most)]
+    return [*(num_rows for num_rows in sizes if num_rows < most), max(least, most)]

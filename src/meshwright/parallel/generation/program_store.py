@@ -38,12 +38,12 @@ class ProgramStore:
         is_kept = folder is not None and (
             devices[0].platform != "cpu" or (len(devices) == 1 and not jax.config.values["jax_compilation_cache_dir"])
         )
-        facts = [
+        key_facts = [
             *(jax.__version__, jaxlib.__version__, sources(), platform.machine(), processor()),
             *(devices[0].device_kind, len(devices)),
             *(str(jax.config.values[name]) for name in ("jax_enable_x64", "jax_default_matmul_precision")),
         ]
-        key_text = json.dumps([facts, msgspec.to_builtins(about)], sort_keys=True, default=str)
+        key_text = json.dumps([key_facts, msgspec.to_builtins(about)], sort_keys=True, default=str)
         self.folder = folder / hashlib.sha256(key_text.encode()).hexdigest()[:24] if is_kept and folder else None
         self.num_loaded = self.num_compiled = 0
         self._locks: dict[str, Lock] = {}
@@ -58,21 +58,21 @@ class ProgramStore:
             return self._get(name, lower)
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        path = self.folder / f"{name}.program" if self.folder else None
-        program = _read(path) if path else None
+        program_path = self.folder / f"{name}.program" if self.folder else None
+        program = _read(program_path) if program_path else None
         self.num_loaded += program is not None
         if program is None:
             program = lower().compile()
             self.num_compiled += 1
-            if path:
-                _write(path, program)
+            if program_path:
+                _write(program_path, program)
         return program
 
 
 def _is_own(path: Path) -> bool:
     """True for a file that this user wrote where not everyone may write: reading a program runs what it holds."""
     return path.exists() and all(
-        place.stat().st_uid == os.getuid() and not place.stat().st_mode & 0o002 for place in (path, path.parent)
+        entry.stat().st_uid == os.getuid() and not entry.stat().st_mode & 0o002 for entry in (path, path.parent)
     )
 
 
@@ -91,7 +91,7 @@ def _write(path: Path, compiled: jax.stages.Compiled) -> None:
     file_bytes = hashlib.sha256(payload).digest() + payload
     with suppress(OSError):  # without room, or the right to write, the next process compiles again
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda part: part.write_bytes(file_bytes))  # other processes may read it meanwhile
+        write_whole(path, lambda temp_path: temp_path.write_bytes(file_bytes))  # other processes may read it meanwhile
 
 
 @cache
@@ -99,8 +99,8 @@ def sources() -> str:
     """Returns a digest of the sources that programs are made from."""
     root = Path(meshwright.__file__).parent
     digest = hashlib.sha256()
-    for part in ("algebra", "core", "masks", "nn", "parallel", "spec", "serve/drawing"):
-        path = root / part
+    for subpath in ("algebra", "core", "masks", "nn", "parallel", "spec", "serve/drawing"):
+        path = root / subpath
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -87,28 +87,28 @@ def run_schedule(
     has_mirror = tables.schedule.weight_copies > 1
     if has_mirror:
         # microbatches enter at both ends: the layers of the device at the other end come after its own
-        mirrored = _mirror(tables, weights.layers)
-        layers = jax.tree.map(lambda mine, theirs: jnp.concatenate([mine, theirs]), weights.layers, mirrored)
+        mirrored_layers = _mirror(tables, weights.layers)
+        layers = jax.tree.map(lambda mine, theirs: jnp.concatenate([mine, theirs]), weights.layers, mirrored_layers)
         weights = weights._replace(layers=layers)
     executor = TickExecutor(tables, stages, weights, inputs)
     # This device's rows, [ticks, columns].
-    leaves, structure = jax.tree.flatten(tables.columns)
-    columns = jnp.asarray(np.stack(leaves, axis=-1))
-    rows = lax.dynamic_index_in_dim(columns, lax.axis_index(AXIS), axis=1, keepdims=False)
+    column_leaves, structure = jax.tree.flatten(tables.columns)
+    columns = jnp.asarray(np.stack(column_leaves, axis=-1))
+    tick_rows = lax.dynamic_index_in_dim(columns, lax.axis_index(AXIS), axis=1, keepdims=False)
 
     def tick(state: TickState, row: Array) -> tuple[TickState, None]:
-        return executor.tick(state, jax.tree.unflatten(structure, [row[i] for i in range(len(leaves))])), None
+        return executor.tick(state, jax.tree.unflatten(structure, [row[i] for i in range(len(column_leaves))])), None
 
-    state, _ = lax.scan(tick, executor.start(), rows)
+    state, _ = lax.scan(tick, executor.start(), tick_rows)
     if not has_mirror:
         return state.sums, state.grads
-    mine, theirs = (jax.tree.map(lambda a, n=number: part_of(a, n, 2), state.grads.layers) for number in (0, 1))
+    mine, theirs = (jax.tree.map(lambda a, n=half: part_of(a, n, 2), state.grads.layers) for half in (0, 1))
     return state.sums, state.grads._replace(layers=add(mine, _mirror(tables, theirs)))  # weights are stored once
 
 
-def _mirror(tables: TickTables, value: Tree) -> Tree:
+def _mirror(tables: TickTables, tree: Tree) -> Tree:
     last_device = tables.schedule.num_devices - 1
-    return lax.ppermute(value, AXIS, [(device, last_device - device) for device in range(last_device + 1)])
+    return lax.ppermute(tree, AXIS, [(device, last_device - device) for device in range(last_device + 1)])
 
 
 # -- one tick on one device -----------------------------------------------------------------------------
@@ -132,9 +132,9 @@ class TickExecutor:
     def __init__(self, tables: TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree) -> None:
         self.tables, self.stages, self.weights, self.inputs = tables, stages, weights, inputs
         self.num_chunks = tables.schedule.num_chunks
-        part, piece = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, weights.layers, 0)
+        part, stage_layers = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, weights.layers, 0)
         self.stream = jax.eval_shape(stages.embed, weights.ends, part)
-        y, self.saved = jax.eval_shape(stages.forward, piece, part, self.stream)
+        y, self.saved = jax.eval_shape(stages.forward, stage_layers, part, self.stream)
         assert (y.shape, y.dtype) == (self.stream.shape, self.stream.dtype), f"a stage turns {self.stream} into {y}"
         self.sums, head_saved = jax.eval_shape(stages.head_forward, weights.ends, part, y)
         self.sent = jax.eval_shape(stages.send, y)
@@ -144,10 +144,10 @@ class TickExecutor:
         if not tables.has_backward:
             return
         if tables.has_split:
-            _, self.handed = jax.eval_shape(stages.input_backward, piece, part, self.saved, self.stream)
-            layers = jax.eval_shape(stages.weight_backward, piece, part, self.handed)
+            _, self.handed = jax.eval_shape(stages.input_backward, stage_layers, part, self.saved, self.stream)
+            layers = jax.eval_shape(stages.weight_backward, stage_layers, part, self.handed)
         else:
-            _, layers = jax.eval_shape(stages.backward, piece, part, self.saved, self.stream)
+            _, layers = jax.eval_shape(stages.backward, stage_layers, part, self.saved, self.stream)
         _, head = jax.eval_shape(stages.head_backward, weights.ends, part, head_saved)
         self.grads = StageWeights(layers, head | jax.eval_shape(stages.embed_backward, weights.ends, part, self.stream))
 
@@ -170,19 +170,19 @@ class TickExecutor:
     def tick(self, state: TickState, row: Columns) -> TickState:
         """Runs F, B and W, each where the row names a microbatch, and exchanges the streams of all devices."""
         state, y = self._forward(state, row.forward)
-        arriving = self._exchange(y, self.tables.x_channels)
+        arriving_streams = self._exchange(y, self.tables.x_channels)
         if self.tables.has_backward:
             state, dx = self._backward(state, row.backward)
             state = self._weight(state, row.weight)
-            returning = self._exchange(dx, self.tables.dx_channels)
-            for slot, value in zip(row.dx_arrivals, returning, strict=True):
-                state = state._replace(dx=write_if_named(state.dx, slot, value))
-        for slot, value in zip(row.x_arrivals, arriving, strict=True):
-            state = state._replace(x=write_if_named(state.x, slot, value))
+            returning_streams = self._exchange(dx, self.tables.dx_channels)
+            for slot, stream in zip(row.dx_arrivals, returning_streams, strict=True):
+                state = state._replace(dx=write_if_named(state.dx, slot, stream))
+        for slot, stream in zip(row.x_arrivals, arriving_streams, strict=True):
+            state = state._replace(x=write_if_named(state.x, slot, stream))
         return state
 
-    def _exchange(self, value: Stream, channels: Sequence[MessageChannel]) -> list[Stream]:
-        return [lax.ppermute(value, AXIS, channel.pairs) if channel.offset else value for channel in channels]
+    def _exchange(self, stream: Stream, channels: Sequence[MessageChannel]) -> list[Stream]:
+        return [lax.ppermute(stream, AXIS, channel.pairs) if channel.offset else stream for channel in channels]
 
     def _piece(self, layers: Tree, chunk: Array) -> Tree:
         """Returns the weights of one virtual stage of this device."""
@@ -212,10 +212,10 @@ class TickExecutor:
 
         def run(given: Tree, _: Stream, stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
             layers, inputs, x = given
-            y, saved = stages.forward(self._piece(layers, row.chunk), inputs, x)
+            y, saved_arrays = stages.forward(self._piece(layers, row.chunk), inputs, x)
             if not self.tables.has_backward:
                 return y, stash, head
-            return y, write(stash, row.stash_slot, saved), write_if_named(head, row.head_slot, y)
+            return y, write(stash, row.stash_slot, saved_arrays), write_if_named(head, row.head_slot, y)
 
         y, stash, head = at_most_once(
             row.microbatch >= 0, run, (self.weights.layers, inputs, x), zeros(self.stream), state.stash, state.head
@@ -266,8 +266,8 @@ class TickExecutor:
             given: Tree, _: Stream, grads: dict[str, Array], sums: Tree
         ) -> tuple[Stream, dict[str, Array], Tree]:
             ends, inputs, slot = given
-            new_sums, saved = stages.head_forward(ends, inputs, read(state.head, slot))
-            dy, head_grads = stages.head_backward(ends, inputs, saved)
+            new_sums, saved_arrays = stages.head_forward(ends, inputs, read(state.head, slot))
+            dy, head_grads = stages.head_backward(ends, inputs, saved_arrays)
             return dy, add_named(grads, barrier(head_grads)), add(sums, new_sums)
 
         runs, arrived = row.microbatch >= 0, row.dx_slot >= 0
@@ -293,16 +293,16 @@ class TickExecutor:
         (layer_grads,) = at_most_once(row.microbatch >= 0, run, invariants, state.grads.layers)
         return state._replace(grads=state.grads._replace(layers=layer_grads))
 
-    def _added(self, grads: Tree, chunk: Array, part: Tree) -> Tree:
-        part = barrier(part)  # libtpu would move the sum that follows out of the loop, and fail
+    def _added(self, grads: Tree, chunk: Array, new_grads: Tree) -> Tree:
+        new_grads = barrier(new_grads)  # libtpu would move the sum that follows out of the loop, and fail
         if self.num_chunks == 1:
-            return add(grads, part)
+            return add(grads, new_grads)
 
         def into(total: Array, new: Array) -> Array:
-            summed = part_of(total, chunk, self.num_chunks) + new.astype(total.dtype)
-            return lax.dynamic_update_slice_in_dim(total, summed, chunk * new.shape[0], axis=0)
+            chunk_sum = part_of(total, chunk, self.num_chunks) + new.astype(total.dtype)
+            return lax.dynamic_update_slice_in_dim(total, chunk_sum, chunk * new.shape[0], axis=0)
 
-        return jax.tree.map(into, grads, part)
+        return jax.tree.map(into, grads, new_grads)
 
 
 # -- buffers: pytrees of arrays with numbered slots in front ---------------------------------------------
@@ -320,9 +320,9 @@ def write(buffer: Tree, slot: Array, value: Tree) -> Tree:
 
 def write_if_named(buffer: Tree, slot: Array, value: Tree) -> Tree:
     """Writes a value unless the slot is negative; then slot 0 is rewritten with its own value."""
-    place = jnp.maximum(slot, 0)
-    present = read(buffer, place)
-    return write(buffer, place, jax.tree.map(lambda new, old: jnp.where(slot >= 0, new, old), value, present))
+    safe_slot = jnp.maximum(slot, 0)
+    old_value = read(buffer, safe_slot)
+    return write(buffer, safe_slot, jax.tree.map(lambda new, old: jnp.where(slot >= 0, new, old), value, old_value))
 
 
 def zeros(like: Tree, *slots: int, dtype: jnp.dtype | None = None) -> Tree:
@@ -342,5 +342,5 @@ def add_named(total: dict[str, Array], part: dict[str, Array]) -> dict[str, Arra
 
 def part_of(array: Array, number: Array, count: int) -> Array:
     """Returns one of ``count`` equal parts along the first dim."""
-    size = array.shape[0] // count
-    return lax.dynamic_slice_in_dim(array, number * size, size)
+    part_len = array.shape[0] // count
+    return lax.dynamic_slice_in_dim(array, number * part_len, part_len)

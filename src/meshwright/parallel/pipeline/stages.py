@@ -30,8 +30,8 @@ from meshwright.spec.strategy import Strategy
 
 def strategy_schedule(strategy: Strategy) -> Schedule:
     """Returns the schedule that a strategy names: a built-in one, or one read from a file."""
-    stages = strategy.mesh.get("pipeline", 1)
-    return build(strategy.schedule, stages=stages, microbatches=strategy.num_microbatches, chunks=strategy.chunks)
+    num_stages = strategy.mesh.get("pipeline", 1)
+    return build(strategy.schedule, stages=num_stages, microbatches=strategy.num_microbatches, chunks=strategy.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +67,12 @@ class Pipeline:
     @cached_property
     def _rows_of(self) -> dict[str, np.ndarray]:
         """`layer_rows` by the name of a weight, or of a router's counts."""
-        rows = layer_rows(self.schedule, self._names)
-        block_steps = [steps for steps in self.context.derived.blocks if steps.block.name in rows]
-        block_of = {name: steps.block.name for steps in block_steps for op in steps.block.ops for name in op.inputs}
-        block_of_counts = {name: steps.block.name for steps in block_steps for name in counts_of(steps)}
-        names = self.stacked | block_of_counts.keys()
-        return {name: rows[block] for name, block in (block_of | block_of_counts).items() if name in names}
+        block_rows = layer_rows(self.schedule, self._names)
+        block_steps = [steps for steps in self.context.derived.blocks if steps.block.name in block_rows]
+        weight_block = {name: steps.block.name for steps in block_steps for op in steps.block.ops for name in op.inputs}
+        counts_block = {name: steps.block.name for steps in block_steps for name in counts_of(steps)}
+        names = self.stacked | counts_block.keys()
+        return {name: block_rows[block] for name, block in (weight_block | counts_block).items() if name in names}
 
     def held(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes with as many layers as devices hold, those of zeros among them."""
@@ -90,27 +90,27 @@ class Pipeline:
         return self._reordered(params, np.argsort)
 
     def _reordered(self, params: Params, order: Callable[[np.ndarray], np.ndarray]) -> Params:
-        indices = {}
+        orders = {}
         for name in (name for name in params if name in self.stacked):
             rows = self._rows_of[name]
             # layers of zeros have rows after those of the model
-            index = order(np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows))
-            if (index != np.arange(len(index))).any():
-                indices[name] = index
-        arrays = {name: params[name] for name in indices}
+            row_order = order(np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows))
+            if (row_order != np.arange(len(row_order))).any():
+                orders[name] = row_order
+        arrays = {name: params[name] for name in orders}
 
         def take(arrays: Params) -> Params:
-            return {name: array[indices[name]] for name, array in arrays.items()}
+            return {name: array[orders[name]] for name, array in arrays.items()}
 
         # Arrays on devices keep their shardings, which traced and NumPy arrays do not have.
-        if not indices or not all(isinstance(a, Array) and not isinstance(a, jax.core.Tracer) for a in arrays.values()):
+        if not orders or not all(isinstance(a, Array) and not isinstance(a, jax.core.Tracer) for a in arrays.values()):
             return params | take(arrays)
         return params | jax.jit(take, out_shardings={n: a.sharding for n, a in arrays.items()})(arrays)
 
     def counted(self, extras: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the metrics without the rows of layers of zeros; ``extras`` have a row of each layer with experts."""
-        routers = sorted(name for steps in self.context.derived.blocks for name in counts_of(steps))
-        rows_by_router = [self._rows_of[name].reshape(self.schedule.num_devices, -1) for name in routers]
+        router_names = sorted(name for steps in self.context.derived.blocks for name in counts_of(steps))
+        rows_by_router = [self._rows_of[name].reshape(self.schedule.num_devices, -1) for name in router_names]
         # rows taken from an array that is split over stages are gathered
         if all((rows >= 0).all() for rows in rows_by_router):
             return dict(extras)
@@ -123,8 +123,8 @@ class Pipeline:
         def own(name: str, grad: Array) -> Array:
             if (self._rows_of[name] >= 0).all():
                 return grad
-            filled = jnp.asarray(self._rows_of[name].reshape(self.schedule.num_devices, -1) >= 0)[lax.axis_index(AXIS)]
-            return jnp.where(filled.reshape(-1, *[1] * (grad.ndim - 1)), grad, zeros_after((), grad.dtype, grad))
+            is_real = jnp.asarray(self._rows_of[name].reshape(self.schedule.num_devices, -1) >= 0)[lax.axis_index(AXIS)]
+            return jnp.where(is_real.reshape(-1, *[1] * (grad.ndim - 1)), grad, zeros_after((), grad.dtype, grad))
 
         return {name: own(name, grad) for name, grad in grads.items()}
 
@@ -141,11 +141,11 @@ class Pipeline:
         return self._run(forward_tables(self.schedule), params, inputs, jnp.ones(()))[0]
 
     def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: Array) -> tuple[Array, StageWeights]:
-        layers = {name: array for name, array in params.items() if name in self.stacked}
-        ends = {name: array for name, array in params.items() if name not in self.stacked}
-        count = self.schedule.num_microbatches
-        microbatches = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
-        return run_schedule(tables, self.stages(dloss), StageWeights(layers, ends), microbatches)
+        layer_params = {name: array for name, array in params.items() if name in self.stacked}
+        end_params = {name: array for name, array in params.items() if name not in self.stacked}
+        num_parts = self.schedule.num_microbatches
+        microbatches = {n: a.reshape(num_parts, a.shape[0] // num_parts, *a.shape[1:]) for n, a in inputs.items()}
+        return run_schedule(tables, self.stages(dloss), StageWeights(layer_params, end_params), microbatches)
 
     def stages(self, dloss: Array) -> StageFunctions:
         """Returns the passes of one virtual stage; ``dloss`` is the cotangent of the summed loss."""
@@ -155,8 +155,8 @@ class Pipeline:
         )
 
         def embed_backward(ends: Params, inputs: Inputs, dx: Stream) -> Params:
-            saved = passes.embed.forward(ends, inputs, None)[1] if passes.embed.steps.kept else ()
-            return passes.embed.backward(ends, inputs, saved, Cotangents(dx, {}))[1]
+            saved_arrays = passes.embed.forward(ends, inputs, None)[1] if passes.embed.steps.kept else ()
+            return passes.embed.backward(ends, inputs, saved_arrays, Cotangents(dx, {}))[1]
 
         def head_backward(ends: Params, inputs: Inputs, saved: tuple[Array, ...]) -> tuple[Stream, Params]:
             dy, saved = lax.optimization_barrier((dloss, saved))  # else exponentials are kept for both passes
@@ -193,18 +193,18 @@ def layer_rows(schedule: Schedule, names: tuple[str, ...]) -> dict[str, np.ndarr
     are those of the first, as the second copy of the weights is not stored.
     """
     pattern, layers = stage_layers(names, schedule.num_virtual_stages)
-    stages = sorted((place.device, place.chunk, stage) for stage, place in enumerate(schedule.routes[0]))
+    stages = sorted((pos.device, pos.chunk, stage) for stage, pos in enumerate(schedule.routes[0]))
     rows = {}
     for block in dict.fromkeys(names):
         row_of = {layer: row for row, layer in enumerate(i for i, name in enumerate(names) if name == block)}
-        positions = [place for place, name in enumerate(pattern) if name == block]
-        rows[block] = np.array([row_of.get(layers[stage][place], -1) for _, _, stage in stages for place in positions])
+        positions = [pos for pos, name in enumerate(pattern) if name == block]
+        rows[block] = np.array([row_of.get(layers[stage][pos], -1) for _, _, stage in stages for pos in positions])
     return rows
 
 
 def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream], Callable[[Stream], Stream]]:
     """Returns (send, receive): ``send`` takes a device's part of the stream if devices of its group hold copies of it,
     ``receive`` restores the stream from the part."""
-    sent, *receive_steps = (step for step in derived.boundary if step.phase == phase)
-    send_steps = reshard(receive_steps[-1].result if receive_steps else sent.result, sent.result)
+    sending_step, *receive_steps = (step for step in derived.boundary if step.phase == phase)
+    send_steps = reshard(receive_steps[-1].result if receive_steps else sending_step.result, sending_step.result)
     return lambda stream: apply_collectives(send_steps, stream), lambda part: apply_collectives(receive_steps, part)

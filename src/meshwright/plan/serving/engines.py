@@ -110,10 +110,10 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
     """
     num_new = service.new_prompt_tokens
     at_once = tuple(1 << power for power in range(15) if power == 0 or (num_new << power) <= PREFILL_TOKENS)
-    decode, prefill = list[Steps](), list[tuple[np.ndarray, Steps]]()
-    chunks = {length: np.full((2, len(fleet) * len(stored)), np.inf) for length in service.chunks}
+    decode_steps, prefill = list[Steps](), list[tuple[np.ndarray, Steps]]()
+    chunk_s_by_len = {chunk_len: np.full((2, len(fleet) * len(stored)), np.inf) for chunk_len in service.chunks}
     least_bytes, least_chips = np.inf, 0
-    for number, dtypes in enumerate(stored):
+    for pair_index, dtypes in enumerate(stored):
         for form in _forms(setting, service, fleet, dtypes):
             filled = form.prefill(at_once)
             # an aggregated engine prefills beside its caches: the largest batch without and with what that takes
@@ -122,12 +122,12 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
                 steps, need = form.decode(prefill_bytes)
                 if np.min(need) < least_bytes:
                     least_bytes, least_chips = float(np.min(need)), int(fleet.num_chips[form.engines[np.argmin(need)]])
-                decode.append(msgspec.structs.replace(steps, dtypes=np.full(len(steps), number)))
-                for seconds, chunk_s in zip(chunks.values(), form.chunk_s(tuple(chunks)), strict=True):
-                    seconds[:, form.engines * len(stored) + number] = chunk_s
-            indices = (form.engines[:, None] * len(stored) + number) * len(at_once) + np.arange(len(at_once))
-            prefill.append((indices.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), number))))
-    if not decode:
+                decode_steps.append(msgspec.structs.replace(steps, dtypes=np.full(len(steps), pair_index)))
+                for seconds, chunk_s in zip(chunk_s_by_len.values(), form.chunk_s(tuple(chunk_s_by_len)), strict=True):
+                    seconds[:, form.engines * len(stored) + pair_index] = chunk_s
+            indices = (form.engines[:, None] * len(stored) + pair_index) * len(at_once) + np.arange(len(at_once))
+            prefill.append((indices.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), pair_index))))
+    if not decode_steps:
         raise CannotRunError(
             f"no engine of {setting.model.name} on {setting.cluster.short_name} with these sizes can generate: they "
             f"must divide the model's widths, and context splits prompts alone. Use other sizes of tensor and expert."
@@ -142,12 +142,12 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
         service=service,
         fleet=fleet,
         stored=tuple(stored),
-        decode=map_figures(lambda *columns: np.concatenate(columns), *decode),
+        decode=map_figures(lambda *columns: np.concatenate(columns), *decode_steps),
         prefill=msgspec.structs.replace(prefills, step_s=step_s),
         prompts_at_once=at_once,
         least_bytes=least_bytes,
         least_chips=least_chips,
-        chunks=chunks,
+        chunks=chunk_s_by_len,
     )
 
 
@@ -167,22 +167,22 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 
         ``beside`` are bytes of each engine that prefill may need at the same time.
         """
-        shards, num_engines = self.fleet.batch_shards[self.engines], len(self.engines)
+        num_shards, num_engines = self.fleet.batch_shards[self.engines], len(self.engines)
         powers = 1 << np.arange(MAX_BATCH_POWER + 1)
         rows = np.repeat(np.arange(num_engines), len(powers))
-        batches = shards[rows] * np.tile(powers, num_engines)
-        max_cached = self.service.max_len - 1
-        needed = sum_of(self.memory("decode", rows, LikeSequences(batches, 1.0, max_cached))).reshape(num_engines, -1)
+        batches = num_shards[rows] * np.tile(powers, num_engines)
+        cached_len = self.service.max_len - 1
+        needed = sum_of(self.memory("decode", rows, LikeSequences(batches, 1.0, cached_len))).reshape(num_engines, -1)
         row_grids = [(rows, batches)]
-        for reserved in (np.zeros(num_engines), beside):
-            multiples = _largest(needed + reserved[:, None], powers, self.setting.memory_room)
-            row_grids.append((np.arange(num_engines), shards * multiples))
+        for extra_bytes in (np.zeros(num_engines), beside):
+            multiples = _largest(needed + extra_bytes[:, None], powers, self.setting.memory_room)
+            row_grids.append((np.arange(num_engines), num_shards * multiples))
         rows, batches = (np.concatenate(columns) for columns in zip(*row_grids, strict=True))
-        pairs = np.unique(np.stack([rows, batches]), axis=1)
-        rows, batches = pairs[:, pairs[1] > 0]
+        row_batches = np.unique(np.stack([rows, batches]), axis=1)
+        rows, batches = row_batches[:, row_batches[1] > 0]
         if self.service.speculation:
             return self.drafted(rows, batches, self.service.speculation), needed[:, 0]
-        memory = self.memory("decode", rows, LikeSequences(batches, 1.0, max_cached))
+        memory = self.memory("decode", rows, LikeSequences(batches, 1.0, cached_len))
         has_room = sum_of(memory) <= self.setting.memory_room
         memory_that_fits: dict[str, np.ndarray] = select(memory, has_room)
         mean_sequences = LikeSequences(batches[has_room], 1.0, self.service.mean_len - 1)
@@ -210,8 +210,8 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         )
         token_s = np.where(steps.need <= self.setting.memory_room, steps.token_s, np.inf).reshape(shape)
         best_rows = np.arange(len(rows)) * len(tried) + np.argmin(token_s, axis=1)
-        fastest: Steps = select(steps, best_rows[np.isfinite(token_s.min(axis=1))])
-        return fastest
+        fastest_steps: Steps = select(steps, best_rows[np.isfinite(token_s.min(axis=1))])
+        return fastest_steps
 
     def prefill(self, at_once: Sequence[int]) -> Steps:
         """Returns a step for each engine and number of prompts at once on each device that has its own sequences.
@@ -220,9 +220,9 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         """
         service = self.service
         rows = np.repeat(np.arange(len(self.engines)), len(at_once))
-        batch = self.fleet.batch_shards[self.engines[rows]] * np.tile(at_once, len(self.engines))
-        num_new = service.new_prompt_tokens
-        sequences = LikeSequences(batch, float(num_new), float(service.prompt_len - num_new))
+        batch_seqs = self.fleet.batch_shards[self.engines[rows]] * np.tile(at_once, len(self.engines))
+        new_tokens = service.new_prompt_tokens
+        sequences = LikeSequences(batch_seqs, float(new_tokens), float(service.prompt_len - new_tokens))
         return self.priced("prefill", rows, sequences, self.memory("prefill", rows, sequences))
 
     def chunk_s(self, lengths: Sequence[int]) -> np.ndarray:
@@ -242,8 +242,8 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 
     def memory(self, phase: str, rows: np.ndarray, like: LikeSequences) -> dict[str, np.ndarray]:
         """Returns bytes per chip of weights, caches and the rest."""
-        parts = memory_parts(self.steps[phase], self._sizes(phase, rows, like))
-        items = parts.items(self._setting(phase).pipeline(self.strategy), ())
+        memory = memory_parts(self.steps[phase], self._sizes(phase, rows, like))
+        items = memory.items(self._setting(phase).pipeline(self.strategy), ())
         weight_bytes, cache_bytes = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
         other_bytes = np.broadcast_to(total_bytes(items), len(rows)) - weight_bytes - cache_bytes
         return {"weights": weight_bytes, "kv_cache": cache_bytes, "activations": other_bytes}
@@ -253,7 +253,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         setting, derived, engines, strategy = self._setting(phase), self.steps[phase], self.engines[rows], self.strategy
         rates = setting.step_rates(strategy, self.fleet.placements, derived)
         rates = msgspec.structs.replace(rates, num_hosts=np.array([part.num_hosts for part in self.fleet.parts]))
-        step = PricedStep(
+        priced_step = PricedStep(
             derived=derived,
             sizes=self._sizes(phase, rows, like),
             rates=select(rates, engines),
@@ -263,8 +263,8 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
             engine=engines,
             dtypes=np.zeros(len(rows), dtype=np.int64),
             batch=like.count,
-            step_s=np.broadcast_to(step.seconds.step_s, len(rows)),
-            bounds_s=bounds_s(step, len(rows)),
+            step_s=np.broadcast_to(priced_step.seconds.step_s, len(rows)),
+            bounds_s=bounds_s(priced_step, len(rows)),
             memory=memory,
             drafts=np.zeros(len(rows), dtype=np.int64),
             tokens=np.ones(len(rows)),
@@ -275,8 +275,8 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 
     def _sizes(self, phase: str, rows: np.ndarray, like: LikeSequences) -> SlotSizes:
         mesh = {axis: sizes[self.engines[rows]].astype(float) for axis, sizes in self.fleet.mesh.items()}
-        outputs = like.count * like.rows if phase == "decode" else None
-        return self._setting(phase).step_sizes(self.strategy, like, mesh=mesh, outputs=outputs)
+        num_outputs = like.count * like.rows if phase == "decode" else None
+        return self._setting(phase).step_sizes(self.strategy, like, mesh=mesh, outputs=num_outputs)
 
 
 def phase_setting(
@@ -299,15 +299,15 @@ def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtype
         indices = np.flatnonzero((needs_repeats == is_repeated) & (fleet.decodes == decodes) & (fleet.layout == layout))
         if not len(indices):
             continue
-        left_out: tuple[str, ...] = ("context",) if decodes and layout == "prompts" else ()
+        left_out_axes: tuple[str, ...] = ("context",) if decodes and layout == "prompts" else ()
         # an axis of one device would keep others from moving
-        left_out += ("tensor",) * bool(layout != "prompts" and (fleet.mesh["tensor"][indices] == 1).all())
-        unused_axes = (*OTHER_AXES, *left_out)
-        steps = {
+        left_out_axes += ("tensor",) * bool(layout != "prompts" and (fleet.mesh["tensor"][indices] == 1).all())
+        unused_axes = (*OTHER_AXES, *left_out_axes)
+        derived_by_phase = {
             phase: phase_setting(setting, phase, dtypes, service.max_len).symbolic(strategy, without=unused_axes)
             for phase in (("prefill", "decode") if decodes else ("prefill",))
         }
-        indices = indices[_divides(setting, fleet, indices, steps)]
+        indices = indices[_divides(setting, fleet, indices, derived_by_phase)]
         if len(indices):
             yield _Form(
                 setting=setting,
@@ -316,37 +316,37 @@ def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtype
                 dtypes=dtypes,
                 strategy=template,
                 engines=indices,
-                steps=steps,
+                steps=derived_by_phase,
             )
 
 
-def _divides(setting: Setting, fleet: Fleet, chosen: np.ndarray, steps: dict[str, Derived]) -> np.ndarray:
+def _divides(setting: Setting, fleet: Fleet, indices: np.ndarray, derived_by_phase: dict[str, Derived]) -> np.ndarray:
     """True for engines whose sizes divide the dims of the model; prompts and caches are padded, and batches divide."""
-    mesh = {axis: sizes[chosen] for axis, sizes in fleet.mesh.items()}
+    mesh = {axis: sizes[indices] for axis, sizes in fleet.mesh.items()}
     dims = setting.model.dims | {
-        **dict.fromkeys(("Q", "O", "Pg", "Pw"), fleet.batch_shards[chosen]),
-        "B": fleet.batch_shards[chosen] * mesh["context"] * mesh["tensor"],
+        **dict.fromkeys(("Q", "O", "Pg", "Pw"), fleet.batch_shards[indices]),
+        "B": fleet.batch_shards[indices] * mesh["context"] * mesh["tensor"],
         "T": 1,
         "Pl": mesh["context"],
     }
     facts = StrategySizes(model=setting.model.name, cluster="", num_chips=0, mesh=mesh, dims=dims)
-    rules = [rule for derived in steps.values() for rule in size_rules(derived)]
-    return np.broadcast_to(mask(rules, facts), len(chosen))
+    rules = [rule for derived in derived_by_phase.values() for rule in size_rules(derived)]
+    return np.broadcast_to(mask(rules, facts), len(indices))
 
 
-def _largest(need: np.ndarray, powers: np.ndarray, room: float) -> np.ndarray:
+def _largest(need_bytes: np.ndarray, powers: np.ndarray, room_bytes: float) -> np.ndarray:
     """Returns the largest multiples that fit between powers of two [engines, powers]; 0 where none does.
 
     Between two powers the chord is an upper bound of the bytes, which are a maximum of linear functions.
     """
-    has_room = need <= room
+    has_room = need_bytes <= room_bytes
     last_fit = np.maximum(has_room.sum(axis=1) - 1, 0)
     first_misfit = np.minimum(last_fit + 1, len(powers) - 1)
-    rows = np.arange(len(need))
-    low_bytes, high_bytes = need[rows, last_fit], need[rows, first_misfit]
-    share = np.where(high_bytes > low_bytes, (room - low_bytes) / np.maximum(high_bytes - low_bytes, 1.0), 0.0)
-    multiple = np.floor(powers[last_fit] + share * (powers[first_misfit] - powers[last_fit]))
-    return np.where(has_room[:, 0], np.maximum(multiple, powers[last_fit]), 0).astype(np.int64)
+    rows = np.arange(len(need_bytes))
+    low_bytes, high_bytes = need_bytes[rows, last_fit], need_bytes[rows, first_misfit]
+    share = np.where(high_bytes > low_bytes, (room_bytes - low_bytes) / np.maximum(high_bytes - low_bytes, 1.0), 0.0)
+    multiples = np.floor(powers[last_fit] + share * (powers[first_misfit] - powers[last_fit]))
+    return np.where(has_room[:, 0], np.maximum(multiples, powers[last_fit]), 0).astype(np.int64)
 
 
 def loads(cost: StepCost) -> str:
@@ -357,13 +357,13 @@ def loads(cost: StepCost) -> str:
 
 def bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
     """Returns the seconds of each of `BOUNDS` by itself."""
-    seconds: dict[str, Number] = dict.fromkeys(BOUNDS, 0.0)
-    seconds["host"] = step.times.microbatch_s + step.times.starts_s
+    s_by_bound: dict[str, Number] = dict.fromkeys(BOUNDS, 0.0)
+    s_by_bound["host"] = step.times.microbatch_s + step.times.starts_s
     for cost in step.costs.all:
         if cost.step.is_collective:
-            seconds["network"] = seconds["network"] + cost.network_s * cost.here
+            s_by_bound["network"] = s_by_bound["network"] + cost.network_s * cost.here
             continue
-        seconds[loads(cost)] = seconds[loads(cost)] + cost.hbm_s * cost.here
-        seconds["FLOPs"] = seconds["FLOPs"] + cost.math_s * cost.here
-        seconds["other"] = seconds["other"] + cost.launch_s * cost.here
-    return {name: np.broadcast_to(np.asarray(bound_s, dtype=float), count) for name, bound_s in seconds.items()}
+        s_by_bound[loads(cost)] = s_by_bound[loads(cost)] + cost.hbm_s * cost.here
+        s_by_bound["FLOPs"] = s_by_bound["FLOPs"] + cost.math_s * cost.here
+        s_by_bound["other"] = s_by_bound["other"] + cost.launch_s * cost.here
+    return {name: np.broadcast_to(np.asarray(bound_s, dtype=float), count) for name, bound_s in s_by_bound.items()}

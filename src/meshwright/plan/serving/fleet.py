@@ -88,8 +88,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     def strategy(self, number: int, precision: str) -> Strategy:
         """Returns the strategy of an engine."""
-        sizes = {axis: int(self.mesh[axis][number]) for axis in ENGINE_AXES}
-        strategy = engine_strategy(sizes, precision, self.layout[number])
+        size_by_axis = {axis: int(self.mesh[axis][number]) for axis in ENGINE_AXES}
+        strategy = engine_strategy(size_by_axis, precision, self.layout[number])
         return msgspec.structs.replace(strategy, placement=self.placements[number].describe())
 
 
@@ -139,11 +139,11 @@ def _engines(model: Model, cluster: Cluster) -> Iterator[tuple[Cluster, Placemen
                         yield part, _padded(placement, cluster), layout
 
 
-def _meshes(model: Model, chips: int) -> Iterator[tuple[dict[str, int], str]]:
+def _meshes(model: Model, num_chips: int) -> Iterator[tuple[dict[str, int], str]]:
     """Yields the meshes of so many chips, with their layouts, that the heads and experts of a model allow."""
-    experts = divisors(math.gcd(chips, model.num_experts)) if model.num_experts else (1,)
-    for expert, layout, context in itertools.product(experts, LAYOUTS, CONTEXTS):
-        tensor, remainder = divmod(chips // expert, context)
+    expert_sizes = divisors(math.gcd(num_chips, model.num_experts)) if model.num_experts else (1,)
+    for expert, layout, context in itertools.product(expert_sizes, LAYOUTS, CONTEXTS):
+        tensor, remainder = divmod(num_chips // expert, context)
         splits_prompts = layout in PREFILL_LAYOUTS
         if remainder or (splits_prompts and context > MAX_PROMPT_PARTS) or (layout != "prompts" and context == 1):
             continue

@@ -65,29 +65,29 @@ def plan_service(
     if setting.rates.name == "fitted" and setting.assumptions == AS_RUN:
         setting = service_setting(setting.model, setting.cluster, setting.calibration)
     dtype_pairs = tuple(stored) or stored_dtypes(chip=setting.cluster.chip)
-    priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), dtype_pairs)
-    if not len(priced.decode) or not len(every := all_services(priced)):
-        raise CannotRunError(does_not_fit(priced))
-    order = ranked(every, service)
+    priced_fleet = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), dtype_pairs)
+    if not len(priced_fleet.decode) or not len(services := all_services(priced_fleet)):
+        raise CannotRunError(does_not_fit(priced_fleet))
+    order = ranked(services, service)
     if not len(order):
-        raise CannotRunError(_misses(setting, service, every))
+        raise CannotRunError(_misses(setting, service, services))
     is_frontier = pareto or not service.targets
-    plan_indices = frontier(every, order) if is_frontier else _distinct(priced, every, order)[:MAX_PLANS]
-    dtype_numbers = priced.decode.dtypes[every.decode[order]]
-    groups = {pair: order[dtype_numbers == number] for number, pair in enumerate(dtype_pairs)}
+    plan_indices = frontier(services, order) if is_frontier else _distinct(priced_fleet, services, order)[:MAX_PLANS]
+    dtype_indices = priced_fleet.decode.dtypes[services.decode[order]]
+    groups = {pair: order[dtype_indices == index] for index, pair in enumerate(dtype_pairs)}
     bf16_indices = groups.get(AS_PUBLISHED, order[:0])
     return ServiceResult(
         setting=setting,
         service=service,
         stored=dtype_pairs,
         axes=dict(axes or {}),
-        plans=tuple(service_plan(priced, every, number) for number in plan_indices),
+        plans=tuple(service_plan(priced_fleet, services, index) for index in plan_indices),
         is_frontier=is_frontier,
-        as_written=service_plan(priced, every, bf16_indices[0]) if len(bf16_indices) else None,
-        num_services=len(every),
-        num_meeting=int(every.meets(service).sum()),
-        frontiers={pair.words: _points(every, frontier(every, rows)) for pair, rows in groups.items() if len(rows)},
-        split=_split(priced, every, frontier(every, order)),
+        as_written=service_plan(priced_fleet, services, bf16_indices[0]) if len(bf16_indices) else None,
+        num_services=len(services),
+        num_meeting=int(services.meets(service).sum()),
+        frontiers={pair.words: _points(services, frontier(services, ids)) for pair, ids in groups.items() if len(ids)},
+        split=_split(priced_fleet, services, frontier(services, order)),
         notes=tuple(service_notes(setting, service, dtype_pairs)),
     )
 
@@ -108,26 +108,26 @@ def _require_served(model: Model, service: Service) -> None:
         )
 
 
-def _distinct(priced: PricedFleet, found: Services, order: np.ndarray) -> np.ndarray:
+def _distinct(priced: PricedFleet, services: Services, order: np.ndarray) -> np.ndarray:
     """Selects the best of each kind, dtypes, and mesh of the engines that generate."""
     decode, fleet = priced.decode, priced.fleet
-    engines = decode.engine[found.decode[order]]
-    kinds = (
-        found.pools[order],
-        decode.dtypes[found.decode[order]],
-        *(fleet.mesh[axis][engines] for axis in ("expert", "tensor")),
+    engine_indices = decode.engine[services.decode[order]]
+    kind_columns = (
+        services.pools[order],
+        decode.dtypes[services.decode[order]],
+        *(fleet.mesh[axis][engine_indices] for axis in ("expert", "tensor")),
     )
-    _, first_indices = np.unique(np.stack(kinds), axis=1, return_index=True)
+    _, first_indices = np.unique(np.stack(kind_columns), axis=1, return_index=True)
     return order[np.sort(first_indices)]
 
 
-def _points(found: Services, chosen: np.ndarray) -> tuple[tuple[float, float], ...]:
-    return tuple(zip(found.tpot_s[chosen].tolist(), found.tokens_per_s_per_chip[chosen].tolist(), strict=True))
+def _points(services: Services, indices: np.ndarray) -> tuple[tuple[float, float], ...]:
+    return tuple(zip(services.tpot_s[indices].tolist(), services.tokens_per_s_per_chip[indices].tolist(), strict=True))
 
 
-def _split(priced: PricedFleet, found: Services, chosen: np.ndarray) -> dict[str, tuple[tuple[float, float], ...]]:
+def _split(priced: PricedFleet, services: Services, indices: np.ndarray) -> dict[str, tuple[tuple[float, float], ...]]:
     """Returns (TPOT, seconds of a token) of each part of a decode step by itself, and of the prefills of others."""
-    rows, tpot_s = found.decode[chosen], found.tpot_s[chosen]
+    rows, tpot_s = services.decode[indices], services.tpot_s[indices]
     seconds_of = {name: s[rows] / priced.decode.tokens[rows] for name, s in priced.decode.bounds_s.items()}
     seconds_of["prefills of others"] = tpot_s - priced.decode.token_s[rows]
     return {name: tuple(zip(tpot_s.tolist(), s.tolist(), strict=True)) for name, s in seconds_of.items()}
@@ -156,15 +156,15 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
     """Says by how much the services that fit miss the targets or the load."""
     is_met = found.meets(service)
     if is_met.any():
-        chips, size = int(found.num_chips[is_met].min()), setting.cluster.num_chips
+        chips, limit = int(found.num_chips[is_met].min()), setting.cluster.num_chips
         return (
-            f"{service.load_words} need at least {chips:,} chips in engines of up to {size:,} within the targets, but "
-            f"{setting.cluster.short_name} has {size:,}. Use a larger cluster or a lower --rate."
+            f"{service.load_words} need at least {chips:,} chips in engines of up to {limit:,} within the targets, but "
+            f"{setting.cluster.short_name} has {limit:,}. Use a larger cluster or a lower --rate."
         )
-    misses = []
-    for name, target in service.targets.items():
+    miss_texts = []
+    for name, target_s in service.targets.items():
         shortest_text = format_seconds(float(getattr(found, TARGETS[name]).min()))
-        misses.append(f"{name} {format_seconds(target)} (the shortest is {shortest_text})")
+        miss_texts.append(f"{name} {format_seconds(target_s)} (the shortest is {shortest_text})")
     suffix = ""
     if service.ttft_s is not None and service.tpot_s is not None:
         is_within = found.ttft_s <= service.ttft_s
@@ -173,13 +173,13 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
             suffix = f" Within TTFT {format_seconds(service.ttft_s)} the shortest TPOT is {shortest_text}."
     return (
         f"{len(found):,} ways to serve {setting.model.name} fit the memory of {setting.cluster.short_name}, but none "
-        f"meets {' and '.join(misses)}.{suffix} Relax the target or use other chips."
+        f"meets {' and '.join(miss_texts)}.{suffix} Relax the target or use other chips."
     )
 
 
 def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -> Iterator[str]:
     """Yields the conventions behind the numbers."""
-    model, cluster, price = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
+    model, cluster, usd_per_hour = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
     yield f"times rest on {setting.rates.describe()}"
     yield (
         "tok/s are output tokens per second and chip; tp is the mesh axis tensor; cp is context, which splits prompts, "
@@ -211,8 +211,8 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
     elif model.num_experts and setting.assumptions.holds_empty_slots:
         yield "a step reads the weights of all experts, as this package's compiled step does, also of those not chosen"
     yield "TTFT is at low load, without a queue: one prefill, of all its prompts, and with pools the transfer"
-    if price is not None:
-        yield f"a chip-hour costs ${price:,.2f}; input tokens pay for prefill, output tokens for generation"
+    if usd_per_hour is not None:
+        yield f"a chip-hour costs ${usd_per_hour:,.2f}; input tokens pay for prefill, output tokens for generation"
     else:
         yield f"{cluster.chip.name} has no price (--price), so nothing is said of cost"
     if math.isinf(setting.memory_limit):
@@ -220,10 +220,10 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
     elif setting.memory_margin:
         yield f"caches have room for whole sequences, and {setting.memory_margin:.0%} of a chip's memory stays free"
     if any(pair != AS_PUBLISHED for pair in chosen):
-        names = sorted({name for pair in chosen for name in (pair.weights, pair.cache)} - {"bf16"})
+        dtype_names = sorted({name for pair in chosen for name in (pair.weights, pair.cache)} - {"bf16"})
         yield (
-            f"what {' or '.join(names)} does to the quality of answers is not predicted"
-            + "; products of int8 weights are in bf16" * ("int8" in names)
+            f"what {' or '.join(dtype_names)} does to the quality of answers is not predicted"
+            + "; products of int8 weights are in bf16" * ("int8" in dtype_names)
         )
     if service.max_len > model.max_positions:
         yield f"the model's config has {model.max_positions:,} positions, and sequences with their output are longer"

@@ -65,26 +65,26 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
 def service_plan(priced: PricedFleet, found: Services, number: int) -> ServicePlan:
     """Returns one of the services as a plan."""
     setting, service, decode_row = priced.setting, priced.service, int(found.decode[number])
-    chosen: dict[str, Any] = {name: getattr(found, name)[number].item() for name in Services.__struct_fields__}
-    has_pools, num_decode = chosen["pools"], chosen["num_decode"]
+    value_of: dict[str, Any] = {name: getattr(found, name)[number].item() for name in Services.__struct_fields__}
+    has_pools, num_decode = value_of["pools"], value_of["num_decode"]
     generate = _pool(priced, priced.decode, decode_row, num_decode)
-    prefill = _pool(priced, priced.prefill, chosen["prefill"], chosen["num_prefill"] if has_pools else num_decode)
+    prefill = _pool(priced, priced.prefill, value_of["prefill"], value_of["num_prefill"] if has_pools else num_decode)
     # seconds of all chips that a request pays for, and the share of them that prefills
-    chip_s = chosen["num_chips"] / chosen["served_per_s"]
+    chip_s = value_of["num_chips"] / value_of["served_per_s"]
     if has_pools:
         prefill_share = prefill.num_chips / (prefill.num_chips + generate.num_chips)
     else:
         token_s = float(priced.decode.token_s[decode_row])
         generation_s = service.output_len * token_s / generate.batch_seqs
-        prefill_share = chosen["prompt_s"] / (chosen["prompt_s"] + generation_s)
-    figures = {name: chosen[name] for name in ServiceFigures.__struct_fields__ if name in chosen}
+        prefill_share = value_of["prompt_s"] / (value_of["prompt_s"] + generation_s)
+    figure_by_name = {name: value_of[name] for name in ServiceFigures.__struct_fields__ if name in value_of}
     if not (service.itl_s or service.chunk_len):
-        del figures["itl_s"]
-    price = setting.cluster.chip.price_usd_per_hour
-    if price is not None:
-        usd_per_m = price / 3600 * chip_s * 1e6
-        figures["usd_per_m_input"] = usd_per_m * prefill_share / service.prompt_len
-        figures["usd_per_m_output"] = usd_per_m * (1 - prefill_share) / service.output_len
+        del figure_by_name["itl_s"]
+    usd_per_hour = setting.cluster.chip.price_usd_per_hour
+    if usd_per_hour is not None:
+        usd_per_m_tokens = usd_per_hour / 3600 * chip_s * 1e6
+        figure_by_name["usd_per_m_input"] = usd_per_m_tokens * prefill_share / service.prompt_len
+        figure_by_name["usd_per_m_output"] = usd_per_m_tokens * (1 - prefill_share) / service.output_len
     dtypes = priced.stored[priced.decode.dtypes[decode_row]]
     return ServicePlan(
         **ServicePlan.fields_of(setting),
@@ -93,23 +93,23 @@ def service_plan(priced: PricedFleet, found: Services, number: int) -> ServicePl
         weights=dtypes.weights,
         cache=dtypes.cache,
         num_drafts=int(priced.decode.drafts[decode_row]),
-        chunk_len=chosen["chunk_len"],
+        chunk_len=value_of["chunk_len"],
         generate=generate,
         prefill=prefill,
-        predicted=ServiceFigures(**figures),
+        predicted=ServiceFigures(**figure_by_name),
     )
 
 
-def _pool(priced: PricedFleet, steps: Steps, number: int, count: int) -> EnginePool:
-    engine, dtypes = int(steps.engine[number]), priced.stored[steps.dtypes[number]]
-    bounds_s = {name: float(column[number]) for name, column in steps.bounds_s.items()}
+def _pool(priced: PricedFleet, steps: Steps, row: int, num_engines: int) -> EnginePool:
+    engine, dtypes = int(steps.engine[row]), priced.stored[steps.dtypes[row]]
+    bounds_s = {name: float(column[row]) for name, column in steps.bounds_s.items()}
     return EnginePool(
-        num_engines=count,
+        num_engines=num_engines,
         part=priced.fleet.parts[engine],
         strategy=priced.fleet.strategy(engine, dtypes.precision),
-        batch_seqs=int(steps.batch[number]),
-        step_s=float(steps.step_s[number]),
+        batch_seqs=int(steps.batch[row]),
+        step_s=float(steps.step_s[row]),
         bound_by=max(bounds_s, key=lambda name: bounds_s[name]),
         bounds_s=bounds_s,
-        memory={name: float(column[number]) for name, column in steps.memory.items()},
+        memory={name: float(column[row]) for name, column in steps.memory.items()},
     )

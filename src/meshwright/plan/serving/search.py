@@ -76,9 +76,9 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
 
 def all_services(priced: PricedFleet) -> Services:
     """Returns every service that fits in memory."""
-    groups = [_aggregated(priced), *_pools(priced)]
-    every: Services = map_figures(lambda *columns: np.concatenate(columns), *groups)
-    return every
+    service_groups = [_aggregated(priced), *_pools(priced)]
+    services: Services = map_figures(lambda *columns: np.concatenate(columns), *service_groups)
+    return services
 
 
 def _aggregated(priced: PricedFleet) -> Services:
@@ -92,16 +92,16 @@ def _aggregated(priced: PricedFleet) -> Services:
     is_fit = (free_bytes >= 0) & np.isfinite(prefill.step_s[prefill_rows])
     # as many prompts are prefilled together as sequences end in a step, on each device that has its own
     num_ending = decode.batch[rows] / service.output_len / priced.fleet.batch_shards[decode.engine[rows]]
-    at_once = np.tile(priced.prompts_at_once, len(decode))
-    is_fit &= (at_once == 1) | (at_once < 2 * num_ending)
+    num_at_once = np.tile(priced.prompts_at_once, len(decode))
+    is_fit &= (num_at_once == 1) | (num_at_once < 2 * num_ending)
     rows, prefill_rows, free_bytes = rows[is_fit], prefill_rows[is_fit], free_bytes[is_fit]
-    chunked = _chunked(priced, rows, prefill_rows)
-    is_used = np.isfinite(chunked["itl_s"])
+    chunk_figures = _chunked(priced, rows, prefill_rows)
+    is_used = np.isfinite(chunk_figures["itl_s"])
     rows, prefill_rows, free_bytes = (column[is_used] for column in (rows, prefill_rows, free_bytes))
-    chunked = {name: column[is_used] for name, column in chunked.items()}
-    batch_seqs, step_s, output = decode.batch[rows], decode.token_s[rows], service.output_len
-    tpot_s = step_s + waiting_s(chunked["prompt_s"], batch=batch_seqs, output_len=output)
-    rate = batch_seqs / (output * tpot_s + chunked["prompt_s"])
+    chunk_figures = {name: column[is_used] for name, column in chunk_figures.items()}
+    batch_seqs, step_s, output_len = decode.batch[rows], decode.token_s[rows], service.output_len
+    tpot_s = step_s + waiting_s(chunk_figures["prompt_s"], batch=batch_seqs, output_len=output_len)
+    rate = batch_seqs / (output_len * tpot_s + chunk_figures["prompt_s"])
     num_chips = priced.fleet.num_chips[decode.engine[rows]]
     limit = priced.fleet.cluster.num_chips // num_chips
     num_engines = limit if service.requests_per_s is None else np.ceil(service.requests_per_s / rate).astype(np.int64)
@@ -117,11 +117,11 @@ def _aggregated(priced: PricedFleet) -> Services:
         transfer_s=np.zeros(len(rows)),
         requests_per_s=num_engines * rate,
         free_bytes=free_bytes,
-        **chunked,
+        **chunk_figures,
     )
 
 
-def _chunked(priced: PricedFleet, rows: np.ndarray, other: np.ndarray) -> dict[str, np.ndarray]:
+def _chunked(priced: PricedFleet, rows: np.ndarray, fill_rows: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the length of chunks, the longest time between tokens, the time to the first token and that of a prompt.
 
     Of the lengths that meet the target of the longest time, the one with the first token soonest; without any, the one
@@ -129,30 +129,30 @@ def _chunked(priced: PricedFleet, rows: np.ndarray, other: np.ndarray) -> dict[s
     not cut, and a step has one chunk on each device that has its own sequences.
     """
     service, decode, num_choices = priced.service, priced.decode, len(priced.prompts_at_once)
-    step_s, prefill_s, engines = decode.step_s[rows], priced.prefill.step_s[other], other // num_choices
+    step_s, prefill_s, engines = decode.step_s[rows], priced.prefill.step_s[fill_rows], fill_rows // num_choices
     # prompts that take the place of the sequences that end in a step
     num_ending = np.maximum(decode.batch[rows] - 1, 0) / service.output_len
-    num_rounds = np.maximum(num_ending / priced.prefill.batch[other], 1)
+    num_rounds = np.maximum(num_ending / priced.prefill.batch[fill_rows], 1)
     shards = priced.fleet.batch_shards[decode.engine[rows]]
     # prompts at once on a device, over the share of a step that a prompt costs
-    num_shared = priced.prefill.batch[other] / shards / together(num_ending, shards)
+    num_shared = priced.prefill.batch[fill_rows] / shards / together(num_ending, shards)
     lengths, gaps_s, firsts_s, prompts_s = [0], [step_s + num_rounds * prefill_s], [prefill_s], [prefill_s / num_shared]
-    for length, (first_s, last_s) in priced.chunks.items():
-        num_chunks = -(-service.new_prompt_tokens // length)
-        lengths.append(length)
-        gap = step_s + last_s[engines]
-        gaps_s.append(np.where((other % num_choices == 0) & (num_ending / shards * num_chunks <= 1), gap, np.inf))
+    for chunk_len, (first_s, last_s) in priced.chunks.items():
+        num_chunks = -(-service.new_prompt_tokens // chunk_len)
+        lengths.append(chunk_len)
+        gap_s = step_s + last_s[engines]
+        gaps_s.append(np.where((fill_rows % num_choices == 0) & (num_ending / shards * num_chunks <= 1), gap_s, np.inf))
         # a chunk attends to more the later it comes; none is quicker than its part of a whole prompt
         mean_s = (first_s[engines] + last_s[engines]) / 2
-        prompt_s = np.maximum(service.new_prompt_tokens / length * mean_s, prefill_s)
+        prompt_s = np.maximum(service.new_prompt_tokens / chunk_len * mean_s, prefill_s)
         firsts_s.append(num_chunks * step_s + prompt_s)
         prompts_s.append(prompt_s * together(num_ending * num_chunks, shards))
     if service.chunk_len and len(lengths) > 1:
         lengths, gaps_s, firsts_s, prompts_s = lengths[1:], gaps_s[1:], firsts_s[1:], prompts_s[1:]
-    gap, ttft_s, row_ids = np.stack(gaps_s), np.stack(firsts_s), np.arange(len(rows))
-    is_met = gap <= (service.itl_s or np.inf)
-    index = np.where(is_met.any(axis=0), np.argmin(np.where(is_met, ttft_s, np.inf), axis=0), np.argmin(gap, axis=0))
-    figures = {"itl_s": gap, "ttft_s": ttft_s, "prompt_s": np.stack(prompts_s)}
+    gap_s, ttft_s, row_ids = np.stack(gaps_s), np.stack(firsts_s), np.arange(len(rows))
+    is_met = gap_s <= (service.itl_s or np.inf)
+    index = np.where(is_met.any(axis=0), np.argmin(np.where(is_met, ttft_s, np.inf), axis=0), np.argmin(gap_s, axis=0))
+    figures = {"itl_s": gap_s, "ttft_s": ttft_s, "prompt_s": np.stack(prompts_s)}
     return {"chunk_len": np.array(lengths)[index], **{name: column[index, row_ids] for name, column in figures.items()}}
 
 
@@ -167,11 +167,11 @@ def _pools(priced: PricedFleet) -> Iterator[Services]:
     service, decode, prefill, fleet = priced.service, priced.decode, priced.prefill, priced.fleet
     num_chips = fleet.cluster.num_chips
     link_rate = transfer_bytes_per_s(fleet.cluster)
-    for number, dtypes in enumerate(priced.stored):
-        decode_ids = np.flatnonzero(decode.dtypes == number)
+    for pair_index, dtypes in enumerate(priced.stored):
+        decode_ids = np.flatnonzero(decode.dtypes == pair_index)
         # engines whose caches are split prefill for themselves alone
         can_hand_over = np.isin(fleet.layout[prefill.engine], PREFILL_LAYOUTS)
-        prefill_ids = np.flatnonzero((prefill.dtypes == number) & np.isfinite(prefill.step_s) & can_hand_over)
+        prefill_ids = np.flatnonzero((prefill.dtypes == pair_index) & np.isfinite(prefill.step_s) & can_hand_over)
         rows, prefill_rows = np.repeat(decode_ids, len(prefill_ids)), np.tile(prefill_ids, len(decode_ids))
         gen_chips, prefill_chips = (fleet.num_chips[s.engine[i]] for s, i in ((decode, rows), (prefill, prefill_rows)))
         decodes_per_s = decode.batch[rows] / (service.output_len * decode.token_s[rows])
@@ -206,29 +206,29 @@ def _pools(priced: PricedFleet) -> Iterator[Services]:
 
 
 def _balanced(
-    total: int, prefill_chips: np.ndarray, chips: np.ndarray, begins: np.ndarray, ends: np.ndarray
+    num_chips: int, prefill_chips: np.ndarray, gen_chips: np.ndarray, prefills_per_s: np.ndarray, gens_per_s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers of engines that prefill and that generate with the most requests a second on all chips."""
-    exact_count = total * ends / (prefill_chips * ends + chips * begins)
+    exact_count = num_chips * gens_per_s / (prefill_chips * gens_per_s + gen_chips * prefills_per_s)
     best_count, best_rate = np.zeros(len(exact_count), dtype=np.int64), np.zeros(len(exact_count))
     for rounded in (np.floor(exact_count), np.ceil(exact_count)):
         num_prefill = np.maximum(rounded, 1).astype(np.int64)
-        num_decode = np.maximum(total - num_prefill * prefill_chips, 0) // chips
-        new_rate = np.minimum(num_prefill * begins, num_decode * ends)
+        num_decode = np.maximum(num_chips - num_prefill * prefill_chips, 0) // gen_chips
+        new_rate = np.minimum(num_prefill * prefills_per_s, num_decode * gens_per_s)
         best_count, best_rate = np.where(new_rate > best_rate, num_prefill, best_count), np.maximum(best_rate, new_rate)
-    return best_count, np.maximum(total - best_count * prefill_chips, 0) // chips
+    return best_count, np.maximum(num_chips - best_count * prefill_chips, 0) // gen_chips
 
 
-def _services(priced: PricedFleet, **given: np.ndarray) -> Services:
+def _services(priced: PricedFleet, **column_by_name: np.ndarray) -> Services:
     """Returns services with the figures that follow alike for both kinds."""
     service = priced.service
-    served_per_s = np.minimum(given["requests_per_s"], service.requests_per_s or np.inf)
+    served_per_s = np.minimum(column_by_name["requests_per_s"], service.requests_per_s or np.inf)
     return Services(
-        **given,
-        step_s=priced.decode.step_s[given["decode"]],
+        **column_by_name,
+        step_s=priced.decode.step_s[column_by_name["decode"]],
         served_per_s=served_per_s,
-        tokens_per_s_per_chip=served_per_s * service.output_len / given["num_chips"],
-        serves=given["num_chips"] <= priced.fleet.cluster.num_chips,
+        tokens_per_s_per_chip=served_per_s * service.output_len / column_by_name["num_chips"],
+        serves=column_by_name["num_chips"] <= priced.fleet.cluster.num_chips,
     )
 
 
@@ -248,7 +248,7 @@ def ranked(found: Services, service: Service) -> np.ndarray:
 
 def frontier(found: Services, among: np.ndarray) -> np.ndarray:
     """Returns the services, most tokens first, that no other beats in tokens per second and chip and in TPOT."""
-    fastest = np.minimum.accumulate(found.tpot_s[among])
+    min_tpot_s = np.minimum.accumulate(found.tpot_s[among])
     is_unbeaten = np.ones(len(among), dtype=bool)
-    is_unbeaten[1:] = found.tpot_s[among][1:] < fastest[:-1]
+    is_unbeaten[1:] = found.tpot_s[among][1:] < min_tpot_s[:-1]
     return among[is_unbeaten]

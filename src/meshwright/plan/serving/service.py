@@ -106,15 +106,15 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def parse_load(text: str, *, what: str = "rate") -> float:
     """Returns requests a second of ``"20/s"``, ``"600/min"`` or ``"5e4/h"``; a bare number is per second."""
-    number, _, unit = text.partition("/")
+    number_text, _, unit = text.partition("/")
     period_s = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}.get(unit.strip())
     try:
-        value = float(number)
+        num_requests = float(number_text)
     except ValueError:
         period_s = None
-    if period_s is None or not 0 < value < float("inf"):
+    if period_s is None or not 0 < num_requests < float("inf"):
         raise InputError(f"{what} {text!r} is not a rate of requests. Write for example 20/s, 600/min or 5000/h.")
-    return value / period_s
+    return num_requests / period_s
 
 
 def parse_target(text: str, *, what: str = "target") -> float:

@@ -35,8 +35,8 @@ class StoredDtypes(msgspec.Struct, frozen=True):
     @property
     def storage(self) -> Storage:
         """How generation stores these."""
-        weights = "" if self.weights in ("bf16", STORED) else self.weights
-        return Storage(cache_dtype=self.cache, weights=weights)  # type: ignore[arg-type]
+        weights_dtype = "" if self.weights in ("bf16", STORED) else self.weights
+        return Storage(cache_dtype=self.cache, weights=weights_dtype)  # type: ignore[arg-type]
 
     @property
     def precision(self) -> Precision | Literal[""]:
@@ -57,24 +57,24 @@ def stored_dtypes(
 
     Raises InputError for a dtype that is not known, or that needs products which the chip lacks.
     """
-    peak_of = chip.peak_flops if chip and chip.peak_flops else {"fp8": 1.0, "fp4": 1.0}
-    tried_names = [name for name in TRIED if name != "fp8" or name in peak_of]
+    peak_by_dtype = chip.peak_flops if chip and chip.peak_flops else {"fp8": 1.0, "fp4": 1.0}
+    tried_names = [name for name in TRIED if name != "fp8" or name in peak_by_dtype]
     dtypes_of_kind = [
         _known(names or [name for name in tried_names if name in options], options, what)
         for names, options, what in ((weights, WEIGHT_DTYPES, "weights"), (caches, SERVED_CACHES, "KV caches"))
     ]
     for name in (*weights, *caches):
-        if name in ("fp8", "fp4") and name not in peak_of:
+        if name in ("fp8", "fp4") and name not in peak_by_dtype:
             raise InputError(f"{name} is for chips with products in {name}, and {chip and chip.name} has none.")
     pairs = (StoredDtypes(weight, cache) for weight in dtypes_of_kind[0] for cache in dtypes_of_kind[1])
     return tuple(pair for pair in pairs if (weights and caches) or {pair.weights, pair.cache} != {"int8", "fp8"})
 
 
-def _known(given: Sequence[str], known: Iterable[str], what: str) -> tuple[str, ...]:
-    options = tuple(known)
-    for name in given:
+def _known(names: Sequence[str], allowed_names: Iterable[str], what: str) -> tuple[str, ...]:
+    options = tuple(allowed_names)
+    for name in names:
         if name not in options:
             raise InputError(
                 f"{name!r} is no dtype in which {what} are served.{nearest(name, options)} Use {', '.join(options)}."
             )
-    return tuple(dict.fromkeys(given)) or options
+    return tuple(dict.fromkeys(names)) or options

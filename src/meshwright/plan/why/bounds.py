@@ -43,13 +43,13 @@ class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
 def batch_of(priced: PricedStrategy) -> BatchSplit:
     """Returns the factors of the batch: a replica's microbatch x replicas x microbatches."""
     job, num_microbatches = priced.setting.job, priced.strategy.num_microbatches
-    replicas = _devices(priced, *BATCH_AXES)
-    microbatch_seqs = job.batch_seqs / (replicas * num_microbatches)
+    num_replicas = _devices(priced, *BATCH_AXES)
+    microbatch_seqs = job.batch_seqs / (num_replicas * num_microbatches)
     return BatchSplit(
         sequences_per_microbatch=microbatch_seqs,
-        data_parallel=replicas,
+        data_parallel=num_replicas,
         num_microbatches=num_microbatches,
-        sequences=global_batch(microbatch_seqs, data_parallel=replicas, num_microbatches=num_microbatches),
+        sequences=global_batch(microbatch_seqs, data_parallel=num_replicas, num_microbatches=num_microbatches),
         positions_per_device=job.seq_len / _devices(priced, "context"),
     )
 
@@ -93,8 +93,8 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
     width, sheet_peak = torus_width(cluster), chip.peak_flops.get(strategy.matmul_dtype)
     tensor_axes, fsdp_axes = _axes_of_tensor(priced.placement, width) if width else (1, 1)
     num_slices = cluster.num_slices // math.gcd(num_stages, cluster.num_slices)
-    num_chips, memory_limit = cluster.num_chips // (num_slices * num_stages), setting.memory_limit
-    activations = priced.estimate.memory["activations"] * cluster.num_chips
+    num_chips, limit_bytes = cluster.num_chips // (num_slices * num_stages), setting.memory_limit
+    activation_bytes = priced.estimate.memory["activations"] * cluster.num_chips
     return Letters(
         batch_tokens=job.tokens_per_step / num_slices / num_microbatches,
         num_microbatches=num_microbatches,
@@ -110,9 +110,9 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
         context=_devices(priced, "context"),
         batch_seqs=job.batch_seqs,
         replicas=_devices(priced, *BATCH_AXES),
-        memory_bytes=memory_limit if math.isfinite(memory_limit) else None,
+        memory_bytes=limit_bytes if math.isfinite(limit_bytes) else None,
         needed_bytes=float(priced.estimate.hbm_bytes_per_chip),
-        shared_bytes=state_bytes(num_params(setting.model), state=strategy.state) + activations,
+        shared_bytes=state_bytes(num_params(setting.model), state=strategy.state) + activation_bytes,
         train_tokens=budget.train_tokens if budget else None,
         run_days=budget.days if budget else None,
         **model_letters(setting.model, num_stages),
@@ -128,14 +128,14 @@ def _axes_of_tensor(placement: Placement, width: TorusWidth) -> tuple[float, flo
     The factors of tensor fill shares of axes (4 of an axis of 16 is a half); their sum, rounded, is the number of its
     axes, and these are the ones of which it fills most.
     """
-    torus = [link for link in placement.links if link.level == "ici" and link.size > 1]
-    share_of = {
-        link.name: sum(math.log(factor, link.size) for axis, factor in link.parts if axis == "tensor") for link in torus
+    links = [link for link in placement.links if link.level == "ici" and link.size > 1]
+    share_by_link = {
+        link.name: sum(math.log(factor, link.size) for axis, factor in link.parts if axis == "tensor") for link in links
     }
-    num_tensor = max(1, min(round(sum(share_of.values())), len(torus) - 1))
-    sorted_links = sorted(torus, key=lambda link: (-share_of[link.name], -link.wraps))
-    widths = [(1 + link.wraps) / (1 + any(link.wraps for link in torus)) for link in sorted_links]
-    return sum(widths[:num_tensor]), sum(widths[num_tensor:]) or widths[-1]
+    num_tensor_axes = max(1, min(round(sum(share_by_link.values())), len(links) - 1))
+    sorted_links = sorted(links, key=lambda link: (-share_by_link[link.name], -link.wraps))
+    axis_widths = [(1 + link.wraps) / (1 + any(link.wraps for link in links)) for link in sorted_links]
+    return sum(axis_widths[:num_tensor_axes]), sum(axis_widths[num_tensor_axes:]) or axis_widths[-1]
 
 
 def _devices(priced: PricedStrategy, *axes: str) -> int:
@@ -149,12 +149,12 @@ def switched_letters(cluster: Cluster, peak: float, shares: Efficiency) -> dict[
     if cluster.kind != "switched" or not chip.nvlink_bytes_per_s:
         return {}
     nvlink_rate = chip.nvlink_bytes_per_s * shares.nvlink
-    link_rate, flat_rate, link = nvlink_rate, nvlink_rate, "nvlink"
+    link_rate, flat_rate, link_name = nvlink_rate, nvlink_rate, "nvlink"
     if cluster.nodes > 1 and chip.nic_bytes_per_s:
         flat_rate = chip.nic_bytes_per_s * shares.network
-        link_rate, link = min(link_rate, flat_rate * cluster.domain), "node"
+        link_rate, link_name = min(link_rate, flat_rate * cluster.domain), "node"
     return {
-        "link": link,
+        "link": link_name,
         "link_alpha": limits.ici_intensity(peak, link_rate),
         "domain": cluster.domain,
         "domain_alpha": limits.ici_intensity(peak, nvlink_rate),
@@ -165,7 +165,7 @@ def switched_letters(cluster: Cluster, peak: float, shares: Efficiency) -> dict[
 # -- single axes ------------------------------------------------------------------------------------------
 
 
-def _of_axes(priced: PricedStrategy, peak: float) -> dict[str, Any]:
+def _of_axes(priced: PricedStrategy, peak_flops: float) -> dict[str, Any]:
     """Returns the letters of every axis that has several devices.
 
     {} for this machine's emulated devices, which do not compute while they communicate.
@@ -190,7 +190,7 @@ def _of_axes(priced: PricedStrategy, peak: float) -> dict[str, Any]:
     if _devices(priced, "context") > 1:
         letters |= _ring(priced)
     if setting.model.num_experts:
-        letters |= _experts(priced, peak)
+        letters |= _experts(priced, peak_flops)
     return letters
 
 
@@ -198,12 +198,12 @@ def _hiding(
     what: str, priced: PricedStrategy, passes: Sequence[Sequence[StepCost]], *, scopes: tuple[str, ...]
 ) -> dict[str, float]:
     """Returns the seconds of these scopes' collectives and of the rest of the pass, for the pass that hides least."""
-    pairs_s = []
+    pass_times = []
     for costs in passes:
         moved_costs = [c for c in costs if c.hides and c.step.scope in scopes and c.step.op != "permute"]
         links_s = max(link_seconds(moved_costs, priced.rates, once=True), default=0.0)
-        pairs_s.append((float(links_s), float(sum(c.time_s for c in costs if not c.hides))))
-    links_s, layer_s = max(pairs_s, key=lambda pair: pair[0] / pair[1])
+        pass_times.append((float(links_s), float(sum(c.time_s for c in costs if not c.hides))))
+    links_s, layer_s = max(pass_times, key=lambda times: times[0] / times[1])
     return {f"{what}_s": links_s, f"{what}_layer_s": layer_s}
 
 
@@ -224,7 +224,7 @@ def _ring(priced: PricedStrategy) -> dict[str, Any]:
     }
 
 
-def _experts(priced: PricedStrategy, peak: float) -> dict[str, Any]:
+def _experts(priced: PricedStrategy, peak_flops: float) -> dict[str, Any]:
     """Returns the letters of the experts, and of their AllToAlls if ``expert`` has several devices."""
     setting, model = priced.setting, priced.setting.model
     num_shards = _devices(priced, "data", "fsdp", "context")
@@ -232,7 +232,7 @@ def _experts(priced: PricedStrategy, peak: float) -> dict[str, Any]:
     letters = {
         "num_experts": model.num_experts,
         "experts_per_token": model.experts_per_token,
-        "hbm_tokens": critical_batch(peak, hbm_rate, weight_bytes=priced.sizes.width),
+        "hbm_tokens": critical_batch(peak_flops, hbm_rate, weight_bytes=priced.sizes.width),
         "copy_tokens": setting.job.tokens_per_step / priced.strategy.num_microbatches / num_shards,
     }
     block = max((block.forward for block in priced.costs.layers), key=len)

@@ -204,14 +204,14 @@ def explain(plan: Plan) -> Explanation:
     priced = price_strategy(setting, plan.strategy)
     budget = run_budget(plan, step_s=priced.estimate.step_s)
     letters = letters_of(priced, budget)
-    flops_of = [(cost.step.phase, float(cost.flops * cost.count)) for cost in priced.costs.all]
+    phase_flops = [(cost.step.phase, float(cost.flops * cost.count)) for cost in priced.costs.all]
     breakdown = Breakdown(priced)
     return Explanation(
         plan=plan,
         estimate=priced.estimate,
         terms=breakdown.terms,
         overlap=breakdown.overlap(),
-        recomputed=sum(n for phase, n in flops_of if phase == "recompute") / sum(n for _, n in flops_of),
+        recomputed=sum(n for phase, n in phase_flops if phase == "recompute") / sum(n for _, n in phase_flops),
         changes=try_changes(setting, plan.strategy, priced.estimate.step_s),
         fsdp=fsdp_case(plan),
         blocks=_passes(priced),
@@ -273,10 +273,10 @@ def _limits_of(name: str) -> Iterator[str]:
 
 def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
     """Returns the passes over every block of layers, the one with the most layers last."""
-    layers, listings = priced.costs.layers, []
-    for block in layers:
+    layer_blocks, listings = priced.costs.layers, []
+    for block in layer_blocks:
         repeat = block.steps.repeat
-        suffix = "" if len(layers) == 1 else f" ({block.name}, {repeat} of {priced.derived.num_layers})"
+        suffix = "" if len(layer_blocks) == 1 else f" ({block.name}, {repeat} of {priced.derived.num_layers})"
         listings.append(
             BlockListing(
                 name=block.name,
@@ -316,23 +316,23 @@ def algorithm(
 ) -> Algorithm:
     """Returns the lines of one pass and their sums, with ``of_layers`` each as often as the busiest device runs it.
     ``again`` is the number of costs at the start that run more than once, and how often on average."""
-    num_again, times = again
-    runs = [(c, float(c.here) if of_layers else times if number < num_again else 1.0) for number, c in enumerate(costs)]
+    num_again, mean_runs = again
+    runs = [(c, float(c.here) if of_layers else mean_runs if i < num_again else 1.0) for i, c in enumerate(costs)]
     total_s = sum(float(c.time_s) for c in costs)
-    listed = [(c, n) for c, n in runs if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total_s]
+    listed_runs = [(c, n) for c, n in runs if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total_s]
     return Algorithm(
         title=title,
-        lines=tuple(_line(number, cost, num_runs) for number, (cost, num_runs) in enumerate(listed, 1)),
+        lines=tuple(_line(i, cost, num_runs) for i, (cost, num_runs) in enumerate(listed_runs, 1)),
         compute_s=sum(float(c.local_s) * n for c, n in runs if not c.step.is_collective),
         hidden_s=sum(float(c.network_s) * n for c, n in runs if c.hides),
         critical_s=sum(float(c.network_s) * n for c, n in runs if c.step.is_collective and not c.hides),
-        num_left_out=len(costs) - len(listed),
+        num_left_out=len(costs) - len(listed_runs),
     )
 
 
-def _line(number: int, cost: StepCost, times: float) -> ListedStep:
+def _line(line_number: int, cost: StepCost, num_runs: float) -> ListedStep:
     return ListedStep(
-        number=number,
+        number=line_number,
         text=str(cost.step),
         op=cost.step.op,
         phase=cost.step.phase,
@@ -341,7 +341,7 @@ def _line(number: int, cost: StepCost, times: float) -> ListedStep:
         time_s=float(cost.time_s),
         critical=cost.step.is_collective and not cost.hides,
         overlaps=_overlap(cost),
-        times=times,
+        times=num_runs,
     )
 
 
@@ -370,17 +370,17 @@ def fsdp_case(plan: Plan) -> FsdpCase | None:
     cluster, job, strategy = plan.cluster, plan.job, plan.strategy
     if cluster.num_chips == 1 or cluster.kind == "host":
         return None
-    rate = matmul_rate(cluster.chip, plan.calibration, strategy.matmul_dtype)
+    flops_per_s = matmul_rate(cluster.chip, plan.calibration, strategy.matmul_dtype)
     flops = training_flops(num_active_params(plan.model), job.tokens_per_step)
-    compute_s = train_seconds(flops, num_chips=cluster.num_chips, peak_flops=rate)
+    compute_s = train_seconds(flops, num_chips=cluster.num_chips, peak_flops=flops_per_s)
     placement = physical_placement(cluster)
     seconds_per_byte = group_rates(placement, placement.mesh, plan.calibration)["all_gather"].seconds_per_byte
-    weight_width = STATE_BYTES[strategy.state]["weights"]
-    comms_s = limits.flat_fsdp_comms_s(num_params(plan.model), 1 / seconds_per_byte, bytes_per_param=weight_width)
+    weight_bytes = STATE_BYTES[strategy.state]["weights"]
+    comms_s = limits.flat_fsdp_comms_s(num_params(plan.model), 1 / seconds_per_byte, bytes_per_param=weight_bytes)
     other_axes = tuple(axis for axis in ("pipeline", "context", "tensor") if strategy.mesh.get(axis, 1) > 1)
-    case = 1 + (cluster.num_chips > job.batch_seqs) + 2 * (comms_s > compute_s)
+    case_number = 1 + (cluster.num_chips > job.batch_seqs) + 2 * (comms_s > compute_s)
     return FsdpCase(
-        case=case,
+        case=case_number,
         chips=cluster.num_chips,
         sequences=job.batch_seqs,
         compute_s=compute_s,
@@ -389,5 +389,5 @@ def fsdp_case(plan: Plan) -> FsdpCase | None:
         tokens_per_chip=job.tokens_per_step / cluster.num_chips,
         other_axes=other_axes,
         # case 1 allows no other axis; the others need one that they name
-        follows=not other_axes if case == 1 else not set(CASES[case][1]).isdisjoint(other_axes),
+        follows=not other_axes if case_number == 1 else not set(CASES[case_number][1]).isdisjoint(other_axes),
     )

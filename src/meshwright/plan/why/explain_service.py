@@ -109,7 +109,7 @@ def _phase(plan: ServicePlan, phase: GenerationPhase) -> PhaseExplanation:
         repeats=tuple(block.steps.repeat for block in blocks),
         parts=tuple(_parts(priced)),
         terms=Breakdown(priced).terms,
-        memory={name: float(size) for name, size in full_memory.items() if size},
+        memory={name: float(num_bytes) for name, num_bytes in full_memory.items() if num_bytes},
     )
 
 
@@ -164,49 +164,49 @@ def _formulas(plan: ServicePlan, decode: PhaseExplanation, prefill: PhaseExplana
     With pools prefill has chips of its own; else it works beside the caches of decode, with the same weights. With
     drafts the step that checks them is that of the plan, ``t_checked``, and t_step is that of a token.
     """
-    service, generate, pool, pools = plan.service, plan.generate, plan.prefill, plan.has_pools
-    price = plan.cluster.chip.price_usd_per_hour
+    service, generate, pool, has_pools = plan.service, plan.generate, plan.prefill, plan.has_pools
+    usd_per_hour = plan.cluster.chip.price_usd_per_hour
     items = [generate.memory if plan.num_drafts else decode.memory, prefill.memory]
     stored = [sum(memory.get(name, 0.0) for name in ("weights", "kv_cache")) for memory in items]
-    counts: dict[str, float] = {
+    count_by_name: dict[str, float] = {
         "B": generate.batch_seqs, "G": generate.num_engines, "P": pool.num_engines, "prompts": pool.batch_seqs,
         "prompt": service.prompt_len, "output": service.output_len, "chips": plan.predicted.num_chips,
-        "load": service.requests_per_s or 0.0, "price": price or 0.0, "P_chips": pool.num_chips,
+        "load": service.requests_per_s or 0.0, "price": usd_per_hour or 0.0, "P_chips": pool.num_chips,
         "G_chips": generate.num_chips, "senders": min(generate.part.num_chips, pool.part.num_chips),
     }  # fmt: skip
-    sizes = {
+    bytes_by_name = {
         "KV": sequence_bytes(plan.model, service.prompt_len, plan.stored.storage),
         "link": transfer_bytes_per_s(plan.cluster),
         "room": plan.setting.memory_room, "weights_and_KV": stored[0], "decoding": sum(items[0].values()) - stored[0],
-        "prefilling": sum(prefill.memory.values()) - (0 if pools else stored[1]),
+        "prefilling": sum(prefill.memory.values()) - (0 if has_pools else stored[1]),
     }  # fmt: skip
-    times = {"t_step": decode.step_s, "t_prefill": prefill.step_s}
+    seconds_by_name = {"t_step": decode.step_s, "t_prefill": prefill.step_s}
     formulas: dict[str, str] = {}
     if plan.num_drafts:
-        times["t_checked"], counts["tokens"] = generate.step_s, plan.step_tokens
+        seconds_by_name["t_checked"], count_by_name["tokens"] = generate.step_s, plan.step_tokens
         formulas["t_step"] = "t_checked / tokens"
-    is_shared = generate.batch_seqs > 1 and sequence_shards(generate.strategy) > 1 and not pools
+    is_shared = generate.batch_seqs > 1 and sequence_shards(generate.strategy) > 1 and not has_pools
     if is_shared:
-        counts["devices"] = sequence_shards(generate.strategy)
+        count_by_name["devices"] = sequence_shards(generate.strategy)
         formulas |= {"ending": "(B - 1) / output"}
     formula = "max((1 - exp(-ending)) / ending, 1 / devices) x t_prefill x devices / prompts"
-    formulas |= {"t_prompt": formula if is_shared else "t_prefill / prompts", **(_POOLED if pools else _AGGREGATED)}
-    rate = "per_s"
+    formulas |= {"t_prompt": formula if is_shared else "t_prefill / prompts", **(_POOLED if has_pools else _AGGREGATED)}
+    rate_name = "per_s"
     if service.requests_per_s is not None:
-        rate, formulas["served"] = "served", "min(per_s, load)"
-    formulas["made"] = f"{rate} x output / chips"
-    if price is not None:
+        rate_name, formulas["served"] = "served", "min(per_s, load)"
+    formulas["made"] = f"{rate_name} x output / chips"
+    if usd_per_hour is not None:
         formulas |= {
-            "share": _SHARES[pools],
-            "usd": f"price / 3600 x chips / {rate}",
+            "share": _SHARES[has_pools],
+            "usd": f"price / 3600 x chips / {rate_name}",
             "usd_in": "1e6 x usd x share / prompt",
             "usd_out": "1e6 x usd x (1 - share) / output",
         }
-    formulas["left"] = _ROOM[pools]
-    known = {**counts, **sizes, **times}
-    texts = {name: f"{value:.10g}" for name, value in counts.items()}
-    texts |= {name: f"{value / 1e9:.4g} GB{'/s' * (name == 'link')}" for name, value in sizes.items()}
-    texts |= {name: f"{value:.4g} s" for name, value in times.items()}
+    formulas["left"] = _ROOM[has_pools]
+    known = {**count_by_name, **bytes_by_name, **seconds_by_name}
+    texts = {name: f"{value:.10g}" for name, value in count_by_name.items()}
+    texts |= {name: f"{value / 1e9:.4g} GB{'/s' * (name == 'link')}" for name, value in bytes_by_name.items()}
+    texts |= {name: f"{value:.4g} s" for name, value in seconds_by_name.items()}
     rows = []
     for name, text in formulas.items():
         # the texts are the constants above

@@ -82,9 +82,9 @@ class _Builder:
 
     def strategy(self, mesh: Mapping[str, int], remat: str) -> Strategy:
         """Returns the template with a mesh and a remat policy, in one microbatch, with ring attention on chips."""
-        mode = "gather" if self.cluster.kind == "host" else "ring"
+        attention_mode = "gather" if self.cluster.kind == "host" else "ring"
         fields: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "offload": (), "placement": {}, "slice_axes": ()}
-        fields |= {"mesh": make_mesh(mesh), "remat": remat, "num_microbatches": 1, "context_attention": mode}
+        fields |= {"mesh": make_mesh(mesh), "remat": remat, "num_microbatches": 1, "context_attention": attention_mode}
         fields["assignment"] = DEFAULT_ASSIGNMENT
         return msgspec.structs.replace(self.template, **fields)
 
@@ -125,35 +125,35 @@ def _far(at: _Builder) -> Iterator[tuple[str, int, str]]:
         yield "context", context, reason
 
 
-def _chosen(at: _Builder, inner: Mapping[str, int]) -> Strategy:
+def _chosen(builder: _Builder, inner: Mapping[str, int]) -> Strategy:
     """Returns the first strategy that fits, with the fewest stages (a power of two); if none fits, FSDP unpipelined."""
-    num_powers = 1 if at.cluster.kind == "host" else int(math.log2(at.model.num_layers)) + 1
+    num_powers = 1 if builder.cluster.kind == "host" else int(math.log2(builder.model.num_layers)) + 1
     inner_chips = inner["context"] * inner["tensor"]
-    for stages in (2**power for power in range(num_powers)):
-        if at.chips % (inner_chips * stages):
+    for num_stages in (2**power for power in range(num_powers)):
+        if builder.chips % (inner_chips * num_stages):
             continue
-        splits = _splits(at, at.chips // (inner_chips * stages), inner["tensor"])
-        strategy = at.first_that_fits({**inner, "pipeline": stages, **split} for split in splits)
+        mesh_splits = _splits(builder, builder.chips // (inner_chips * num_stages), inner["tensor"])
+        strategy = builder.first_that_fits({**inner, "pipeline": num_stages, **split} for split in mesh_splits)
         if strategy is not None:
             return strategy
-    return at.strategy({**inner, "fsdp": at.chips // inner_chips}, "block")
+    return builder.strategy({**inner, "fsdp": builder.chips // inner_chips}, "block")
 
 
-def _splits(at: _Builder, ways: int, tensor: int) -> Iterator[dict[str, int]]:
+def _splits(builder: _Builder, num_ways: int, tensor_size: int) -> Iterator[dict[str, int]]:
     """Yields data alone for small jobs; FSDP over all; from 256 chips on FSDP in groups of machines, smallest first."""
-    if at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS:
-        yield {"data": ways}
-    if at.chips < HYBRID_CHIPS:
-        yield {"fsdp": ways}
+    if builder.chips <= DATA_CHIPS and builder.params <= DATA_PARAMS:
+        yield {"data": num_ways}
+    if builder.chips < HYBRID_CHIPS:
+        yield {"fsdp": num_ways}
     else:
-        for group_size in divisors(ways):
-            if min(at.machine, ways) <= group_size <= HYBRID_CHIPS // tensor:
-                yield {"fsdp": group_size, "data": ways // group_size}
+        for group_size in divisors(num_ways):
+            if min(builder.machine, num_ways) <= group_size <= HYBRID_CHIPS // tensor_size:
+                yield {"fsdp": group_size, "data": num_ways // group_size}
 
 
-def _said(at: _Builder, chosen: Strategy, far: Mapping[str, tuple[int, str]]) -> Iterator[RecipeStep]:
-    mesh, num_microbatches = chosen.mesh, chosen.num_microbatches
-    data, fsdp, stages = mesh["data"], mesh["fsdp"], mesh["pipeline"]
+def _said(at: _Builder, strategy: Strategy, far_axes: Mapping[str, tuple[int, str]]) -> Iterator[RecipeStep]:
+    mesh, num_microbatches = strategy.mesh, strategy.num_microbatches
+    data, fsdp, num_stages = mesh["data"], mesh["fsdp"], mesh["pipeline"]
     params_text, job_text = format_params(DATA_PARAMS), f"{format_params(at.params)} parameters on {at.chips:,} chips"
     yield RecipeStep(
         "data parallelism",
@@ -164,18 +164,18 @@ def _said(at: _Builder, chosen: Strategy, far: Mapping[str, tuple[int, str]]) ->
     is_hybrid = fsdp > 1 and data > 1
     reason = f"from {HYBRID_CHIPS} chips on, in the smallest groups of machines that fit"
     yield RecipeStep("hybrid sharding", is_hybrid, f"{reason}: data {data:,} x fsdp {fsdp:,}" if is_hybrid else reason)
-    has_remat = chosen.remat != "none"
-    reason = f"activations do not fit otherwise: remat {chosen.remat}" if has_remat else "activations fit as they are"
+    has_remat = strategy.remat != "none"
+    reason = f"activations do not fit otherwise: remat {strategy.remat}" if has_remat else "activations fit as they are"
     yield RecipeStep("checkpointing", has_remat, reason)
     reason_by_axis = {
         "context": f"for sequences longer than {FAR_TOKENS:,}; here {at.job.seq_len:,}",
         "tensor": f"for more than {format_params(FAR_PARAMS)} parameters, or {FAR_CHIPS:,} chips and fewer sequences",
     }
     for axis, unused_reason in reason_by_axis.items():
-        size, reason = far.get(axis, (1, unused_reason))
+        size, reason = far_axes.get(axis, (1, unused_reason))
         yield RecipeStep(f"{axis} parallelism", size > 1, f"{reason}: {axis} {size}" if size > 1 else reason)
-    reason = f"the fewest stages with which it fits: {stages}" if stages > 1 else "fits without"
-    yield RecipeStep("pipeline", stages > 1, reason)
+    reason = f"the fewest stages with which it fits: {num_stages}" if num_stages > 1 else "fits without"
+    yield RecipeStep("pipeline", num_stages > 1, reason)
     local_seqs = at.job.batch_seqs / (data * fsdp * num_microbatches)
     batch_text = f"{num_microbatches} x {local_seqs:g} sequence{'s' * (local_seqs != 1)}"
     yield RecipeStep("batch of a chip", True, f"as large as memory allows: {batch_text}")

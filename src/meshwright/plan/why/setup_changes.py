@@ -18,21 +18,21 @@ MAX_FACTOR = 1000.0
 
 def parse_what_if(text: str) -> dict[str, float]:
     """Parses ``"chip.flops=8x,network=0.1x"`` to quantity -> factor. Raises InputError for one that `CHANGES` lacks."""
-    factors: dict[str, float] = {}
+    factor_by_name: dict[str, float] = {}
     for change_text in text.split(","):
-        name, separator, value = (piece.strip() for piece in change_text.partition("="))
+        name, separator, factor_text = (piece.strip() for piece in change_text.partition("="))
         if name not in CHANGES:
             raise InputError(f"--what-if {change_text.strip()!r}: {name!r} cannot be changed.{nearest(name, CHANGES)}")
-        match = _FACTOR.fullmatch(value) if separator else None
+        match = _FACTOR.fullmatch(factor_text) if separator else None
         factor = float(match.group(1)) if match else 0.0
         if not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
             raise InputError(
                 f"--what-if {change_text.strip()!r} is not a factor from 0.001x to 1000x. Write for example {name}=2x."
             )
-        if name in factors:
+        if name in factor_by_name:
             raise InputError(f"--what-if {text!r} changes {name} twice. Leave one out.")
-        factors[name] = factor
-    return factors
+        factor_by_name[name] = factor
+    return factor_by_name
 
 
 def changed_setting(setting: Setting, factors: Mapping[str, float]) -> tuple[Setting, tuple[str, ...]]:
@@ -60,12 +60,12 @@ def _multiplied(figures: S, names: Iterable[str], factor: float) -> S:
     return msgspec.structs.replace(figures, **{name: _times(getattr(figures, name), factor) for name in names})
 
 
-def _with_chip(setting: Setting, names: Iterable[str], factor: float, measured: tuple[str, ...] = ()) -> Setting:
-    """Multiplies figures of the chip, and the ``measured`` figures of the calibration that replace them."""
+def _with_chip(setting: Setting, names: Iterable[str], factor: float, measured_names: tuple[str, ...] = ()) -> Setting:
+    """Multiplies figures of the chip, and the ``measured_names`` of the calibration that replace them."""
     cluster, rates = setting.cluster, setting.calibration
     cluster = msgspec.structs.replace(cluster, chip=_multiplied(cluster.chip, names, factor))
     return msgspec.structs.replace(
-        setting, cluster=cluster, calibration=None if rates is None else _multiplied(rates, measured, factor)
+        setting, cluster=cluster, calibration=None if rates is None else _multiplied(rates, measured_names, factor)
     )
 
 
@@ -73,14 +73,14 @@ def _chip_flops(setting: Setting, factor: float) -> tuple[Setting, str]:
     """Multiplies the rates of matrix products, attention and vector work."""
     rate_of = setting.cluster.chip.peak_flops or (setting.calibration.matmul_flops_per_s if setting.calibration else {})
     dtype = next((name for name in ("bf16", "fp16", "fp32") if name in rate_of), next(iter(rate_of), ""))
-    words = f"{_from_to(rate_of.get(dtype), factor, format_flops, 'FLOP/s')}{f' in {dtype}' if dtype else ''}"
-    measured = ("matmul_flops_per_s", "attention_flops_per_s")
-    return _with_chip(setting, ("peak_flops", "vector_flops"), factor, measured), words
+    change_words = f"{_from_to(rate_of.get(dtype), factor, format_flops, 'FLOP/s')}{f' in {dtype}' if dtype else ''}"
+    measured_names = ("matmul_flops_per_s", "attention_flops_per_s")
+    return _with_chip(setting, ("peak_flops", "vector_flops"), factor, measured_names), change_words
 
 
 def _chip_hbm(setting: Setting, factor: float) -> tuple[Setting, str]:
-    words = _from_to(setting.cluster.chip.hbm_bytes_per_s, factor, _rate, "memory rate")
-    return _with_chip(setting, ("hbm_bytes_per_s",), factor, ("memory_bytes_per_s",)), words
+    change_words = _from_to(setting.cluster.chip.hbm_bytes_per_s, factor, _rate, "memory rate")
+    return _with_chip(setting, ("hbm_bytes_per_s",), factor, ("memory_bytes_per_s",)), change_words
 
 
 def _slowest(setting: Setting, factor: float) -> tuple[Setting, str]:
@@ -88,20 +88,20 @@ def _slowest(setting: Setting, factor: float) -> tuple[Setting, str]:
     if factor > 1:
         raise InputError(f"--what-if slowest={factor:g}x would speed the slowest chip up. Give at most 1x.")
     rates = setting.rates
-    measured = ("matmul_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
-    slower_rates = _multiplied(rates, measured, factor)
+    measured_names = ("matmul_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
+    slower_rates = _multiplied(rates, measured_names, factor)
     shares = _multiplied(rates.efficiency, ("compute", "attention", "hbm"), factor)
     setting = msgspec.structs.replace(setting, calibration=msgspec.structs.replace(slower_rates, efficiency=shares))
     return setting, f"every chip waits for one whose compute and memory run at {factor:.0%}"
 
 
 def _chip_memory(setting: Setting, factor: float) -> tuple[Setting, str]:
-    words = _from_to(setting.cluster.chip.memory_bytes, factor, format_bytes, "memory")
-    return _with_chip(setting, ("hbm_bytes", "usable_hbm_bytes"), factor, ("memory_bytes",)), words
+    change_words = _from_to(setting.cluster.chip.memory_bytes, factor, format_bytes, "memory")
+    return _with_chip(setting, ("hbm_bytes", "usable_hbm_bytes"), factor, ("memory_bytes",)), change_words
 
 
-def _from_to(value: float | None, factor: float, show: Callable[[float], str], what: str) -> str:
-    return what if value is None else f"{show(value)} -> {show(value * factor)}"
+def _from_to(old_value: float | None, factor: float, show: Callable[[float], str], what: str) -> str:
+    return what if old_value is None else f"{show(old_value)} -> {show(old_value * factor)}"
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -145,8 +145,8 @@ def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
         setting = _with_chip(setting, [LINKS[level][0] for level in present], factor)
         # rates of levels that a cluster file gives replace the chip's
         changed_levels = tuple(
-            _multiplied(level, ("bytes_per_s",), factor) if ("nic" if number else "nvlink") in present else level
-            for number, level in enumerate(cluster.levels)
+            _multiplied(level, ("bytes_per_s",), factor) if ("nic" if i else "nvlink") in present else level
+            for i, level in enumerate(cluster.levels)
         )
         cluster = msgspec.structs.replace(setting.cluster, levels=changed_levels)
         return msgspec.structs.replace(setting, cluster=cluster), change_words
@@ -156,11 +156,11 @@ def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
 
 def _has(cluster: Cluster, level: str) -> bool:
     """True if a cluster's chips use links of a level."""
-    figure, kind = LINKS[level]
-    if cluster.kind != kind or getattr(cluster.chip, figure) is None:
+    figure_name, cluster_kind = LINKS[level]
+    if cluster.kind != cluster_kind or getattr(cluster.chip, figure_name) is None:
         return False
-    has_level = {"nic": cluster.kind == "switched" and cluster.nodes > 1, "dcn": cluster.num_slices > 1}
-    return has_level.get(level, True)
+    has_by_level = {"nic": cluster.kind == "switched" and cluster.nodes > 1, "dcn": cluster.num_slices > 1}
+    return has_by_level.get(level, True)
 
 
 # -- how many chips, how much work --------------------------------------------------------------------------
@@ -168,10 +168,10 @@ def _has(cluster: Cluster, level: str) -> bool:
 
 def _chips(setting: Setting, factor: float) -> tuple[Setting, str]:
     cluster = scaled_cluster(setting.cluster, factor)
-    words = (
+    change_words = (
         f"{setting.cluster.short_name} -> {cluster.short_name}, {setting.cluster.num_chips:,} -> {cluster.num_chips:,}"
     )
-    return msgspec.structs.replace(setting, cluster=cluster), words
+    return msgspec.structs.replace(setting, cluster=cluster), change_words
 
 
 def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
@@ -186,29 +186,29 @@ def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
         raise InputError(f"chips={factor:g}x is not a simple ratio. Use for example 2x, 0.5x or 1.5x.")
     changes = [(_larger, prime) for prime in _primes(ratio.numerator)]
     changes += [(_smaller, prime) for prime in _primes(ratio.denominator)]
-    scaled = cluster
+    new_cluster = cluster
     for change, prime in changes:
-        clusters = change(scaled, prime)
+        clusters = change(new_cluster, prime)
         if not clusters:
             raise InputError(f"no cluster like {cluster.short_name} has {factor:g} times its chips. Give another.")
         # with more closed axes, then with a shorter longest axis
-        scaled = min(clusters, key=lambda c: (c.kind == "torus" and -sum(c.wraps), max(c.shape), c.shape))
-    return scaled
+        new_cluster = min(clusters, key=lambda c: (c.kind == "torus" and -sum(c.wraps), max(c.shape), c.shape))
+    return new_cluster
 
 
-def _primes(number: int) -> Iterable[int]:
-    factor = 2
-    while number > 1:
-        while number % factor == 0:
-            yield factor
-            number //= factor
-        factor += 1
+def _primes(remainder: int) -> Iterable[int]:
+    divisor = 2
+    while remainder > 1:
+        while remainder % divisor == 0:
+            yield divisor
+            remainder //= divisor
+        divisor += 1
 
 
 def _larger(cluster: Cluster, prime: int) -> list[Cluster]:
     last_axis = len(cluster.shape) - 1
-    axis_numbers = range(last_axis if cluster.kind == "switched" else 0, last_axis + 1)
-    clusters = _resized_at(cluster, axis_numbers, Fraction(prime))
+    axis_indices = range(last_axis if cluster.kind == "switched" else 0, last_axis + 1)
+    clusters = _resized_at(cluster, axis_indices, Fraction(prime))
     if not clusters and cluster.kind == "torus":
         clusters = _resized(cluster, cluster.shape, num_slices=cluster.num_slices * prime)
     return clusters
@@ -218,19 +218,19 @@ def _smaller(cluster: Cluster, prime: int) -> list[Cluster]:
     clusters = []
     if cluster.num_slices % prime == 0:
         clusters = _resized(cluster, cluster.shape, num_slices=cluster.num_slices // prime)
-    divisible = [number for number, size in enumerate(cluster.shape) if size % prime == 0]
+    axis_ids = [axis_id for axis_id, size in enumerate(cluster.shape) if size % prime == 0]
     if not clusters:
-        clusters = _resized_at(cluster, divisible[-1:] if cluster.kind == "switched" else divisible, Fraction(1, prime))
+        clusters = _resized_at(cluster, axis_ids[-1:] if cluster.kind == "switched" else axis_ids, Fraction(1, prime))
     return clusters
 
 
-def _resized_at(cluster: Cluster, numbers: Iterable[int], factor: Fraction) -> list[Cluster]:
-    """Returns each cluster that has one of the axes ``numbers`` multiplied by ``factor``."""
+def _resized_at(cluster: Cluster, axis_indices: Iterable[int], factor: Fraction) -> list[Cluster]:
+    """Returns each cluster that has one of the axes ``axis_indices`` multiplied by ``factor``."""
     shapes = (
-        tuple(int(size * factor) if index == number else size for index, size in enumerate(cluster.shape))
-        for number in numbers
+        tuple(int(size * factor) if index == axis_index else size for index, size in enumerate(cluster.shape))
+        for axis_index in axis_indices
     )
-    return [resized for shape in shapes for resized in _resized(cluster, shape)]
+    return [new_cluster for shape in shapes for new_cluster in _resized(cluster, shape)]
 
 
 def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None = None) -> list[Cluster]:

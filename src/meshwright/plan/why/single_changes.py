@@ -57,11 +57,11 @@ def estimate_in(setting: Setting, strategy: Strategy) -> Estimate | None:
 def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
     """Prices every single change and compares the best that fits with a step of ``now_s``."""
     num_tried, changes_that_fit = 0, []
-    for words, changed in single_changes(setting, strategy):
+    for words, changed_strategy in single_changes(setting, strategy):
         num_tried += 1
-        estimate = estimate_in(setting, changed)
+        estimate = estimate_in(setting, changed_strategy)
         if estimate is not None:
-            changes_that_fit.append(TriedChange(words=words, strategy=changed, estimate=estimate))
+            changes_that_fit.append(TriedChange(words=words, strategy=changed_strategy, estimate=estimate))
     best = min(changes_that_fit, key=lambda change: change.estimate.step_s, default=None)
     if best is None or best.estimate.step_s > (1 - MIN_GAIN) * now_s:
         return Tried(num_tried=num_tried, num_legal=len(changes_that_fit))
@@ -70,36 +70,36 @@ def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
 
 def single_changes(setting: Setting, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     """Yields each change in words, and the strategy with it, which need not run."""
-    for words, fields in _changes(setting, strategy):
-        yield words, msgspec.structs.replace(strategy, **fields)
+    for words, value_by_field in _changes(setting, strategy):
+        yield words, msgspec.structs.replace(strategy, **value_by_field)
 
 
 def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
     """Yields each change in words, with the fields of the strategy that it sets."""
-    count, chunks = strategy.num_microbatches, strategy.chunks
+    old_count, num_chunks = strategy.num_microbatches, strategy.chunks
     policies = (*USUAL_POLICIES, *RERUN_POLICIES)
     if strategy.remat in policies:
         # one policy lighter and one heavier
         policy_index = policies.index(str(strategy.remat))
         for remat in (*policies[:policy_index][-1:], *policies[policy_index + 1 :][:1]):
             yield f"remat {remat} for {strategy.remat}", {"remat": remat}
-    for new_count in (2 * count, *([count // 2] if count % 2 == 0 else [])):
-        yield f"{new_count} microbatch{'es' if new_count > 1 else ''} for {count}", {"num_microbatches": new_count}
+    for new_count in (2 * old_count, *([old_count // 2] if old_count % 2 == 0 else [])):
+        yield f"{new_count} microbatch{'es' if new_count > 1 else ''} for {old_count}", {"num_microbatches": new_count}
     yield from _swaps(setting, strategy)
     if strategy.mesh.get("pipeline", 1) > 1:
         for name in FULL.schedules:
             if name != strategy.schedule:
                 yield f"schedule {name}", {"schedule": name, "chunks": default_chunks(name)}
         if strategy.schedule == "interleaved":
-            for new_count in (2 * chunks, *([chunks // 2] if chunks > 1 else [])):
-                yield f"{new_count} chunks for {chunks}", {"chunks": new_count}
-    zero = strategy.zero
-    if zero is not None and strategy.mesh.get("fsdp", 1) > 1:
-        is_parallel = strategy.assignment == standard_assignment(zero=zero, sequence_parallel=True)
+            for new_count in (2 * num_chunks, *([num_chunks // 2] if num_chunks > 1 else [])):
+                yield f"{new_count} chunks for {num_chunks}", {"chunks": new_count}
+    zero_stage = strategy.zero
+    if zero_stage is not None and strategy.mesh.get("fsdp", 1) > 1:
+        is_sequence_parallel = strategy.assignment == standard_assignment(zero=zero_stage, sequence_parallel=True)
         for new_zero in (3, 2, 1):
-            if new_zero != zero:
-                assignment = standard_assignment(zero=new_zero, sequence_parallel=is_parallel)
-                yield f"ZeRO-{new_zero} for ZeRO-{zero}", {"assignment": assignment}
+            if new_zero != zero_stage:
+                assignment = standard_assignment(zero=new_zero, sequence_parallel=is_sequence_parallel)
+                yield f"ZeRO-{new_zero} for ZeRO-{zero_stage}", {"assignment": assignment}
     if strategy.mesh.get("context", 1) > 1:
         for mode in FULL.context_attention:
             if mode != strategy.context_attention:
@@ -111,12 +111,12 @@ def _swaps(setting: Setting, strategy: Strategy) -> Iterator[Change]:
     used_axes = (axis for axis, size in strategy.mesh.items() if size > 1)
     axes = axes_to_try(setting.cluster, used_axes)
     for giver in axes:
-        size = strategy.mesh.get(giver, 1)
+        giver_size = strategy.mesh.get(giver, 1)
         for taker in axes:
-            if size % 2 or taker == giver or (taker == "expert" and not setting.model.num_experts):
+            if giver_size % 2 or taker == giver or (taker == "expert" and not setting.model.num_experts):
                 continue
-            mesh = {**strategy.mesh, giver: size // 2, taker: strategy.mesh.get(taker, 1) * 2}
-            words = f"{taker} {mesh[taker]} and {giver} {mesh[giver]} for {mesh[taker] // 2} and {size}"
+            mesh = {**strategy.mesh, giver: giver_size // 2, taker: strategy.mesh.get(taker, 1) * 2}
+            words = f"{taker} {mesh[taker]} and {giver} {mesh[giver]} for {mesh[taker] // 2} and {giver_size}"
             num_microbatches = strategy.num_microbatches
             if taker == "pipeline":
                 num_microbatches *= 2

@@ -47,15 +47,15 @@ def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
     Raises InputError for a change that the setting cannot have, such as half of 15 sequences.
     """
     old_plan = result.plans[0]
-    setting, changed = changed_setting(result.setting, asked)
-    result_now = WhatIf(asked=dict(asked), changed=changed, now=old_plan, terms_now=_terms(old_plan))
+    setting, change_texts = changed_setting(result.setting, asked)
+    answer = WhatIf(asked=dict(asked), changed=change_texts, now=old_plan, terms_now=_terms(old_plan))
     try:
         new_result = rank_plans(setting, axes=result.axes, overrides=result.overrides, choices=result.choices, top=1)
     except CannotRunError as error:
-        return msgspec.structs.replace(result_now, note=str(error))
+        return msgspec.structs.replace(answer, note=str(error))
     new_plan = new_result.plans[0]
     return msgspec.structs.replace(
-        result_now,
+        answer,
         then=new_plan,
         terms=_terms(new_plan),
         kept_s=None if "chips" in asked else _kept(changed_setting(old_plan.setting, asked)[0], old_plan),
@@ -63,11 +63,11 @@ def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
     )
 
 
-def _terms(one: Plan) -> tuple[Term, ...]:
-    return Breakdown(price_strategy(one.setting, one.strategy)).terms
+def _terms(plan: Plan) -> tuple[Term, ...]:
+    return Breakdown(price_strategy(plan.setting, plan.strategy)).terms
 
 
-def _kept(setting: Setting, now: Plan) -> float | None:
+def _kept(setting: Setting, plan: Plan) -> float | None:
     """Returns the step seconds of an unchanged strategy in the changed setting; None if it does not run there."""
-    estimate = estimate_in(setting, msgspec.structs.replace(now.strategy, placement={}))
+    estimate = estimate_in(setting, msgspec.structs.replace(plan.strategy, placement={}))
     return estimate.step_s if estimate else None

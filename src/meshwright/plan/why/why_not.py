@@ -84,46 +84,46 @@ def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
     them. Raises InputError for other names.
     """
     winner = result.plans[0]
-    fixed, fields = split_asked(asked)
+    size_by_axis, value_by_field = split_asked(asked)
     overrides = {name.removeprefix("strategy."): value for name, value in result.overrides.items()}
-    space = _space(winner, {**result.axes, **fixed}, {**overrides, **fields}, result.choices)
+    space = _space(winner, {**result.axes, **size_by_axis}, {**overrides, **value_by_field}, result.choices)
     outcome = search(space, winner.cluster, winner.job.batch_seqs, top=1)
     answer = WhyNot(asked=dict(asked), winner=winner.strategy, winner_estimate=winner.predicted)
     if outcome.found:
         return _beside(answer, result, space.setting, outcome.found[0].strategy)
     if not outcome.num_meshes:
-        return msgspec.structs.replace(answer, refusal=_no_mesh(space, tuple(fixed)))
-    leanest = _leanest(space)
-    if leanest is None:
+        return msgspec.structs.replace(answer, refusal=_no_mesh(space, tuple(size_by_axis)))
+    leanest_strategy = _leanest(space)
+    if leanest_strategy is None:
         return msgspec.structs.replace(answer, refusal=_no_layout(space))
-    refusals = legal(space.setting, leanest)
-    compared = _beside(answer, result, space.setting, leanest)
-    return msgspec.structs.replace(compared, refusal=refusals[0] if refusals else None)
+    refusals = legal(space.setting, leanest_strategy)
+    full_answer = _beside(answer, result, space.setting, leanest_strategy)
+    return msgspec.structs.replace(full_answer, refusal=refusals[0] if refusals else None)
 
 
 def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
     """Returns the sizes of mesh axes, and the fields and assumptions by name. Raises InputError for other names."""
-    fixed: dict[str, int] = {}
-    fields: dict[str, Any] = {}
+    size_by_axis: dict[str, int] = {}
+    value_by_field: dict[str, Any] = {}
     for name, value in asked.items():
         if name in MESH_AXES:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name}={value} is not a size. Write for example {name}=4.")
-            fixed[name] = value
+            size_by_axis[name] = value
         elif name in NAMES:
-            fields[NAMES[name]] = value
+            value_by_field[NAMES[name]] = value
         else:
             suffix = nearest(name, (*MESH_AXES, *NAMES))
             raise InputError(f"{name} is neither a mesh axis nor a field of the strategy.{suffix}")
-    if set(ASSIGNMENT_FIELDS) & fields.keys():
-        zero, is_parallel = fields.pop("zero", 3), fields.pop("sequence_parallel", True)
-        fields["assignment"] = standard_assignment(zero=zero, sequence_parallel=is_parallel)
-    if isinstance(fields.get("offload"), str):
-        fields["offload"] = tuple(fields["offload"].split("+"))
-    return fixed, fields
+    if set(ASSIGNMENT_FIELDS) & value_by_field.keys():
+        zero_stage, is_parallel = value_by_field.pop("zero", 3), value_by_field.pop("sequence_parallel", True)
+        value_by_field["assignment"] = standard_assignment(zero=zero_stage, sequence_parallel=is_parallel)
+    if isinstance(value_by_field.get("offload"), str):
+        value_by_field["offload"] = tuple(value_by_field["offload"].split("+"))
+    return size_by_axis, value_by_field
 
 
-def _space(winner: Plan, fixed: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
+def _space(winner: Plan, size_by_axis: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
     """Returns the space with the asked sizes and fields fixed; fields that are not searched are the winner's."""
     value_of_assumption = msgspec.to_builtins(winner.setting.assumptions)
     value_of_assumption |= {name: value for name, value in fields.items() if name in ASSUMED}
@@ -132,25 +132,25 @@ def _space(winner: Plan, fixed: Mapping[str, int], fields: Mapping[str, Any], ch
     setting = msgspec.structs.replace(
         winner.setting, assumptions=convert_fields(value_of_assumption, Assumptions, section="assumptions")
     )
-    return space_of(setting, fixed, value_of_field, choices, template=winner_fields)
+    return space_of(setting, size_by_axis, value_of_field, choices, template=winner_fields)
 
 
 # -- where it runs ----------------------------------------------------------------------------------------
 
 
-def _beside(found: WhyNot, result: PlanResult, setting: Setting, strategy: Strategy) -> WhyNot:
+def _beside(answer: WhyNot, result: PlanResult, setting: Setting, strategy: Strategy) -> WhyNot:
     """Adds the completion's estimate, its terms beside the winner's, and the limits that only it does not meet."""
     winner = result.plans[0]
-    best, completion = price_strategy(winner.setting, winner.strategy), price_strategy(setting, strategy)
-    best_holds = {limit.name: limit.holds for limit in limits_at(letters_of(best))}
+    priced_winner, completion = price_strategy(winner.setting, winner.strategy), price_strategy(setting, strategy)
+    holds_by_limit = {limit.name: limit.holds for limit in limits_at(letters_of(priced_winner))}
     missed = [limit for limit in limits_at(letters_of(completion)) if limit.holds is False]
-    new_limits = [limit for limit in missed if limit.unit == "bytes" or best_holds.get(limit.name) is not False]
+    new_limits = [limit for limit in missed if limit.unit == "bytes" or holds_by_limit.get(limit.name) is not False]
     return msgspec.structs.replace(
-        found,
-        winner_estimate=best.estimate,
+        answer,
+        winner_estimate=priced_winner.estimate,
         strategy=strategy,
         estimate=completion.estimate,
-        terms=compare_terms(best, completion),
+        terms=compare_terms(priced_winner, completion),
         limits=tuple(new_limits),
     )
 
@@ -173,12 +173,12 @@ def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDi
 
 def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
     """Maps kinds of work to added seconds; all groups of axes with fsdp count as "fsdp", others with data as "data"."""
-    seconds: dict[str, float] = {}
+    seconds_by_name: dict[str, float] = {}
     for term in terms:
         axes = term.name.split(",")
         name = next((axis for axis in ("fsdp", "data") if axis in axes), term.name)
-        seconds[name] = seconds.get(name, 0.0) + term.added_s
-    return seconds
+        seconds_by_name[name] = seconds_by_name.get(name, 0.0) + term.added_s
+    return seconds_by_name
 
 
 # -- where it does not ------------------------------------------------------------------------------------
@@ -193,37 +193,37 @@ def _leanest(space: Space) -> Strategy | None:
     return min(frontier_plans, key=lambda plan: plan.predicted.hbm_bytes_per_chip).strategy if frontier_plans else None
 
 
-def _no_mesh(space: Space, asked: Sequence[str]) -> Refusal:
+def _no_mesh(space: Space, asked_axes: Sequence[str]) -> Refusal:
     """Says why no mesh of all chips has the asked sizes."""
-    cluster, batch = space.setting.cluster, space.setting.job.batch_seqs
+    cluster, batch_seqs = space.setting.cluster, space.setting.job.batch_seqs
     text = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items()) or "the mesh"
     if refusal := broken_rule(space):
         return refusal
     num_fixed = math.prod(space.fixed.values())
     if cluster.num_chips % num_fixed:
-        advice = _advice(space, asked) or f"Use a product that divides {cluster.num_chips}."
+        advice = _advice(space, asked_axes) or f"Use a product that divides {cluster.num_chips}."
         return Refusal(
             rule="devices",
             message=f"{text} does not divide the {cluster.num_chips:,} chips of {cluster.short_name}. {advice}",
         )
-    advice = _advice(space, asked) or "Leave another axis open."
+    advice = _advice(space, asked_axes) or "Leave another axis open."
     return Refusal(
         rule="devices",
         message=f"beside {text} the product of the other axes must be {cluster.num_chips // num_fixed:,}, but no such "
-        f"mesh divides all sizes with {batch:,} sequences. {advice}",
+        f"mesh divides all sizes with {batch_seqs:,} sequences. {advice}",
     )
 
 
-def _advice(space: Space, asked: Sequence[str]) -> str:
+def _advice(space: Space, asked_axes: Sequence[str]) -> str:
     """Names the sizes that a mesh of all chips may have for one asked axis when the others stay, or ""."""
-    batch, num_chips = space.setting.job.batch_seqs, space.setting.cluster.num_chips
-    for axis in asked:
-        other_sizes = {name: size for name, size in space.fixed.items() if name != axis}
+    batch_seqs, num_chips = space.setting.job.batch_seqs, space.setting.cluster.num_chips
+    for axis in asked_axes:
+        other_sizes = {other_axis: size for other_axis, size in space.fixed.items() if other_axis != axis}
         freed_space = msgspec.structs.replace(space, fixed=other_sizes)
-        if len(axis_sizes(freed_space, axis, freed_space.dims(batch))) > 1:
-            sizes = candidates_on_chips(freed_space, batch, num_chips=num_chips).mesh[axis]
-            if len(sizes):
-                sizes_text = ", ".join(str(size) for size in sorted({int(size) for size in sizes}))
+        if len(axis_sizes(freed_space, axis, freed_space.dims(batch_seqs))) > 1:
+            found_sizes = candidates_on_chips(freed_space, batch_seqs, num_chips=num_chips).mesh[axis]
+            if len(found_sizes):
+                sizes_text = ", ".join(str(size) for size in sorted({int(size) for size in found_sizes}))
                 return f"Use {axis} in {{{sizes_text}}}."
     return ""
 
@@ -233,9 +233,9 @@ def _no_layout(space: Space) -> Refusal:
     cluster = space.setting.cluster
     candidates = candidates_on_chips(space, space.setting.job.batch_seqs, num_chips=cluster.num_chips)
     mesh = {axis: int(sizes[0]) for axis, sizes in candidates.mesh.items()}
-    chunks = space.chunks or (default_chunks(space.template.schedule) if mesh["pipeline"] > 1 else 1)
+    num_chunks = space.chunks or (default_chunks(space.template.schedule) if mesh["pipeline"] > 1 else 1)
     strategy = msgspec.structs.replace(
-        space.template, mesh=mesh, chunks=chunks, num_microbatches=space.num_microbatches or 1
+        space.template, mesh=mesh, chunks=num_chunks, num_microbatches=space.num_microbatches or 1
     )
     for refusal in legal(space.setting, strategy):
         return refusal

@@ -52,22 +52,22 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
         if type(value) is not value_type:
             raise InputError(f"--why-not {name}={value}: give {_EXAMPLES.get(name, 'a size, such as tensor=4')}.")
     setting, service = result.setting, result.service
-    axes = {name: size for name, size in asked.items() if name in ENGINE_AXES}
-    planned_axes = {name: size for name, size in result.axes.items() if name not in axes}
+    size_by_axis = {name: size for name, size in asked.items() if name in ENGINE_AXES}
+    planned_sizes = {name: size for name, size in result.axes.items() if name not in size_by_axis}
     weight_dtypes, cache_dtypes = ((asked[name],) if name in asked else () for name in ("weights", "kv"))
-    stored = stored_dtypes(
+    dtype_pairs = stored_dtypes(
         weight_dtypes or [pair.weights for pair in result.stored],
         cache_dtypes or [pair.cache for pair in result.stored],
         chip=setting.cluster.chip,
     )
     answer = ServiceWhyNot(asked=dict(asked))
     try:
-        fleet_of(setting.model, setting.cluster, planned_axes | axes)  # says which sizes do not divide
-        priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, planned_axes), stored)
+        fleet_of(setting.model, setting.cluster, planned_sizes | size_by_axis)  # says which sizes do not divide
+        priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, planned_sizes), dtype_pairs)
     except CannotRunError as error:
         return msgspec.structs.replace(answer, refusal=str(error))
     is_asked_engine = np.ones(len(priced.fleet), dtype=bool)
-    for axis, size in axes.items():
+    for axis, size in size_by_axis.items():
         is_asked_engine &= priced.fleet.mesh[axis] == size
     is_asked_step = is_asked_engine[priced.decode.engine]
     if "batch" in asked:
@@ -77,20 +77,20 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
     services = all_services(priced)
     is_chosen = is_asked_step[services.decode] & (services.pools == asked.get("pools", services.pools))
     if not is_chosen.any():
-        refusal = "no engines that fit are left to prefill for it."
+        refusal_text = "no engines that fit are left to prefill for it."
         if service.chunk_len:
             chunks_text = f"chunks of {service.chunk_len:,} tokens, one a step, may be too many to keep its batch full"
-            refusal = f"{refusal[:-1]}; {chunks_text}."
-        return msgspec.structs.replace(answer, refusal=refusal)
+            refusal_text = f"{refusal_text[:-1]}; {chunks_text}."
+        return msgspec.structs.replace(answer, refusal=refusal_text)
     chosen_services: Services = select(services, is_chosen)
-    order = ranked(chosen_services, service)
+    ranked_indices = ranked(chosen_services, service)
     times_over = _exceeded(chosen_services, result)
-    index = int(order[0]) if len(order) else int(np.argmin(np.max(list(times_over.values()), axis=0)))
+    index = int(ranked_indices[0]) if len(ranked_indices) else int(np.argmin(np.max(list(times_over.values()), axis=0)))
     plan = service_plan(priced, chosen_services, index)
     return msgspec.structs.replace(
         answer,
         plan=plan,
-        misses={name: float(times[index]) for name, times in times_over.items() if times[index] > 1},
+        misses={name: float(factors[index]) for name, factors in times_over.items() if factors[index] > 1},
         chip_s=_chip_seconds(result.plans[0], plan),
     )
 
@@ -98,49 +98,49 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
 _EXAMPLES = {"pools": "true or false", "weights": "a dtype, such as weights=bf16", "kv": "a dtype, such as kv=int8"}
 
 
-def _exceeded(these: Services, result: ServiceResult) -> dict[str, np.ndarray]:
+def _exceeded(services: Services, result: ServiceResult) -> dict[str, np.ndarray]:
     """Returns how many times each service exceeds each target, and the chips that there are."""
     service, cluster_chips = result.service, result.setting.cluster.num_chips
-    over_targets = {name: getattr(these, TARGETS[name]) / target for name, target in service.targets.items()}
-    return {"chips": these.num_chips / cluster_chips, **over_targets}
+    excess_by_target = {name: getattr(services, TARGETS[name]) / target_s for name, target_s in service.targets.items()}
+    return {"chips": services.num_chips / cluster_chips, **excess_by_target}
 
 
-def _does_not_fit(result: ServiceResult, priced: PricedFleet, engines: np.ndarray, asked: Mapping[str, Any]) -> str:
+def _does_not_fit(result: ServiceResult, priced: PricedFleet, is_asked: np.ndarray, asked: Mapping[str, Any]) -> str:
     """Says what the leanest of some engines needs at the asked batch, or at its smallest."""
     fleet, service = priced.fleet, result.service
-    numbers = [int(number) for number in np.flatnonzero(engines & fleet.decodes)]
+    indices = [int(index) for index in np.flatnonzero(is_asked & fleet.decodes)]
     bytes_of_engines: list[tuple[float, int]] = []
-    for number in numbers:
-        batch = int(asked.get("batch", fleet.batch_shards[number]))
+    for index in indices:
+        batch = int(asked.get("batch", fleet.batch_shards[index]))
         for dtypes in priced.stored:
-            setting = phase_setting(result.setting.on(fleet.parts[number]), "decode", dtypes, service.max_len, batch)
-            if batch % fleet.batch_shards[number] == 0:
-                memory = setting.memory(fleet.strategy(number, dtypes.precision))
-                bytes_of_engines.append((float(total_bytes(memory)), number))
+            setting = phase_setting(result.setting.on(fleet.parts[index]), "decode", dtypes, service.max_len, batch)
+            if batch % fleet.batch_shards[index] == 0:
+                memory = setting.memory(fleet.strategy(index, dtypes.precision))
+                bytes_of_engines.append((float(total_bytes(memory)), index))
     if not bytes_of_engines:
         return does_not_fit(priced)
-    needed, number = min(bytes_of_engines)
-    num_chips = fleet.parts[number].num_chips
-    if needed <= priced.room:
-        tried_batches = set(priced.decode.batch[np.isin(priced.decode.engine, numbers)].tolist())
+    need_bytes, index = min(bytes_of_engines)
+    num_chips = fleet.parts[index].num_chips
+    if need_bytes <= priced.room:
+        tried_batches = set(priced.decode.batch[np.isin(priced.decode.engine, indices)].tolist())
         below, above = ([n for n in tried_batches if (n < asked["batch"]) == is_below] for is_below in (True, False))
         batches_text = " or ".join(f"batch={end}" for end in (*sorted(below)[-1:], *sorted(above)[:1]))
         return f"it fits, but batches are powers of two and the largest that fits. Ask for {batches_text}."
     batch_text = f"batch {asked['batch']:,}" if "batch" in asked else "one sequence for each device with its own"
     return (
-        f"with {batch_text} the leanest such engine ({num_chips} chips) needs {format_bytes(needed)} per chip, "
-        f"{format_bytes(needed - priced.room)} more than the {format_bytes(priced.room)} there are."
+        f"with {batch_text} the leanest such engine ({num_chips} chips) needs {format_bytes(need_bytes)} per chip, "
+        f"{format_bytes(need_bytes - priced.room)} more than the {format_bytes(priced.room)} there are."
     )
 
 
-def _chip_seconds(first: ServicePlan, other: ServicePlan) -> dict[str, tuple[float, float]]:
+def _chip_seconds(first_plan: ServicePlan, other_plan: ServicePlan) -> dict[str, tuple[float, float]]:
     """Returns the chip-seconds of an output token by part: those of a decode step by themselves, and the rest."""
-    seconds: dict[str, list[float]] = {}
-    for plan in (first, other):
+    s_by_part: dict[str, list[float]] = {}
+    for plan in (first_plan, other_plan):
         engine = plan.generate
         chip_share = engine.part.num_chips / (engine.batch_seqs * plan.step_tokens)
         chip_s = 1 / plan.predicted.tokens_per_s_per_chip
         for name in (*BOUNDS, "drafts"):
-            seconds.setdefault(name, []).append(chip_share * engine.bounds_s.get(name, 0.0))
-        seconds.setdefault("prefill, idle", []).append(chip_s - chip_share * engine.step_s)
-    return {name: (first_s, other_s) for name, (first_s, other_s) in seconds.items() if max(first_s, other_s) > 0}
+            s_by_part.setdefault(name, []).append(chip_share * engine.bounds_s.get(name, 0.0))
+        s_by_part.setdefault("prefill, idle", []).append(chip_s - chip_share * engine.step_s)
+    return {name: (first_s, other_s) for name, (first_s, other_s) in s_by_part.items() if max(first_s, other_s) > 0}

@@ -39,9 +39,9 @@ def grid(
 def names(texts: Sequence[str | None], title: str, **style: Any) -> Any:
     """Returns an axis, drawn without a line, with the names of a `Canvas`'s columns or rows; None is a gap."""
     plain_style = {"labelOverlap": False, "grid": False, "domain": False, "ticks": False}
-    tick_values = [number + 0.5 for number in range(len(texts))]
-    text = f"{json.dumps(['…' if text is None else text for text in texts])}[floor(datum.value)]"
-    return alt.Axis(**{"title": title or None, "values": tick_values, "labelExpr": text, **plain_style, **style})
+    tick_values = [index + 0.5 for index in range(len(texts))]
+    label_js = f"{json.dumps(['…' if text is None else text for text in texts])}[floor(datum.value)]"
+    return alt.Axis(**{"title": title or None, "values": tick_values, "labelExpr": label_js, **plain_style, **style})
 
 
 def texts_of(numbers: Sequence[int | None], text: Callable[[int], str] = str) -> list[str | None]:
@@ -80,8 +80,8 @@ class Canvas(msgspec.Struct, frozen=True):
 
     def words(self, rows: Iterable[Datum], **style: Any) -> Layer:
         """Draws the field ``text`` of each row."""
-        mark = {"baseline": "middle", **style}
-        return plot(rows).mark_text(**mark).encode(**self.at("mid_x", "mid_y"), text="text:N")
+        mark_style = {"baseline": "middle", **style}
+        return plot(rows).mark_text(**mark_style).encode(**self.at("mid_x", "mid_y"), text="text:N")
 
     def points(self, rows: Iterable[Datum], **style: Any) -> Layer:
         """Draws filled symbols."""

@@ -33,21 +33,21 @@ def graph_figure(graphs: Sequence[ComputationGraph], *, title: str) -> Figure:
 
 
 def _panel(graph: ComputationGraph) -> Layer:
-    rows = _rows(graph)
-    lanes, paths = _with_bends(graph, rows)
+    row_by_key = _rows(graph)
+    lanes, paths = _with_bends(graph, row_by_key)
     _order(lanes, paths)
     node_keys = {node.key for node in graph.nodes}
     width, height = max(_width(lane, node_keys) for lane in lanes), len(lanes) * (BOX_PX[1] + GAP_PX[1])
-    centres = _centres(lanes, node_keys, width)
-    corners = {key: (x - BOX_PX[0] / 2, y - BOX_PX[1] / 2) for key, (x, y) in centres.items()}
+    centre_by_key = _centres(lanes, node_keys, width)
+    corners = {key: (x - BOX_PX[0] / 2, y - BOX_PX[1] / 2) for key, (x, y) in centre_by_key.items()}
     boxes = [
         cell(*corners[node.key], *BOX_PX, kind=node.kind, text=_cut(node.text, MAX_CHARACTERS)) for node in graph.nodes
     ]
-    arrow_heads = [{"x": centres[key][0], "y": corners[key][1] - 4} for key in {path[-1]: None for path in paths}]
+    arrow_heads = [{"x": centre_by_key[key][0], "y": corners[key][1] - 4} for key in {path[-1]: None for path in paths}]
     canvas = Canvas((0, width), (0, height))
     color = color_by("kind", COLORS, orient="top", symbolSize=140)
     layers = [
-        _lines(paths, centres, canvas),
+        _lines(paths, centre_by_key, canvas),
         canvas.points(arrow_heads, shape="triangle-down", color=MUTED, size=30),
         canvas.boxes(boxes, cornerRadius=4, stroke="#B0B0B0", strokeWidth=0.8).encode(color=color),
         canvas.words(boxes, fontSize=11, fill=INK),
@@ -59,24 +59,24 @@ def _panel(graph: ComputationGraph) -> Layer:
     return panel(*layers, size=(width, height), title=_cut(graph.name, 60), note=note)
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def _cut(text: str, max_len: int) -> str:
+    return text if len(text) <= max_len else f"{text[: max_len - 3]}..."
 
 
-def _width(lane: Sequence[str], boxes: set[str]) -> int:
-    return sum(BOX_PX[0] + GAP_PX[0] if key in boxes else BEND_PX for key in lane)
+def _width(lane: Sequence[str], box_keys: set[str]) -> int:
+    return sum(BOX_PX[0] + GAP_PX[0] if key in box_keys else BEND_PX for key in lane)
 
 
-def _centres(lanes: Sequence[Sequence[str]], boxes: set[str], width: int) -> dict[str, tuple[float, float]]:
+def _centres(lanes: Sequence[Sequence[str]], box_keys: set[str], width_px: int) -> dict[str, tuple[float, float]]:
     """Returns the centre of each box and bend in pixels; rows are centred."""
-    centres = {}
+    centre_by_key = {}
     for row, lane in enumerate(lanes):
-        x = (width - _width(lane, boxes)) / 2
+        left_x = (width_px - _width(lane, box_keys)) / 2
         for key in lane:
-            box_width = _width([key], boxes)
-            centres[key] = (x + box_width / 2, (row + 0.5) * (BOX_PX[1] + GAP_PX[1]))
-            x += box_width
-    return centres
+            box_width = _width([key], box_keys)
+            centre_by_key[key] = (left_x + box_width / 2, (row + 0.5) * (BOX_PX[1] + GAP_PX[1]))
+            left_x += box_width
+    return centre_by_key
 
 
 def _rows(graph: ComputationGraph) -> dict[str, int]:
@@ -86,25 +86,25 @@ def _rows(graph: ComputationGraph) -> dict[str, int]:
     for source, user in graph.edges:
         keys_before[user].append(source)
         keys_after[source].append(user)
-    rows: dict[str, int] = {}
+    row_by_key: dict[str, int] = {}
     for node in graph.nodes:
-        rows[node.key] = max((rows[key] + 1 for key in keys_before[node.key]), default=0)
+        row_by_key[node.key] = max((row_by_key[key] + 1 for key in keys_before[node.key]), default=0)
     for node in reversed(graph.nodes):
         if not keys_before[node.key] and keys_after[node.key]:
-            rows[node.key] = min(rows[key] for key in keys_after[node.key]) - 1
-    lowest = min(rows.values())
-    return {key: row - lowest for key, row in rows.items()}
+            row_by_key[node.key] = min(row_by_key[key] for key in keys_after[node.key]) - 1
+    lowest_row = min(row_by_key.values())
+    return {key: row - lowest_row for key, row in row_by_key.items()}
 
 
-def _with_bends(graph: ComputationGraph, rows: Mapping[str, int]) -> tuple[list[list[str]], list[list[str]]]:
+def _with_bends(graph: ComputationGraph, row_by_key: Mapping[str, int]) -> tuple[list[list[str]], list[list[str]]]:
     """Returns (keys of boxes and bends by row, keys along each line): a line has a bend in every row it crosses."""
-    lanes: list[list[str]] = [[] for _ in range(max(rows.values()) + 1)]
-    for key, row in rows.items():
+    lanes: list[list[str]] = [[] for _ in range(max(row_by_key.values()) + 1)]
+    for key, row in row_by_key.items():
         lanes[row].append(key)
     paths = []
     for source, user in graph.edges:
-        bends = [f"{source}>{user}@{row}" for row in range(rows[source] + 1, rows[user])]
-        for row, bend in enumerate(bends, rows[source] + 1):
+        bends = [f"{source}>{user}@{row}" for row in range(row_by_key[source] + 1, row_by_key[user])]
+        for row, bend in enumerate(bends, row_by_key[source] + 1):
             lanes[row].append(bend)
         paths.append([source, *bends, user])
     return lanes, paths
@@ -128,21 +128,21 @@ def _order(lanes: list[list[str]], paths: Sequence[Sequence[str]]) -> None:
         for row in row_order:
             next_lane = lanes[row - 1 if is_downward else row + 1]
             # Positions count from the middle of a row, as rows are centred.
-            place_of = {key: number - len(next_lane) / 2 for number, key in enumerate(next_lane)}
-            own_place_of = {key: number - len(lanes[row]) / 2 for number, key in enumerate(lanes[row])}
+            place_of = {key: index - len(next_lane) / 2 for index, key in enumerate(next_lane)}
+            own_place_by_key = {key: index - len(lanes[row]) / 2 for index, key in enumerate(lanes[row])}
             near = {key: [place_of[node] for node in neighbours.get(key, []) if node in place_of] for key in lanes[row]}
-            mean_place = {key: fmean(places or [own_place_of[key]]) for key, places in near.items()}
-            lanes[row].sort(key=mean_place.__getitem__)
+            mean_place_by_key = {key: fmean(places or [own_place_by_key[key]]) for key, places in near.items()}
+            lanes[row].sort(key=mean_place_by_key.__getitem__)
 
 
-def _lines(paths: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], canvas: Canvas) -> Layer:
+def _lines(paths: Sequence[Sequence[str]], centre_by_key: Mapping[str, tuple[float, float]], canvas: Canvas) -> Layer:
     """Draws lines from the bottom of a box through the bends to just above the box at the other end."""
-    rows = []
+    point_rows = []
     half_px = BOX_PX[1] / 2
-    for number, path in enumerate(paths):
-        points = [(x, y + dy) for x, y in (centre[key] for key in path) for dy in (-12, 12)]
-        points[:2] = [(centre[path[0]][0], centre[path[0]][1] + half_px)]
-        points[-2:] = [(centre[path[-1]][0], centre[path[-1]][1] - half_px - 5)]
-        rows += [{"path": number, "step": step, "x": x, "y": y} for step, (x, y) in enumerate(points)]
-    mark = plot(rows).mark_line(color=MUTED, strokeWidth=1.1, opacity=0.75)
+    for path_index, path in enumerate(paths):
+        points = [(x, y + dy) for x, y in (centre_by_key[key] for key in path) for dy in (-12, 12)]
+        points[:2] = [(centre_by_key[path[0]][0], centre_by_key[path[0]][1] + half_px)]
+        points[-2:] = [(centre_by_key[path[-1]][0], centre_by_key[path[-1]][1] - half_px - 5)]
+        point_rows += [{"path": path_index, "step": vertex, "x": x, "y": y} for vertex, (x, y) in enumerate(points)]
+    mark = plot(point_rows).mark_line(color=MUTED, strokeWidth=1.1, opacity=0.75)
     return mark.encode(**canvas.at(), detail="path:N", order="step:Q")

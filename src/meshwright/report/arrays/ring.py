@@ -74,43 +74,43 @@ def _panel(frame: RingFrame, size: int, *, counts: bool) -> Layer:
         if sources
     ]
     shade = alt.Color("share:Q", scale=alt.Scale(domain=[1 / size, 1], range=SHADES), legend=None)
-    received = [cell(move.block, move.target) for move in frame.moves]
-    texts = canvas.words(rows, fontSize=10 if has_arrows else 8).encode(color=alt.Color("ink:N", scale=None))
+    received_boxes = [cell(move.block, move.target) for move in frame.moves]
+    number_marks = canvas.words(rows, fontSize=10 if has_arrows else 8).encode(color=alt.Color("ink:N", scale=None))
     layers = [
         canvas.boxes([cell(0, 0, size, size)], filled=False, stroke="#D0D0D0", strokeWidth=1),
         canvas.boxes(rows, stroke="white", strokeWidth=1).encode(color=shade if counts else alt.ColorValue(PALETTE[4])),
-        canvas.boxes(received, filled=False, stroke=INK, strokeWidth=1.8),
+        canvas.boxes(received_boxes, filled=False, stroke=INK, strokeWidth=1.8),
         *(_arrows(frame.moves, size, canvas) if has_arrows and is_neighbourly else []),
-        texts,
+        number_marks,
     ]
     action = "added to what is there" if frame.phase == "reduce" else "passed on"
-    name, note = f"step {frame.step}", f"{len(frame.moves)} blocks {action}"
+    heading, note = f"step {frame.step}", f"{len(frame.moves)} blocks {action}"
     if frame.phase == "start":
-        name, note = "start", "before anything is sent"
-    return panel(*layers, size=(size * side, size * side), title=name, note=note).resolve_scale(color="independent")
+        heading, note = "start", "before anything is sent"
+    return panel(*layers, size=(size * side, size * side), title=heading, note=note).resolve_scale(color="independent")
 
 
-def _block(block: int, device: int, held: tuple[int, ...], size: int, *, counts: bool) -> Datum:
+def _block(block: int, device: int, sources: tuple[int, ...], num_devices: int, *, counts: bool) -> Datum:
     """Returns the cell of a block, labelled with its source device or with the number of devices whose data it has."""
-    share, text = len(held) / size, str(len(held) if counts else held[0])
+    share, text = len(sources) / num_devices, str(len(sources) if counts else sources[0])
     return cell(block, device, share=share, text=text, ink="white" if counts and share > WHITE_FROM else INK)
 
 
-def _arrows(moves: Sequence[Move], size: int, canvas: Canvas) -> list[Layer]:
+def _arrows(moves: Sequence[Move], num_devices: int, canvas: Canvas) -> list[Layer]:
     """Draws an arrow from each sender's row to the receiver's; one that wraps around crosses the panel's edge."""
     line_rows, head_rows = [], []
     for move in moves:
-        wraps = abs(move.target - move.source) > 1
-        is_down = (move.target > move.source) != wraps
+        is_wrapped = abs(move.target - move.source) > 1
+        is_down = (move.target > move.source) != is_wrapped
         # Blocks sent in both directions get lines beside each other.
         x = move.block + (0.86 if is_down else 0.14)
         start_y = move.source + 0.5
         end_y = move.target + (0.2 if is_down else 0.8)
-        if wraps:
-            line_rows.append({"x": x, "y": start_y, "y2": size if is_down else 0})
-            start_y = 0 if is_down else size
+        if is_wrapped:
+            line_rows.append({"x": x, "y": start_y, "y2": num_devices if is_down else 0})
+            start_y = 0 if is_down else num_devices
         line_rows.append({"x": x, "y": start_y, "y2": end_y})
         head_rows.append({"x": x, "y": end_y, "angle": 180 if is_down else 0})
-    line = plot(line_rows).mark_rule(color=MUTED, strokeWidth=1.2).encode(**canvas.at(), y2="y2")
-    head = canvas.points(head_rows, shape="triangle", color=MUTED, size=26)
-    return [line, head.encode(angle=alt.Angle("angle:Q", scale=None))]
+    line_layer = plot(line_rows).mark_rule(color=MUTED, strokeWidth=1.2).encode(**canvas.at(), y2="y2")
+    head_layer = canvas.points(head_rows, shape="triangle", color=MUTED, size=26)
+    return [line_layer, head_layer.encode(angle=alt.Angle("angle:Q", scale=None))]

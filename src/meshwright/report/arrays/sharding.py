@@ -105,12 +105,12 @@ def _panel(array: ShardingPanel, color: Encoding, fill: Encoding | None) -> Laye
     column_axis = names(col_names, array.col_title, orient="top", titlePadding=4, **label_style)
     row_axis = names(row_names, array.row_title, titleAngle=0, titleAlign="right", titlePadding=4)
     canvas = Canvas((0, len(cols)), (0, len(rows)), column_axis, row_axis)
-    blocks, texts = _blocks(array, rows, cols, cell_px)
+    blocks, text_cells = _blocks(array, rows, cols, cell_px)
     unshared, shared = ([block for block in blocks if bool(block["kind"]) is is_shared] for is_shared in (False, True))
     layers = [
         canvas.boxes(unshared, opacity=0.65, stroke="white", strokeWidth=2).encode(color=color),
         *([canvas.boxes(shared, stroke=INK, strokeWidth=1.5).encode(fill=fill)] if fill is not None else []),
-        labels(texts, **canvas.at("mid_x", "mid_y"), fontSize=11, lineHeight=LINE_PX, baseline="middle"),
+        labels(text_cells, **canvas.at("mid_x", "mid_y"), fontSize=11, lineHeight=LINE_PX, baseline="middle"),
     ]
     size = len(cols) * cell_px[0], len(rows) * cell_px[1]
     return panel(*layers, size=size, title=array.title, note=array.note)
@@ -119,17 +119,17 @@ def _panel(array: ShardingPanel, color: Encoding, fill: Encoding | None) -> Laye
 def _blocks(
     array: ShardingPanel, rows: Sequence[int | None], cols: Sequence[int | None], cell_px: tuple[int, int]
 ) -> tuple[list[Datum], list[Datum]]:
-    cells, texts = grid(rows, cols)
+    positions, texts = grid(rows, cols)
     blocks = []
-    for x, y, row, col in cells:
+    for x, y, row, col in positions:
         devices = array.cells[row][col]
         # a gap keeps the edges of neighbours apart
         blocks.append(cell(x + 0.02, y + 0.02, 0.96, 0.96, device=min(devices), kind=_shared(array, devices)))
         sigma = "\u03a3 " if array.is_sum else ""
-        lines = devices_text(array.cells[row][col], int((cell_px[0] - 4) / CHARACTER_PX) - len(sigma))
-        lines = [sigma + line if number == 0 else line for number, line in enumerate(lines)]
-        if lines and len(lines) * LINE_PX <= cell_px[1] - 4:
+        text_lines = devices_text(array.cells[row][col], int((cell_px[0] - 4) / CHARACTER_PX) - len(sigma))
+        text_lines = [sigma + line if line_index == 0 else line for line_index, line in enumerate(text_lines)]
+        if text_lines and len(text_lines) * LINE_PX <= cell_px[1] - 4:
             # Vega puts the first of several lines on the point: moving it up centres all of them.
-            lift = (len(lines) - 1) * LINE_PX / 2 / cell_px[1]
-            texts.append(cell(x, y - lift, text=lines))
+            lift = (len(text_lines) - 1) * LINE_PX / 2 / cell_px[1]
+            texts.append(cell(x, y - lift, text=text_lines))
     return blocks, texts

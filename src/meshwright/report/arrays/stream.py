@@ -37,8 +37,8 @@ def stream_figure(frames: Sequence[StreamFrame], *, title: str, subtitle: str = 
     arrays_px = sum(_array_px(tiles) + GAP_PX for tiles in frames[0].hbm.values())
     chips_per_line = max(4, (arrays_px + EDGE_PX) // CHIP_PX[0])
     vmem_lines = max(-(-len(frame.vmem) // chips_per_line) for frame in frames)
-    width = max(arrays_px, chips_per_line * CHIP_PX[0] + 7) + EDGE_PX
-    panels = [_panel(frame, width, chips_per_line, vmem_lines) for frame in frames]
+    width_px = max(arrays_px, chips_per_line * CHIP_PX[0] + 7) + EDGE_PX
+    panels = [_panel(frame, width_px, chips_per_line, vmem_lines) for frame in frames]
     return themed(alt.concat(*panels, columns=min(COLUMNS, len(frames)), spacing=24), title, subtitle)
 
 
@@ -49,20 +49,20 @@ def _array_px(tiles: Sequence[Sequence[str]]) -> int:
 
 def _panel(frame: StreamFrame, width: int, a_line: int, vmem_lines: int) -> Layer:
     height_of_band = {"HBM": ARRAY_PX + 16, "VMEM": vmem_lines * LINE_PX, "registers": len(frame.products) * LINE_PX}
-    bands, names, tops, top_px, left_px = [], [], [], 0, EDGE_PX
-    for band, height in height_of_band.items():
-        bands.append(cell(0, top_px, width, height + HEAD_PX + 4))
-        names.append(cell(EDGE_PX, top_px + 10, 0, 0, text=band))
+    band_boxes, name_cells, tops, top_px, left_px = [], [], [], 0, EDGE_PX
+    for band, height_px in height_of_band.items():
+        band_boxes.append(cell(0, top_px, width, height_px + HEAD_PX + 4))
+        name_cells.append(cell(EDGE_PX, top_px + 10, 0, 0, text=band))
         tops.append(top_px + HEAD_PX)
-        top_px += height + HEAD_PX + 10
-    tiles, captions = [], []
+        top_px += height_px + HEAD_PX + 10
+    tiles, caption_cells = [], []
     for name, tile_states in frame.hbm.items():
         tile_rows = tile_states if len(tile_states) > 1 else [[state] for state in tile_states[0]]
         wide, high = _array_px(tile_states) / len(tile_rows[0]), ARRAY_PX / len(tile_rows)
         for row, row_states in enumerate(tile_rows):
             y = tops[0] + row * high
             tiles += [cell(left_px + n * wide, y, wide, high, kind=kind, text="") for n, kind in enumerate(row_states)]
-        captions.append(cell(left_px, tops[0] + ARRAY_PX + 9, _array_px(tile_states), 0, text=name))
+        caption_cells.append(cell(left_px, tops[0] + ARRAY_PX + 9, _array_px(tile_states), 0, text=name))
         left_px += _array_px(tile_states) + GAP_PX
     chip_places = [(EDGE_PX + n % a_line * CHIP_PX[0], tops[1] + n // a_line * LINE_PX) for n in range(len(frame.vmem))]
     placed_chips = list(zip(chip_places, frame.vmem, strict=True))
@@ -71,16 +71,16 @@ def _panel(frame: StreamFrame, width: int, a_line: int, vmem_lines: int) -> Laye
         for operand_index, (operand, sign) in enumerate(zip(operands, signs, strict=True)):
             x, y = EDGE_PX + operand_index * (CHIP_PX[0] + 16), tops[2] + product_row * LINE_PX
             placed_chips.append(((x, y), operand))
-            captions.append(cell(x + CHIP_PX[0] - 3, y, 19, CHIP_PX[1], text=sign))
+            caption_cells.append(cell(x + CHIP_PX[0] - 3, y, 19, CHIP_PX[1], text=sign))
     tiles += [cell(x, y, CHIP_PX[0] - 3, CHIP_PX[1], kind=state, text=name) for (x, y), (name, state) in placed_chips]
     canvas = Canvas((0, width), (0, top_px))
     color = color_by("kind", STATES, orient="top", symbolSize=140, columns=len(STATES))
     inked_texts = [{**tile, "ink": ink_on(STATES[tile["kind"]])} for tile in tiles if tile["text"]]
     layers = [
-        canvas.boxes(bands, color="#FAFAFA", stroke="#DDDDDD"),
+        canvas.boxes(band_boxes, color="#FAFAFA", stroke="#DDDDDD"),
         canvas.boxes(tiles, stroke="white", strokeWidth=1).encode(color=color),
-        canvas.words(names, align="left", fontSize=11, fill=MUTED),
-        canvas.words(captions, fontSize=10, fill=INK),
+        canvas.words(name_cells, align="left", fontSize=11, fill=MUTED),
+        canvas.words(caption_cells, fontSize=10, fill=INK),
         canvas.words(inked_texts, fontSize=10).encode(color=alt.Color("ink:N", scale=None)),
     ]
     return panel(*layers, size=(width, top_px), title=frame.title, note=frame.note)

@@ -68,22 +68,22 @@ def systolic_figure(frames: Sequence[SystolicFrame], *, title: str, subtitle: st
     return themed(alt.concat(*panels, columns=min(COLUMNS, len(frames)), spacing=26), title, subtitle)
 
 
-def _panel(frame: SystolicFrame, rows: int, cols: int) -> Layer:
-    side_px = max(8, min(36, PANEL_PX // (max(rows, cols) + REACH)))
-    canvas = Canvas((-REACH, cols), (-REACH, rows + REACH))
-    cells = _cells(frame, rows)
+def _panel(frame: SystolicFrame, num_rows: int, num_cols: int) -> Layer:
+    side_px = max(8, min(36, PANEL_PX // (max(num_rows, num_cols) + REACH)))
+    canvas = Canvas((-REACH, num_cols), (-REACH, num_rows + REACH))
+    cells = _cells(frame, num_rows)
     color = color_by("kind", KINDS, orient="top", symbolSize=140)
     layers = [
         canvas.boxes(cells, stroke="white", strokeWidth=1.5).encode(color=color),
-        canvas.boxes([cell(0, 0, cols, rows)], filled=False, stroke=MUTED, strokeWidth=1.5),
-        *([canvas.words(cells, fontSize=10)] if max(rows, cols) <= MAX_SIDE_WITH_NUMBERS else []),
+        canvas.boxes([cell(0, 0, num_cols, num_rows)], filled=False, stroke=MUTED, strokeWidth=1.5),
+        *([canvas.words(cells, fontSize=10)] if max(num_rows, num_cols) <= MAX_SIDE_WITH_NUMBERS else []),
     ]
-    note = f"{frame.num_busy} of {rows * cols} cells multiply"
-    size = (cols + REACH) * side_px, (rows + 2 * REACH) * side_px
+    note = f"{frame.num_busy} of {num_rows * num_cols} cells multiply"
+    size = (num_cols + REACH) * side_px, (num_rows + 2 * REACH) * side_px
     return panel(*layers, size=size, title=f"cycle {frame.cycle + 1}", note=note)
 
 
-def _cells(frame: SystolicFrame, rows: int) -> list[Datum]:
+def _cells(frame: SystolicFrame, num_rows: int) -> list[Datum]:
     cells = []
     for row, (weights, activations) in enumerate(zip(frame.weights, frame.activations, strict=True)):
         for col, (weight, activation) in enumerate(zip(weights, activations, strict=True)):
@@ -95,5 +95,5 @@ def _cells(frame: SystolicFrame, rows: int) -> list[Datum]:
                 cells.append(cell(col, row, kind="empty", text=""))
     cells += [cell(-entry.distance, entry.lane, kind="input waits", text=str(entry.value)) for entry in frame.inputs]
     cells += [cell(entry.lane, -entry.distance, kind="weight comes", text=str(entry.value)) for entry in frame.coming]
-    result_places = [(entry.lane, rows - 1 + entry.distance, entry.value) for entry in frame.results]
+    result_places = [(entry.lane, num_rows - 1 + entry.distance, entry.value) for entry in frame.results]
     return cells + [cell(x, y, kind="result leaves", text=str(value)) for x, y, value in result_places]

@@ -56,9 +56,9 @@ def _plane(shape: Shape) -> _Plane:
     dim_names = ("", "", *(f"dim {dim}" for dim in shape.order))
     # A tile over one dim is a row; the other dims repeat the plane.
     is_row = len(shape.tiles[0]) == 1
-    names = ("", dim_names[-1]) if is_row else (dim_names[-2], dim_names[-1])
+    plane_names = ("", dim_names[-1]) if is_row else (dim_names[-2], dim_names[-1])
     num_rows = 1 if is_row else sizes[-2]
-    return _Plane(names, (num_rows, sizes[-1]), (tile[0], tile[1]), math.prod(sizes) // (num_rows * sizes[-1]))
+    return _Plane(plane_names, (num_rows, sizes[-1]), (tile[0], tile[1]), math.prod(sizes) // (num_rows * sizes[-1]))
 
 
 def _tiles_panel(plane: _Plane) -> Layer:
@@ -70,31 +70,31 @@ def _tiles_panel(plane: _Plane) -> Layer:
         height, width = (min(1.0, size / span - n) for size, span, n in zip(plane.sizes, plane.tile, tile, strict=True))
         tiles.append(cell(x + 0.02, y + 0.03, 0.96, 0.94))
         used_areas.append(cell(x + 0.02, y + 0.03, 0.96 * width, 0.94 * height))
-    rows, columns = (
+    row_names, col_names = (
         texts_of(numbers, partial(_range_label, size, tile))
         for numbers, size, tile in zip((row_numbers, col_numbers), plane.sizes, plane.tile, strict=True)
     )
     across_title = f"{plane.names[1]} ({plane.sizes[1]:,})"
     down_title = f"{plane.names[0]} ({plane.sizes[0]:,})" if plane.names[0] else ""
-    canvas = Canvas.named(columns, rows, (across_title, down_title), **AXES)
+    canvas = Canvas.named(col_names, row_names, (across_title, down_title), **AXES)
     layers = [
         canvas.boxes(tiles, color=PADDING, stroke="white", strokeWidth=1),
         canvas.boxes(used_areas, color=FILL, stroke="white", strokeWidth=1),
         canvas.words(gaps, fontSize=14, fill=INK),
     ]
     if any((tile["x2"], tile["y2"]) != (area["x2"], area["y2"]) for tile, area in zip(tiles, used_areas, strict=True)):
-        layers += _legend(canvas, len(rows))
+        layers += _legend(canvas, len(row_names))
     num_tiles = counts[0] * counts[1] * plane.copies
     copies_text = f", {plane.copies:,} times over for the other dims" if plane.copies > 1 else ""
-    name = f"{num_tiles:,} {'tile' if num_tiles == 1 else 'tiles'} of {plane.tile[0]} x {plane.tile[1]}"
+    panel_title = f"{num_tiles:,} {'tile' if num_tiles == 1 else 'tiles'} of {plane.tile[0]} x {plane.tile[1]}"
     note = f"{counts[0]:,} down, {counts[1]:,} across{copies_text}"
-    return panel(*layers, size=(TILE_PX[1] * len(columns), TILE_PX[0] * len(rows)), title=name, note=note)
+    return panel(*layers, size=(TILE_PX[1] * len(col_names), TILE_PX[0] * len(row_names)), title=panel_title, note=note)
 
 
-def _legend(canvas: Canvas, bottom: int) -> list[Layer]:
+def _legend(canvas: Canvas, bottom_row: int) -> list[Layer]:
     rows = [
-        cell(0.1, bottom, 0, 0, color=FILL, text="elements"),
-        cell(1.1, bottom, 0, 0, color=PADDING, text="padding"),
+        cell(0.1, bottom_row, 0, 0, color=FILL, text="elements"),
+        cell(1.1, bottom_row, 0, 0, color=PADDING, text="padding"),
     ]
     squares = canvas.points(rows, shape="square", size=140, yOffset=22)
     words = canvas.words(rows, align="left", dx=12, yOffset=22, fill=MUTED)
@@ -106,20 +106,20 @@ def _tile_panel(shape: Shape, plane: _Plane) -> Layer:
     row_numbers, col_numbers = (shown(size, max_shown) for size, max_shown in zip(plane.tile, MAX_CELLS, strict=True))
     per_word = math.prod(tiles[-1]) if len(tiles) > 1 and tiles[-1][-1] == 1 else 1
     positions, gaps = grid(row_numbers, col_numbers)
-    cells = []
+    element_boxes = []
     for x, y, *position in positions:
         offset = tile_offset(tiles, tuple(position[-len(tiles[0]) :]))
         shade = SHADES[(offset // per_word) % 2 if per_word > 1 else 0]
-        cells.append(cell(x, y, text=str(offset), shade=shade))
+        element_boxes.append(cell(x, y, text=str(offset), shade=shade))
     columns, rows = texts_of(col_numbers), texts_of(row_numbers)
     canvas = Canvas.named(columns, rows, ("column of the tile", "row of the tile"), **AXES)
-    boxes = canvas.boxes(cells, stroke="white", strokeWidth=1).encode(color=alt.Color("shade:N", scale=None))
+    boxes = canvas.boxes(element_boxes, stroke="white", strokeWidth=1).encode(color=alt.Color("shade:N", scale=None))
     word_text = f"; {per_word} of one shade share a {per_word * shape.element_bits}-bit word" if per_word > 1 else ""
     note = f"each element's place in memory{word_text}"
-    layers = [boxes, canvas.words([*cells, *gaps], fontSize=10, fill=INK)]
+    layers = [boxes, canvas.words([*element_boxes, *gaps], fontSize=10, fill=INK)]
     return panel(*layers, size=(CELL_PX[1] * len(columns), CELL_PX[0] * len(rows)), title="inside a tile", note=note)
 
 
-def _range_label(size: int, tile: int, number: int) -> str:
-    last_index = min((number + 1) * tile, size) - 1
-    return f"{number * tile}" if last_index == number * tile else f"{number * tile}-{last_index}"
+def _range_label(size: int, tile_size: int, index: int) -> str:
+    last_index = min((index + 1) * tile_size, size) - 1
+    return f"{index * tile_size}" if last_index == index * tile_size else f"{index * tile_size}-{last_index}"

@@ -69,12 +69,12 @@ def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePo
     if batch is None or not batch.layers:
         return points
     for layer in dict.fromkeys((batch.layers[0], batch.layers[len(batch.layers) // 2], batch.layers[-1])):
-        tokens = layer.tokens
+        num_tokens = layer.tokens
         # Operands and results of every product are moved once.
         shapes = [shard.shape for shard in weight_shards(batch.sizes, batch.dtype)]
-        elements = sum(rows * columns + tokens * (rows + columns) for rows, columns in shapes)
-        intensity = layer_flops(batch.sizes, tokens) / (elements * DTYPE_BYTES[batch.dtype])
-        label = f"layer, {format_count(tokens)} token{'s' if tokens > 1 else ''}"
+        num_elements = sum(rows * columns + num_tokens * (rows + columns) for rows, columns in shapes)
+        intensity = layer_flops(batch.sizes, num_tokens) / (num_elements * DTYPE_BYTES[batch.dtype])
+        label = f"layer, {format_count(num_tokens)} token{'s' if num_tokens > 1 else ''}"
         points.append(RooflinePoint(label, intensity, layer.flops_per_s))
     return points
 
@@ -83,15 +83,15 @@ def _matmul(report: BenchReport) -> Figure | None:
     sweep = report.matmul.sweep if report.matmul else ()
     if not sweep:
         return None
-    curves: dict[str, list[tuple[float, float]]] = {}
+    points_by_dtype: dict[str, list[tuple[float, float]]] = {}
     for product in sweep:
-        curves.setdefault(product.dtype, []).append((product.n, product.flops_per_s))
-    peaks = {dtype: peak for dtype, peak in chip(report.chip).peak_flops.items() if dtype in curves}
+        points_by_dtype.setdefault(product.dtype, []).append((product.n, product.flops_per_s))
+    peaks = {dtype: peak for dtype, peak in chip(report.chip).peak_flops.items() if dtype in points_by_dtype}
     peak_lines = [
         ReferenceLine(axis="y", value=peak, text=f"{dtype} peak {format_flops(peak)}") for dtype, peak in peaks.items()
     ]
     return curves_figure(
-        curves,
+        points_by_dtype,
         x_title="side of a square product",
         y_title="FLOP/s of a device",
         title="Square products",
@@ -104,19 +104,19 @@ def _matmul(report: BenchReport) -> Figure | None:
 def _elementwise(report: BenchReport) -> Figure | None:
     elementwise = report.elementwise
     chains = elementwise.chains if elementwise else ()
-    fused, eager = ([chain for chain in chains if chain.fused is is_fused] for is_fused in (True, False))
-    if elementwise is None or len(fused) < 2:
+    fused_chains, eager_chains = ([chain for chain in chains if chain.fused is is_fused] for is_fused in (True, False))
+    if elementwise is None or len(fused_chains) < 2:
         return None
     scale, unit = si_scale(max(chain.seconds.median_s for chain in chains), "s")
     curves = {
         name: [(chain.repeats, chain.seconds.median_s / scale) for chain in chains_of_curve]
-        for name, chains_of_curve in (("one kernel", fused), ("op by op", eager))
+        for name, chains_of_curve in (("one kernel", fused_chains), ("op by op", eager_chains))
         if chains_of_curve
     }
     reference_lines = []
     if elementwise.doubles_at:
         reference_lines.append(_at(elementwise.doubles_at, "time doubles at"))
-    if elementwise.predicted_at and 1 < elementwise.predicted_at < fused[-1].repeats:
+    if elementwise.predicted_at and 1 < elementwise.predicted_at < fused_chains[-1].repeats:
         reference_lines.append(_at(elementwise.predicted_at, "predicted", "end"))
     return curves_figure(
         curves,
@@ -125,12 +125,12 @@ def _elementwise(report: BenchReport) -> Figure | None:
         title="How many multiply-adds fit before the time doubles",
         subtitle=_where(report),
         references=reference_lines,
-        x_ticks=[chain.repeats for chain in fused],
+        x_ticks=[chain.repeats for chain in fused_chains],
     )
 
 
-def _at(value: float, what: str, at: Literal["start", "end"] = "start") -> ReferenceLine:
-    return ReferenceLine(axis="x", value=value, text=f"{what} {value:.3g}", at=at)
+def _at(value: float, label: str, at: Literal["start", "end"] = "start") -> ReferenceLine:
+    return ReferenceLine(axis="x", value=value, text=f"{label} {value:.3g}", at=at)
 
 
 def _batch_times(report: BenchReport) -> Figure | None:
@@ -138,14 +138,14 @@ def _batch_times(report: BenchReport) -> Figure | None:
     scale, unit = si_scale(max((layer.seconds.median_s for layer in layers), default=0.0), "s")
     curves = {"measured": [(float(layer.tokens), layer.seconds.median_s / scale) for layer in layers]}
     if knee:
-        tokens = sorted({knee.at, *(float(layer.tokens) for layer in layers)})
-        curves["fitted"] = [(batch, max(knee.floor, knee.slope * batch) / scale) for batch in tokens]
+        token_counts = sorted({knee.at, *(float(layer.tokens) for layer in layers)})
+        curves["fitted"] = [(batch, max(knee.floor, knee.slope * batch) / scale) for batch in token_counts]
     return _over_batch(report, curves, f"time of a layer ({unit})", "Time of a layer against the batch")
 
 
 def _throughput(report: BenchReport) -> Figure | None:
-    layers, name = (report.batch.layers, f"{report.batch.dtype} layer") if report.batch else ((), "")
-    curves = {name: [(layer.tokens, layer.tokens_per_us) for layer in layers]}
+    layers, curve_name = (report.batch.layers, f"{report.batch.dtype} layer") if report.batch else ((), "")
+    curves = {curve_name: [(layer.tokens, layer.tokens_per_us) for layer in layers]}
     return _over_batch(report, curves, "tokens per us", "Tokens per us of a layer")
 
 
@@ -154,11 +154,11 @@ def _over_batch(report: BenchReport, curves: Mapping[str, Points], y_title: str,
     batch = report.batch
     if batch is None or len(batch.layers) < 2:
         return None
-    tokens = [layer.tokens for layer in batch.layers]
+    token_counts = [layer.tokens for layer in batch.layers]
     reference_lines = []
     if batch.knee:
         reference_lines.append(_at(batch.knee.at, "knee"))
-    if batch.predicted_knee and tokens[0] < batch.predicted_knee < tokens[-1]:
+    if batch.predicted_knee and token_counts[0] < batch.predicted_knee < token_counts[-1]:
         reference_lines.append(_at(batch.predicted_knee, "critical batch", "end"))
     return curves_figure(
         curves,
@@ -167,7 +167,7 @@ def _over_batch(report: BenchReport, curves: Mapping[str, Points], y_title: str,
         title=title,
         subtitle=_where(report),
         references=reference_lines,
-        x_ticks=tokens,
+        x_ticks=token_counts,
     )
 
 
@@ -179,40 +179,40 @@ def _collectives(report: BenchReport) -> Figure | None:
     rows = report.collectives.collectives if report.collectives else ()
     if not rows:
         return None
-    sizes = [time.array_bytes for row in rows for time in row.times]
+    array_sizes = [time.array_bytes for row in rows for time in row.times]
     # In microseconds: times range from a few to some thousands.
     times_us = [us for row in rows for time in row.times for us in (time.seconds.median_s * 1e6, time.fitted_s * 1e6)]
-    x = log_axis(alt.X, "x", (min(sizes) / 1.5, max(sizes) * 1.5), "bytes of the array")
-    groups: dict[tuple[str, int], list[Collective]] = {}
+    x = log_axis(alt.X, "x", (min(array_sizes) / 1.5, max(array_sizes) * 1.5), "bytes of the array")
+    rows_by_group: dict[tuple[str, int], list[Collective]] = {}
     for row in rows:
-        groups.setdefault((row.group.axis, row.group.size), []).append(row)
+        rows_by_group.setdefault((row.group.axis, row.group.size), []).append(row)
     panels = []
-    for number, group in enumerate(groups.values()):
-        title = None if number % COLUMNS else "time (us)"
+    for panel_index, group in enumerate(rows_by_group.values()):
+        title = None if panel_index % COLUMNS else "time (us)"
         y = log_axis(alt.Y, "y", (min(times_us) / 1.5, max(times_us) * 1.5), title)
         panels.append(_panel(group, x, y))
     title = "Collectives: measured, and the fitted latency and rate"
     return themed(alt.concat(*panels, columns=COLUMNS), title, _where(report))
 
 
-def _panel(found: Sequence[Collective], x: Encoding, y: Encoding) -> Layer:
-    group = found[0].group
+def _panel(rows: Sequence[Collective], x: Encoding, y: Encoding) -> Layer:
+    group = rows[0].group
     points = [
         {"name": BOOK_NAMES[row.kind], "x": time.array_bytes, "y": time.seconds.median_s * 1e6}
-        for row in found
+        for row in rows
         for time in row.times
     ]
-    colors = dict(zip((BOOK_NAMES[kind] for kind in COLLECTIVES), PALETTE, strict=False))
-    color = color_by("name", colors, orient="bottom", symbolType="circle", symbolOpacity=1)
+    color_by_name = dict(zip((BOOK_NAMES[kind] for kind in COLLECTIVES), PALETTE, strict=False))
+    color = color_by("name", color_by_name, orient="bottom", symbolType="circle", symbolOpacity=1)
     dots = plot(points).mark_point(filled=True, size=45, opacity=0.9).encode(x=x, y=y, color=color)
-    name = f"{group.size} devices" if group.axis == "group" else f"{group.axis}, {group.size} devices"
-    fitted_lines = lines({BOOK_NAMES[row.kind]: _fitted(row) for row in found}, x, y, color, strokeWidth=1.8)
-    return panel(*fitted_lines, dots, size=PANEL_PX, title=name)
+    panel_title = f"{group.size} devices" if group.axis == "group" else f"{group.axis}, {group.size} devices"
+    fitted_lines = lines({BOOK_NAMES[row.kind]: _fitted(row) for row in rows}, x, y, color, strokeWidth=1.8)
+    return panel(*fitted_lines, dots, size=PANEL_PX, title=panel_title)
 
 
-def _fitted(one: Collective) -> Points:
+def _fitted(collective: Collective) -> Points:
     """Returns points of latency + bytes / rate between the smallest and largest size: bent on logarithmic axes."""
-    smallest, largest = one.times[0], one.times[-1]
-    sizes = np.geomspace(smallest.array_bytes, largest.array_bytes, LINE_POINTS + 1)
-    seconds = np.interp(sizes, (smallest.array_bytes, largest.array_bytes), (smallest.fitted_s, largest.fitted_s))
-    return list(zip(sizes.tolist(), (1e6 * seconds).tolist(), strict=True))
+    smallest, largest = collective.times[0], collective.times[-1]
+    array_sizes = np.geomspace(smallest.array_bytes, largest.array_bytes, LINE_POINTS + 1)
+    times_s = np.interp(array_sizes, (smallest.array_bytes, largest.array_bytes), (smallest.fitted_s, largest.fitted_s))
+    return list(zip(array_sizes.tolist(), (1e6 * times_s).tolist(), strict=True))

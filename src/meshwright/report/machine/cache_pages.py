@@ -45,8 +45,8 @@ def cache_figure(
     return themed(alt.vconcat(*panels, spacing=28), "Pages of the cache", note)
 
 
-def _state(one: TreePage) -> str:
-    return "on the host" if one.page < 0 else "shared, in use" if one.users else "shared, idle"
+def _state(node: TreePage) -> str:
+    return "on the host" if node.page < 0 else "shared, in use" if node.users else "shared, idle"
 
 
 def _box(x: float, y: float, state: str, text: str = "", filled: float = 1) -> Datum:
@@ -61,55 +61,55 @@ def _field(name: str) -> alt.Color:
     return alt.Color(f"{name}:N", scale=None)
 
 
-def _tables(cache: CacheSnapshot, states: Mapping[int, str]) -> Layer:
-    requests = sorted(cache.requests)
-    rows = shown(len(requests), MAX_REQUESTS)
-    columns = shown(max(map(len, cache.requests.values())), MAX_TABLE, last=2)
-    cells, gaps = grid(rows, columns)
-    boxes, used_boxes = list[Datum](), list[Datum]()
+def _tables(cache: CacheSnapshot, state_by_page: Mapping[int, str]) -> Layer:
+    request_ids = sorted(cache.requests)
+    rows = shown(len(request_ids), MAX_REQUESTS)
+    column_indices = shown(max(map(len, cache.requests.values())), MAX_TABLE, last=2)
+    cells, gaps = grid(rows, column_indices)
+    page_boxes, used_boxes = list[Datum](), list[Datum]()
     for x, y, row, column in cells:
-        request = requests[row]
-        if column < len(cache.requests[request]):
-            page = cache.requests[request][column]
-            filled_share = min(1.0, max(0.0, cache.lengths[request] / cache.page_len - column))
-            boxes.append(_box(x, y, states[page], str(page)))
-            used_boxes.append(_box(x, y, states[page], filled=filled_share))
-    first_positions = texts_of(columns, lambda column: f"{column * cache.page_len}")
-    canvas = Canvas.named(first_positions, texts_of(rows, lambda row: f"request {requests[row]}"), ("", ""), **AXES)
+        request_id = request_ids[row]
+        if column < len(cache.requests[request_id]):
+            page = cache.requests[request_id][column]
+            filled_share = min(1.0, max(0.0, cache.lengths[request_id] / cache.page_len - column))
+            page_boxes.append(_box(x, y, state_by_page[page], str(page)))
+            used_boxes.append(_box(x, y, state_by_page[page], filled=filled_share))
+    first_positions = texts_of(column_indices, lambda column: f"{column * cache.page_len}")
+    canvas = Canvas.named(first_positions, texts_of(rows, lambda row: f"request {request_ids[row]}"), ("", ""), **AXES)
     layers = [
-        canvas.boxes(boxes).encode(color=_field("pale")),
+        canvas.boxes(page_boxes).encode(color=_field("pale")),
         canvas.boxes(used_boxes).encode(color=_field("color")),
         canvas.words([gap for gap in gaps if gap["x"] == 0 or gap["y"] == 0], fill=INK),
-        canvas.words(boxes, fontSize=11).encode(color=_field("ink")),
+        canvas.words(page_boxes, fontSize=11).encode(color=_field("ink")),
     ]
-    size = PAGE_PX[0] * len(columns), PAGE_PX[1] * len(rows)
+    size = PAGE_PX[0] * len(column_indices), PAGE_PX[1] * len(rows)
     return panel(*layers, size=size, title="pages of each request", note="by the first position of each")
 
 
-def _pool(states: Mapping[int, str], colors: Mapping[str, str]) -> Layer:
-    num_pages = len(states)
+def _pool(state_of: Mapping[int, str], color_by_state: Mapping[str, str]) -> Layer:
+    num_pages = len(state_of)
     pages_per_row = 16 if num_pages <= 256 else 32
-    boxes = [_box(page % pages_per_row, page // pages_per_row, states[page], str(page)) for page in range(num_pages)]
-    rows: list[str | None] = [str(first_page) for first_page in range(0, num_pages, pages_per_row)]
-    canvas = Canvas.named([str(column) for column in range(pages_per_row)], rows, ("", ""), **AXES)
+    boxes = [_box(page % pages_per_row, page // pages_per_row, state_of[page], str(page)) for page in range(num_pages)]
+    row_names: list[str | None] = [str(first_page) for first_page in range(0, num_pages, pages_per_row)]
+    canvas = Canvas.named([str(column) for column in range(pages_per_row)], row_names, ("", ""), **AXES)
     layers = [
-        canvas.boxes(boxes).encode(color=color_by("state", colors, orient="bottom")),
+        canvas.boxes(boxes).encode(color=color_by("state", color_by_state, orient="bottom")),
         canvas.words([box for box in boxes if box["state"] != "free"], fontSize=11).encode(color=_field("ink")),
     ]
-    size = PAGE_PX[0] * pages_per_row, PAGE_PX[1] * len(rows)
+    size = PAGE_PX[0] * pages_per_row, PAGE_PX[1] * len(row_names)
     return panel(*layers, size=size, title="all pages", note="by number, as they lie in memory")
 
 
 def _tree(tree: Sequence[TreePage], text: Callable[[Sequence[int]], str]) -> Layer:
     """Draws a column for each page of a prompt, and a row for each end of a branch."""
     coords, edges = list[tuple[int, int]](), list[Datum]()
-    boxes, notes, row, columns = list[Datum](), list[Datum](), -1, 0
+    boxes, note_rows, row, num_columns = list[Datum](), list[Datum](), -1, 0
     num_first, num_last = NODE_LETTERS
     for node in tree[:MAX_NODES]:
         column, parent_row = (0, -1) if node.parent is None else (coords[node.parent][0] + 1, coords[node.parent][1])
         row = parent_row if parent_row >= 0 and (column, parent_row) not in coords else row + 1
         coords.append((column, row))
-        columns = max(columns, column + 1)
+        num_columns = max(num_columns, column + 1)
         label = text(node.tokens).replace("\n", "\\n")
         # no SVG has control characters, and parts of a character are not worth a font of their own
         label = "".join(letter if letter.isprintable() and letter != "\ufffd" else "·" for letter in label)
@@ -117,16 +117,16 @@ def _tree(tree: Sequence[TreePage], text: Callable[[Sequence[int]], str]) -> Lay
         box = _box(column, row, _state(node), label, filled=0.84) | {"mid_x": column + 0.425}
         boxes.append(box)
         users_text = "idle" if not node.users else f"{node.users} {'request' if node.users == 1 else 'requests'}"
-        notes.append(box | {"text": "on the host" if node.page < 0 else f"page {node.page}, {users_text}"})
+        note_rows.append(box | {"text": "on the host" if node.page < 0 else f"page {node.page}, {users_text}"})
         if node.parent is not None:
             edges.append({"x": column - 0.18, "y": parent_row + 0.5, "x2": box["x"], "y2": row + 0.5})
-    canvas = Canvas((0, columns), (0, row + 1))
+    canvas = Canvas((0, num_columns), (0, row + 1))
     layers = [
         plot(edges).mark_rule(color=MUTED, strokeWidth=1.5).encode(**canvas.at(), x2="x2", y2="y2"),
         canvas.boxes(boxes, cornerRadius=4).encode(color=_field("color")),
         canvas.words(boxes, fontSize=11, dy=-7).encode(color=_field("ink")),
-        canvas.words(notes, fontSize=10, dy=9).encode(color=_field("ink")),
+        canvas.words(note_rows, fontSize=10, dy=9).encode(color=_field("ink")),
     ]
     left_out_text = f"; {len(tree) - MAX_NODES:,} more are not drawn" if len(tree) > MAX_NODES else ""
     note = f"a box is a page of tokens that follow those to its left{left_out_text}"
-    return panel(*layers, size=(NODE_PX[0] * columns, NODE_PX[1] * (row + 1)), title="prefix tree", note=note)
+    return panel(*layers, size=(NODE_PX[0] * num_columns, NODE_PX[1] * (row + 1)), title="prefix tree", note=note)

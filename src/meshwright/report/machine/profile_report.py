@@ -50,7 +50,7 @@ def report_text(profile: Profile) -> str:
     plan, comparison = profile.plan, profile.comparison
     num_left = len(comparison.steps) - MAX_STEPS
     rest_text = f"\n{num_left} further steps differ by less.\n" if num_left > 0 else ""
-    sections = {
+    text_by_title = {
         "Furthest from the prediction": _terms(profile),
         "Where the wall time of a step goes": f"![where]({WHERE})\n\n{_where(profile)}\n{WHERE_WORDS}",
         "Parts of the model": f"![parts]({PARTS})\n\n{as_markdown(times_table(comparison.parts, 'part'))}",
@@ -64,7 +64,7 @@ def report_text(profile: Profile) -> str:
         f"# Profile of {plan.model.name} on {plan.cluster.short_name}\n",
         _summary(profile),
         "\n".join(f"- {note}" for note in profile.notes) + "\n",
-        *(f"## {title}\n\n{text}" for title, text in sections.items()),
+        *(f"## {title}\n\n{text}" for title, text in text_by_title.items()),
         f"The timeline is in `{TIMELINE}`: Perfetto opens it, with the predicted step above the measured devices.\n",
     ]
     return "\n".join(texts)
@@ -89,9 +89,9 @@ def headline_rows(profile: Profile) -> list[tuple[str, float | None, float | Non
 
 def _summary(profile: Profile) -> str:
     # the share of communication that is overlapped; None without communication
-    predicted, terms = profile.comparison.predicted, profile.comparison.terms
+    predicted_step, terms = profile.comparison.predicted, profile.comparison.terms
     comms_s = sum(row.predicted_s or 0.0 for row in terms if row.name.startswith("collective"))
-    overlap_shares = max(0.0, 1 - predicted.exposed_s / comms_s) if comms_s else None, profile.times.overlap
+    overlap_shares = max(0.0, 1 - predicted_step.exposed_s / comms_s) if comms_s else None, profile.times.overlap
     rows: list[tuple[str, float | None, float | None, Show]] = [
         *headline_rows(profile),
         ("FLOPs of products on a device", profile.predicted_flops, profile.flops, partial(format_flops, unit="FLOP")),
@@ -127,12 +127,12 @@ def difference_words(seconds: float) -> str:
 
 
 def _where(profile: Profile) -> str:
-    mean, predicted = profile.times.mean, profile.comparison.predicted
-    rows = [(name, predicted.parts[name], mean_s) for name, mean_s in mean.parts.items()]
-    rows.append(("whole step", predicted.total_s, mean.total_s))
+    mean_step, predicted_step = profile.times.mean, profile.comparison.predicted
+    rows = [(name, predicted_step.parts[name], mean_s) for name, mean_s in mean_step.parts.items()]
+    rows.append(("whole step", predicted_step.total_s, mean_step.total_s))
     seconds_headings = [Heading(title, format_seconds) for title in ("predicted", "mean device")]
     columns: list[str | Heading] = ["", *seconds_headings, Heading("share", PERCENT)]
-    return as_markdown(Table(columns, [[*row, row[-1] / mean.total_s] for row in rows]))
+    return as_markdown(Table(columns, [[*row, row[-1] / mean_step.total_s] for row in rows]))
 
 
 RATES: TableColumns = {
@@ -147,17 +147,17 @@ def _rate(amount: float, seconds: float) -> float | None:
 
 
 def _classes(profile: Profile) -> str:
-    step_s, flops = profile.times.mean.total_s, profile.flops
+    step_s, step_flops = profile.times.mean.total_s, profile.flops
     columns: TableColumns = {
         "kind": "kind",
         "by itself": "own_s",
         "of the wall time": "wall_s",
         "share": (lambda row: row.wall_s / step_s, PERCENT),
-        "FLOP share": (lambda row: row.flops / flops if flops else None, PERCENT),
+        "FLOP share": (lambda row: row.flops / step_flops if step_flops else None, PERCENT),
         **RATES,
     }
-    text = as_markdown(Table.of(profile.comparison.classes, columns))
-    return text + "\nFigures are means over devices. Instructions that run at the same time share the wall time.\n"
+    table_md = as_markdown(Table.of(profile.comparison.classes, columns))
+    return table_md + "\nFigures are means over devices. Instructions that run at the same time share the wall time.\n"
 
 
 def _ops(profile: Profile) -> str:
@@ -217,8 +217,8 @@ def _memory(profile: Profile) -> str:
         ("temporaries that live at once, by the schedule", memory.live_bytes),
     ]
     lines.append(as_markdown(Table(["one device", Heading("bytes", format_bytes)], rows)))
-    owners = Table.of(memory.owners, {"array or step": "name", "kind": "kind", "bytes": "num_bytes"})
-    lines.append("Who owns the peak, on one device:\n\n" + as_markdown(owners))
+    owner_table = Table.of(memory.owners, {"array or step": "name", "kind": "kind", "bytes": "num_bytes"})
+    lines.append("Who owns the peak, on one device:\n\n" + as_markdown(owner_table))
     return "\n".join(lines)
 
 
@@ -230,13 +230,13 @@ def where_figure(profile: Profile) -> Figure:
 
     The bars have the parts of `cost.breakdown.Partition`.
     """
-    devices = list(profile.times.devices.items())
-    bars = {"predicted": profile.comparison.predicted.parts, "mean": profile.times.mean.parts}
-    if len(devices) > 1:
-        bars |= {f"device {number}": times.parts for number, times in devices[:MAX_DEVICES]}
-    shown_text = f"; {MAX_DEVICES} of {len(devices)} devices shown" if len(devices) > MAX_DEVICES else ""
+    device_items = list(profile.times.devices.items())
+    parts_by_bar = {"predicted": profile.comparison.predicted.parts, "mean": profile.times.mean.parts}
+    if len(device_items) > 1:
+        parts_by_bar |= {f"device {device_index}": times.parts for device_index, times in device_items[:MAX_DEVICES]}
+    shown_text = f"; {MAX_DEVICES} of {len(device_items)} devices shown" if len(device_items) > MAX_DEVICES else ""
     subtitle = f"The wall time of a step, predicted and under the profiler{shown_text}"
-    return step_breakdown_figure(bars, title="Where the time of a step goes", subtitle=subtitle)
+    return step_breakdown_figure(parts_by_bar, title="Where the time of a step goes", subtitle=subtitle)
 
 
 def parts_figure(rows: Sequence[TimeRow], *, subtitle: str = "") -> Figure:
@@ -246,21 +246,21 @@ def parts_figure(rows: Sequence[TimeRow], *, subtitle: str = "") -> Figure:
         raise InputError("there is nothing to compare. Give a trace with events of the program.")
     longest_s = max(max(row.predicted_s or 0.0, row.measured_s or 0.0) for row in longest_rows)
     scale, unit = si_scale(longest_s, "s")
-    bars = [
+    bar_rows = [
         {"row": row.name, "what": what, "time": (seconds or 0.0) / scale}
         for row in longest_rows
         for what, seconds in (("predicted", row.predicted_s), ("measured", row.measured_s))
     ]
-    colors = {"predicted": PALETTE[4], "measured": PALETTE[0]}
+    color_by_what = {"predicted": PALETTE[4], "measured": PALETTE[0]}
     y_axis, x_axis = alt.Axis(ticks=False, labelLimit=320), alt.Axis(tickCount=6)
     chart = (
-        plot(bars)
+        plot(bar_rows)
         .mark_bar()
         .encode(
             y=alt.Y("row:N", sort=[row.name for row in longest_rows], title=None, axis=y_axis),
-            yOffset=alt.YOffset("what:N", sort=list(colors)),
+            yOffset=alt.YOffset("what:N", sort=list(color_by_what)),
             x=alt.X("time:Q", title=f"time per step ({unit})", axis=x_axis),
-            color=color_by("what", colors, orient="bottom"),
+            color=color_by("what", color_by_what, orient="bottom"),
         )
     )
     shown_text = f"the {MAX_ROWS} longest of {len(rows)} rows shown" if len(rows) > MAX_ROWS else ""
@@ -272,24 +272,24 @@ def memory_timeline_figure(memory: MemoryProfile) -> Figure:
     """Draws the memory of the first steps over time, with its marks and its peak. The profile must have samples."""
     peak = memory.peak
     assert peak is not None
-    scale, unit = si_scale(peak.num_bytes, "B")
+    byte_scale, byte_unit = si_scale(peak.num_bytes, "B")
     end_s = memory.samples[-1].at_s
     time_scale, time_unit = si_scale(end_s, "s")
     # Fewer than 2 * MAX_SAMPLES, always with the peak.
     stride = max(1, len(memory.samples) // MAX_SAMPLES)
     samples = sorted({*memory.samples[::stride], peak, memory.samples[-1]})
-    rows = [{"x": sample.at_s / time_scale, "y": sample.num_bytes / scale} for sample in samples]
-    x_span, y_span = (0.0, end_s / time_scale), (0.0, 1.15 * peak.num_bytes / scale)
+    rows = [{"x": sample.at_s / time_scale, "y": sample.num_bytes / byte_scale} for sample in samples]
+    x_span, y_span = (0.0, end_s / time_scale), (0.0, 1.15 * peak.num_bytes / byte_scale)
     frame = Frame(x=x_span, y=y_span, size=(MEMORY_PX["width"], MEMORY_PX["height"]), log=(False, False))
     x = alt.X("x:Q", title=f"time ({time_unit})", axis=alt.Axis(grid=False), scale=alt.Scale(domain=x_span, nice=False))
-    y = alt.Y("y:Q", title=f"memory ({unit})", scale=alt.Scale(domain=y_span, nice=False))
-    peak_point = peak.at_s / time_scale, peak.num_bytes / scale
+    y = alt.Y("y:Q", title=f"memory ({byte_unit})", scale=alt.Scale(domain=y_span, nice=False))
+    peak_point = peak.at_s / time_scale, peak.num_bytes / byte_scale
     peak_row = {"x": peak_point[0], "y": peak_point[1], "text": format_bytes(peak.num_bytes)}
     areas = frame.dots([peak_point]) + frame.curve([(row["x"], row["y"]) for row in rows[:: 1 + len(rows) // 100]])
-    area = plot(rows).mark_area(color=PALETTE[4], opacity=0.5, line={"color": PALETTE[0]})
+    area_mark = plot(rows).mark_area(color=PALETTE[4], opacity=0.5, line={"color": PALETTE[0]})
     lines = [ReferenceLine(axis="x", value=m.at_s / time_scale, text=m.text, color=MUTED) for m in memory.marks]
     chart = alt.layer(
-        area.encode(x=x, y=y),
+        area_mark.encode(x=x, y=y),
         *(reference(line, frame, areas, font=10) for line in lines),
         plot([peak_row]).mark_point(filled=True, color=INK).encode(x=x, y=y),
         point_labels([peak_row], frame, areas, fill=INK),

@@ -35,11 +35,11 @@ def save_trace(found: Profile, path: Path) -> Path:
 
     Returns its path. The predicted step has a thread for computation and one for the links.
     """
-    predicted = predicted_timeline(found.priced, num_microbatches=found.plan.strategy.num_microbatches)
+    slices = predicted_timeline(found.priced, num_microbatches=found.plan.strategy.num_microbatches)
     document = {
         "traceEvents": [
             *_names(PREDICTED_PID, "predicted", LANES, order=0),
-            *(_slice(PREDICTED_PID, 1 + LANES.index(s.lane), s.what, s.kind, s.start_s, s.seconds) for s in predicted),
+            *(_slice(PREDICTED_PID, 1 + LANES.index(s.lane), s.what, s.kind, s.start_s, s.seconds) for s in slices),
             *measured_events(found.trace, found.program),
         ],
         "displayTimeUnit": "ms",
@@ -85,33 +85,33 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
 
 def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tuple[StepCost, float]]]]:
     """Yields (name, [(cost, times)]) of every pass in order: forward and backward per microbatch, then the update."""
-    blocks = []
+    repeated_blocks = []
     for block in priced.costs.blocks:
         runs_here = max((float(cost.here) for cost in block.forward), default=0.0)
-        blocks.append((block, max(1, round(runs_here / count)) if runs_here else 0))
-    num_slices = count * sum(repeats * (len(block.forward) + len(block.backward)) for block, repeats in blocks)
+        repeated_blocks.append((block, max(1, round(runs_here / count)) if runs_here else 0))
+    num_slices = count * sum(repeats * (len(block.forward) + len(block.backward)) for block, repeats in repeated_blocks)
     is_one_by_one = num_slices <= MAX_SLICES
     # layers that run again for later ones, on average
     runs = {
         id(cost): float(block.steps.times_again(priced.pipeline.runs) / block.steps.repeat)
-        for block, _ in blocks
+        for block, _ in repeated_blocks
         for cost in block.again
     }
     for microbatch in range(count) if is_one_by_one else [count - 1]:
         microbatch_text = f", microbatch {microbatch}" if count > 1 else ""
-        forward = [(block.name, "forward", repeats, block.forward) for block, repeats in blocks]
-        backward = [(block.name, "backward", repeats, block.backward) for block, repeats in reversed(blocks)]
-        for name, phase, repeats, costs in forward + backward:
+        forward_passes = [(block.name, "forward", repeats, block.forward) for block, repeats in repeated_blocks]
+        backward = [(block.name, "backward", repeats, block.backward) for block, repeats in reversed(repeated_blocks)]
+        for name, phase, repeats, costs in forward_passes + backward:
             if phase == "backward" and microbatch < count - 1:
                 costs = tuple(cost for cost in costs if cost.step.scope != "step")
             if not is_one_by_one:
-                times = [
+                run_counts = [
                     repeats * (1.0 if cost.step.scope == "step" else count * runs.get(id(cost), 1.0)) for cost in costs
                 ]
-                yield f"{name} {phase}, {repeats} x {count} microbatches", list(zip(costs, times, strict=True))
+                yield f"{name} {phase}, {repeats} x {count} microbatches", list(zip(costs, run_counts, strict=True))
                 continue
-            for number in range(repeats) if phase == "forward" else reversed(range(repeats)):
-                suffix = f" {number}" if repeats > 1 else ""
+            for layer_index in range(repeats) if phase == "forward" else reversed(range(repeats)):
+                suffix = f" {layer_index}" if repeats > 1 else ""
                 yield f"{name}{suffix} {phase}{microbatch_text}", [(cost, runs.get(id(cost), 1.0)) for cost in costs]
     yield "update", [(cost, float(cost.here)) for cost in priced.costs.once]
 
@@ -123,18 +123,18 @@ def measured_events(trace: DeviceTrace, program: TracedProgram) -> Iterator[Trac
     """Yields a process per device with a thread per stream or host thread, and one thread for the steps."""
     zero_s = trace.windows[0].start_s
     end_s = trace.windows[-1].end_s
-    in_windows = [event for event in trace.events if event.start_s >= zero_s and event.end_s <= end_s]
-    if len(in_windows) > MAX_EVENTS:
-        in_windows = sorted(in_windows, key=lambda event: -event.seconds)[:MAX_EVENTS]
+    kept_events = [event for event in trace.events if event.start_s >= zero_s and event.end_s <= end_s]
+    if len(kept_events) > MAX_EVENTS:
+        kept_events = sorted(kept_events, key=lambda event: -event.seconds)[:MAX_EVENTS]
     for device in trace.devices:
         device_events = sorted(
-            (event for event in in_windows if event.device == device), key=lambda event: (event.start_s, -event.end_s)
+            (event for event in kept_events if event.device == device), key=lambda event: (event.start_s, -event.end_s)
         )
-        lanes, pid = _nested(device_events), 10 + device
-        yield from _names(pid, f"device {device}, measured", ["steps", *(name for name, _ in lanes)], order=pid)
-        for number, window in enumerate(trace.windows):
-            yield _slice(pid, 1, f"step {number}", "step", window.start_s - zero_s, window.seconds)
-        for tid, (_, events) in enumerate(lanes, start=2):
+        named_lanes, pid = _nested(device_events), 10 + device
+        yield from _names(pid, f"device {device}, measured", ["steps", *(name for name, _ in named_lanes)], order=pid)
+        for step_index, window in enumerate(trace.windows):
+            yield _slice(pid, 1, f"step {step_index}", "step", window.start_s - zero_s, window.seconds)
+        for tid, (_, events) in enumerate(named_lanes, start=2):
             for event in events:
                 fact = program.fact(event.op)
                 args = {"op": event.op, "bound": fact.bound}
@@ -153,12 +153,12 @@ def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
     lanes: dict[tuple[str, int], tuple[list[OpEvent], list[float]]] = {}
     for event in events:
         for depth in range(1000):
-            group, open_end_s = lanes.setdefault((event.lane, depth), ([], []))
-            while open_end_s and open_end_s[-1] <= event.start_s:
-                open_end_s.pop()
-            if not open_end_s or event.end_s <= open_end_s[-1]:
+            group, open_ends_s = lanes.setdefault((event.lane, depth), ([], []))
+            while open_ends_s and open_ends_s[-1] <= event.start_s:
+                open_ends_s.pop()
+            if not open_ends_s or event.end_s <= open_ends_s[-1]:
                 group.append(event)
-                open_end_s.append(event.end_s)
+                open_ends_s.append(event.end_s)
                 break
     return [(lane if not depth else f"{lane} ({depth + 1})", group) for (lane, depth), (group, _) in lanes.items()]
 

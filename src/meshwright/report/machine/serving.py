@@ -26,20 +26,20 @@ def load_figure(
     return themed(alt.hconcat(*load_panels, spacing=28), title, subtitle)
 
 
-def _panel(name: str, of: tuple[str, Points, Points], capacity: float | None, x_title: str) -> Layer:
-    unit, predicted, measured = of
-    values = [y for _, y in (*predicted, *measured) if y == y and y > 0] or [1.0]
-    scale, unit_name = si_scale(max(values), unit) if unit else (1.0, "")
-    min_y, max_y, title = min(values) / scale / 1.3, max(values) / scale * 1.3, name.format(unit_name)
-    is_whole = all(float(x).is_integer() for x, _ in (*predicted, *measured))
+def _panel(title_format: str, panel_data: tuple[str, Points, Points], capacity: float | None, x_title: str) -> Layer:
+    unit, predicted_points, measured_points = panel_data
+    positive_ys = [y for _, y in (*predicted_points, *measured_points) if y == y and y > 0] or [1.0]
+    scale, unit_name = si_scale(max(positive_ys), unit) if unit else (1.0, "")
+    min_y, max_y, title = min(positive_ys) / scale / 1.3, max(positive_ys) / scale * 1.3, title_format.format(unit_name)
+    is_whole = all(float(x).is_integer() for x, _ in (*predicted_points, *measured_points))
     ticks = {"tickMinStep": 1} if is_whole else {}
     x = alt.X("x:Q", title=x_title, scale=alt.Scale(zero=True), axis=alt.Axis(grid=False, format="~g", **ticks))
     y = alt.Y("y:Q", title=title, scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=5))
     if unit and max_y > LOG_FROM * min_y:
         y = log_axis(alt.Y, "y", (min_y, max_y), title)
     color = color_by("name", {"predicted": PALETTE[0], "measured": PALETTE[5]}, orient="top", symbolType="circle")
-    layers = lines({"predicted": _scaled(predicted, scale)}, x, y, color) if predicted else []
-    rows = [{"x": a, "y": b, "name": "measured"} for a, b in _scaled(measured, scale) if b == b]
+    layers = lines({"predicted": _scaled(predicted_points, scale)}, x, y, color) if predicted_points else []
+    rows = [{"x": a, "y": b, "name": "measured"} for a, b in _scaled(measured_points, scale) if b == b]
     layers.append(plot(rows).mark_point(filled=True, size=70, opacity=1).encode(x=x, y=y, color=color))
     if capacity is not None:
         rule = plot([{"x": capacity}]).mark_rule(strokeDash=DASHES, color=MUTED).encode(x="x:Q")

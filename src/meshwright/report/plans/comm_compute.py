@@ -40,8 +40,8 @@ def comm_compute_figure(
     drawn = [curve for curve in curves if max(curve.seconds, default=0.0) > 0]
     if not drawn:
         raise InputError("there is no communication to draw: the mesh has one device. Give a larger mesh.")
-    colors = {curve.name: INK if curve.strong else PALETTE[number % len(PALETTE)] for number, curve in enumerate(drawn)}
-    color = color_by("name", colors, title="communication", orient="right", symbolType="stroke", symbolStrokeWidth=3)
+    color_of = {curve.name: INK if curve.strong else PALETTE[index % len(PALETTE)] for index, curve in enumerate(drawn)}
+    color = color_by("name", color_of, title="communication", orient="right", symbolType="stroke", symbolStrokeWidth=3)
     x = log_axis(alt.X, "x", (min(tokens), max(tokens)), "batch (tokens)", grid=False)
     chart = alt.hconcat(_times(tokens, drawn, x, color), _ratios(tokens, drawn, x, color), spacing=36)
     if any(curve.memory_bound for curve in drawn):
@@ -52,44 +52,44 @@ def comm_compute_figure(
 def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
     compute_s = curves[-1].compute_s
     positive_s = [s for s in (*compute_s, *(s for curve in curves for s in curve.seconds)) if s > 0]
-    low, high = min(positive_s) / 1.3, max(positive_s) * 1.3
-    y = log_axis(alt.Y, "y", (low, high), "time", labelExpr=SECONDS_LABEL)
+    min_s, max_s = min(positive_s) / 1.3, max(positive_s) * 1.3
+    y = log_axis(alt.Y, "y", (min_s, max_s), "time", labelExpr=SECONDS_LABEL)
     # a logarithmic axis has no zero: it leaves a gap
     series = [(curve, [(t, s or math.nan) for t, s in zip(tokens, curve.seconds, strict=True)]) for curve in curves]
     compute_rows = [{"x": batch, "y": s, "text": "compute"} for batch, s in zip(tokens, compute_s, strict=True)]
-    dashed = plot(compute_rows).mark_line(strokeDash=(6, 4), strokeWidth=2, color="black").encode(x=x, y=y)
-    frame = Frame(x=(min(tokens), max(tokens)), y=(low, high), size=PANEL_PX)
+    dashed_line = plot(compute_rows).mark_line(strokeDash=(6, 4), strokeWidth=2, color="black").encode(x=x, y=y)
+    frame = Frame(x=(min(tokens), max(tokens)), y=(min_s, max_s), size=PANEL_PX)
     compute_points = list(zip(tokens, compute_s, strict=True))
     areas = [box for points in (*(points for _, points in series), compute_points) for box in frame.curve(points)]
     compute_label = point_labels([{**compute_rows[-1], "along": compute_points}], frame, areas, fill="black")
-    return panel(*_lines(series, x, y, color), dashed, compute_label, size=PANEL_PX)
+    return panel(*_lines(series, x, y, color), dashed_line, compute_label, size=PANEL_PX)
 
 
 def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
-    series = [
+    curve_points = [
         (c, [(batch, math_s / s) for batch, math_s, s in zip(tokens, c.compute_s, c.seconds, strict=True) if s > 0])
         for c in curves
     ]
-    ratios = [ratio for _, points in series for _, ratio in points]
+    ratios = [ratio for _, points in curve_points for _, ratio in points]
     y_range = (min([1.0, *ratios]) / 1.2, max([1.0, *ratios]) * 1.2)
     y = log_axis(alt.Y, "y", y_range, "compute / communication")
     frame = Frame(x=(min(tokens), max(tokens)), y=y_range, size=PANEL_PX)
-    areas = [box for _, points in series for box in frame.curve(points)]
+    areas = [box for _, points in curve_points for box in frame.curve(points)]
     areas += frame.dots([(curve.crossing, 1.0) for curve in curves if curve.crossing])
-    crossings = plot({"x": curve.crossing, "y": 1.0} for curve in curves if curve.crossing)
-    rings = crossings.mark_point(size=60, filled=False, color="black", opacity=1).encode(x=x, y=y)
+    crossing_plot = plot({"x": curve.crossing, "y": 1.0} for curve in curves if curve.crossing)
+    ring_marks = crossing_plot.mark_point(size=60, filled=False, color="black", opacity=1).encode(x=x, y=y)
     even_line = reference(ReferenceLine(axis="y", value=1.0, text="above: compute-bound", color=MUTED), frame, areas)
-    return panel(*_lines(series, x, y, color, dotted=True), even_line, rings, size=PANEL_PX)
+    return panel(*_lines(curve_points, x, y, color, dotted=True), even_line, ring_marks, size=PANEL_PX)
 
 
 def _lines(
-    shown: Sequence[tuple[CommsCurve, Points]], x: Encoding, y: Encoding, color: Encoding, *, dotted: bool = False
+    curve_data: Sequence[tuple[CommsCurve, Points]], x: Encoding, y: Encoding, color: Encoding, *, dotted: bool = False
 ) -> list[Layer]:
     """Returns a layer per curve, with ``dotted`` a second one where memory binds; strong curves are wide."""
     layers = []
-    for curve, points in shown:
-        num_bound, width = curve.memory_bound if dotted else 0, 3.2 if curve.strong else 1.8
-        layers += lines({curve.name: points[num_bound:]}, x, y, color, strokeWidth=width)
+    for curve, points in curve_data:
+        num_bound, width_px = curve.memory_bound if dotted else 0, 3.2 if curve.strong else 1.8
+        layers += lines({curve.name: points[num_bound:]}, x, y, color, strokeWidth=width_px)
         if num_bound:
-            layers += lines({curve.name: points[: num_bound + 1]}, x, y, color, strokeWidth=width, strokeDash=(2, 3))
+            layers += lines({curve.name: points[: num_bound + 1]}, x, y, color, strokeWidth=width_px, strokeDash=(2, 3))
     return layers

@@ -20,19 +20,19 @@ def loss_figure(losses: Sequence[float], tokens: Sequence[float], *, subtitle: s
         raise InputError(f"there are {len(losses)} losses and {len(tokens)} token counts. Give one of each per step.")
     scale, unit = si_scale(max(tokens), "")
     xs = [num_tokens / scale for num_tokens in tokens]
-    half = int(len(losses) * MEAN_FRACTION / 2)
+    reach = int(len(losses) * MEAN_FRACTION / 2)
     token_scale, loss_scale = alt.Scale(zero=True), alt.Scale(zero=False)
     x = alt.X("x:Q", title=f"tokens ({unit})" if unit else "tokens", scale=token_scale, axis=alt.Axis(tickCount=7))
     y = alt.Y("y:Q", title="cross-entropy (nats per token)", scale=loss_scale, axis=alt.Axis(tickCount=6))
-    single, mean = "loss of a step", f"mean over {2 * half + 1} steps"
-    colors = {single: PALETTE[4], mean: PALETTE[0]} if half else {single: PALETTE[0]}
-    color = color_by("name", colors, orient="top-right", symbolType="stroke", symbolStrokeWidth=3)
+    single, mean = "loss of a step", f"mean over {2 * reach + 1} steps"
+    color_by_name = {single: PALETTE[4], mean: PALETTE[0]} if reach else {single: PALETTE[0]}
+    color = color_by("name", color_by_name, orient="top-right", symbolType="stroke", symbolStrokeWidth=3)
     # A line through a single step is invisible: it gets a point.
     strong_style = {"strokeWidth": 2.4, "point": len(losses) == 1}
     pale_style = {"strokeWidth": 1.2, "opacity": 0.8}
-    layers = lines({single: list(zip(xs, losses, strict=True))}, x, y, color, **(pale_style if half else strong_style))
-    if half:
-        layers += lines({mean: list(zip(xs, _centred_mean(losses, half), strict=True))}, x, y, color, **strong_style)
+    layers = lines({single: list(zip(xs, losses, strict=True))}, x, y, color, **(pale_style if reach else strong_style))
+    if reach:
+        layers += lines({mean: list(zip(xs, _centred_mean(losses, reach), strict=True))}, x, y, color, **strong_style)
     if math.isfinite(losses[-1]):
         last_row = [{"x": xs[-1], "y": losses[-1], "text": f"{losses[-1]:.3f}"}]
         layers.append(plot(last_row).mark_circle(size=60, color=MUTED, opacity=1).encode(x="x:Q", y="y:Q"))
@@ -65,15 +65,15 @@ def accuracy_figure(predictions: Sequence[Comparison], *, title: str, subtitle: 
         {"measured": p.measured_s, "predicted": p.predicted_s, "group": p.group or "no group", "id": p.id}
         for p in predictions
     ]
-    seconds = [value for prediction in predictions for value in (prediction.measured_s, prediction.predicted_s)]
+    seconds = [time_s for prediction in predictions for time_s in (prediction.measured_s, prediction.predicted_s)]
     ends = min(seconds, default=0.1) / 1.3, max(seconds, default=10.0) * 1.3
     x = log_axis(alt.X, "measured", ends, "measured seconds of a step")
     y = log_axis(alt.Y, "predicted", ends, "predicted seconds of a step")
     ideal = plot({"measured": end, "predicted": end, "low": end * (1 - BAND), "high": end * (1 + BAND)} for end in ends)
     # With more groups than colours, colours repeat with another shape. Equal domains merge both into one legend.
     groups = list(dict.fromkeys(point["group"] for point in points))
-    colors = [PALETTE[number % len(PALETTE)] for number in range(len(groups))]
-    shapes = [SHAPES[number // len(PALETTE) % len(SHAPES)] for number in range(len(groups))]
+    colors = [PALETTE[group_index % len(PALETTE)] for group_index in range(len(groups))]
+    shapes = [SHAPES[group_index // len(PALETTE) % len(SHAPES)] for group_index in range(len(groups))]
     chart = alt.layer(
         ideal.mark_area(color="#DDDDDD", opacity=0.6, clip=True).encode(x=x, y="low:Q", y2="high"),
         ideal.mark_line(color=MUTED, strokeWidth=1, clip=True).encode(x=x, y=y),

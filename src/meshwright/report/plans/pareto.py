@@ -58,23 +58,23 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
     ]
     xs, ys = (sorted(row[axis] for row in rows) for axis in "xy")
     margin = 0.08 * (xs[-1] - xs[0]) or 0.1 * xs[-1]
-    low, high = max(0.0, xs[0] - margin), xs[-1] + 2 * margin
-    x = _Axis(alt.X, "x", xs, (low, high), f"time per step ({x_unit})")
+    min_x, max_x = max(0.0, xs[0] - margin), xs[-1] + 2 * margin
+    x = _Axis(alt.X, "x", xs, (min_x, max_x), f"time per step ({x_unit})")
     max_y = max([ys[-1], *(line.value for line in limit)])
     y = _Axis(alt.Y, "y", [*ys, max_y], (0, 1.08 * max_y), y_title)
 
     frame = Frame(x=x.domain, y=y.domain, size=PANEL_PX, log=(x.log, y.log))
-    labelled = [row for row in rows if row["text"]]
+    labelled_rows = [row for row in rows if row["text"]]
     # a step function keeps the memory of the faster plan up to the time of the slower one
     corners = [(row["x"], row["y"]) for row in rows]
     if interpolate == "step-after":
         corners = [corners[0], *(corner for a, b in pairwise(corners) for corner in ((b[0], a[1]), b))]
     areas = [*frame.curve(corners), *frame.dots([(row["x"], row["y"]) for row in rows], half=4)]
-    all_points, labelled_dots = (plot(dots).encode(x=x.drawn, y=y.drawn) for dots in (rows, labelled))
+    all_points, labelled_dots = (plot(dots).encode(x=x.drawn, y=y.drawn) for dots in (rows, labelled_rows))
     return panel(
         all_points.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
         *(reference(line, frame, areas) for line in limit),
-        point_labels(labelled, frame, areas, fill=INK),
+        point_labels(labelled_rows, frame, areas, fill=INK),
         all_points.mark_circle(size=26, opacity=1, color=PALETTE[4]),
         labelled_dots.mark_circle(size=60, opacity=1, color=PALETTE[0]),
         size=PANEL_PX,
@@ -112,19 +112,19 @@ def services_figure(
 
     Parts overlap in time, so that they do not add up; those that take nothing are left out.
     """
-    x, y, name = chosen
+    x, y, point_name = chosen
     check_positive((curve, value) for curve, points in curves.items() for point in points for value in point)
     all_ms = [x, *(ms for points in curves.values() for ms, _ in points)]
     all_rates = [y, *(rate for points in curves.values() for _, rate in points)]
-    low, high = min(all_ms), max(all_ms)
-    domain = (low / 1.05, high * 1.05)
-    ms_axis = log_axis(alt.X, "x", domain, WHOLE + " (ms)")
+    low_ms, high_ms = min(all_ms), max(all_ms)
+    ms_range = (low_ms / 1.05, high_ms * 1.05)
+    ms_axis = log_axis(alt.X, "x", ms_range, WHOLE + " (ms)")
     y_range = (min(all_rates) / 1.5, max(all_rates) * 1.5)
     rate_axis = log_axis(alt.Y, "y", y_range, "output tokens per second and chip")
     style = {"strokeWidth": 2.4, "point": {"size": 28}}
-    rows = [{"x": x, "y": y, "text": name}]
+    rows = [{"x": x, "y": y, "text": point_name}]
     chosen_mark = plot(rows).mark_point(size=170, color=INK, strokeWidth=2.4, opacity=1).encode(x=ms_axis, y=rate_axis)
-    frame = Frame(x=domain, y=y_range, size=SIZE_PX)
+    frame = Frame(x=ms_range, y=y_range, size=SIZE_PX)
     areas = [box for points in curves.values() for box in (*frame.curve(points), *frame.dots(points, half=4))]
     chosen_label = point_labels(rows, frame, [*areas, *frame.dots([(x, y)], half=9)], fill=INK)
     legend = {"orient": "right", "symbolStrokeWidth": 3}
@@ -134,8 +134,8 @@ def services_figure(
     visible = {part: [(ms, s if s > ms / 1000 else float("nan")) for ms, s in points] for part, points in split.items()}
     ms_of |= {part: points for part, points in visible.items() if any(s == s for _, s in points)}
     min_ms = min(s for points in ms_of.values() for _, s in points if s == s)
-    parts_axis = log_axis(alt.Y, "y", (min_ms / 1.3, high * 1.3), "ms of each part by itself")
-    colors = {WHOLE: INK, **palette_of(part for part in ms_of if part != WHOLE)}
-    part_lines = lines(ms_of, ms_axis, parts_axis, color_by("name", colors, symbolType="stroke", **legend), **style)
+    parts_axis = log_axis(alt.Y, "y", (min_ms / 1.3, high_ms * 1.3), "ms of each part by itself")
+    color_of = {WHOLE: INK, **palette_of(part for part in ms_of if part != WHOLE)}
+    part_lines = lines(ms_of, ms_axis, parts_axis, color_by("name", color_of, symbolType="stroke", **legend), **style)
     panels = (panel(*rate_lines, chosen_mark, chosen_label, size=SIZE_PX), panel(*part_lines, size=SPLIT_PX))
     return themed(alt.concat(*panels, columns=1, spacing=28).resolve_scale(color="independent"), title, subtitle)

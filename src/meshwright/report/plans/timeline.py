@@ -43,35 +43,35 @@ def timeline_figure(
             f"Draw the schedule with fewer stages or microbatches."
         )
     scale, shown_unit = si_scale(simulation.makespan_s, "s") if unit == "s" else (1.0, unit)
-    shortest_s = min((end_x - start for _, _, start, end_x in passes if end_x > start), default=1.0)
+    shortest_s = min((end_s - start_s for _, _, start_s, end_s in passes if end_s > start_s), default=1.0)
     width = min(max(simulation.makespan_s / shortest_s * OP_PX, SCHEDULE_PX[0]), SCHEDULE_PX[1])
     row_px = 28 if schedule.num_devices <= 16 else 16 if schedule.num_devices <= 40 else 10
     font = 10 if row_px >= 28 else 8
     split_keys = {(device, op.microbatch, op.chunk) for device, op, _, _ in passes if op.kind == "W"}
-    rows, colors = [], {}
-    for device, op, start, end_x in passes:
+    box_rows, legend_by_key = [], {}
+    for device, op, start_s, end_x in passes:
         pass_name = {"F": "forward", "B": "backward", "W": "weight gradients"}[op.kind]
         if op.kind == "B" and (device, op.microbatch, op.chunk) in split_keys:
             pass_name = "input gradients"
-        group = pass_name if schedule.num_chunks == 1 else f"{pass_name}, chunk {op.chunk}"
+        label = pass_name if schedule.num_chunks == 1 else f"{pass_name}, chunk {op.chunk}"
         white_share, hex_color = 0.6 * op.chunk / max(schedule.num_chunks - 1, 1), COLORS[pass_name]
         channels = (int(hex_color[digit : digit + 2], 16) for digit in (1, 3, 5))
         color = "#" + "".join(f"{round(channel + (255 - channel) * white_share):02X}" for channel in channels)
-        colors[list(COLORS).index(pass_name), op.chunk] = group, color
+        legend_by_key[list(COLORS).index(pass_name), op.chunk] = label, color
         text = str(op.microbatch) if row_px >= LEAST_ROW_WITH_NUMBERS_PX else ""
         px = width * scale / simulation.makespan_s
-        rows.append(span(start / scale, end_x / scale, text, color, px, font=font, device=device, what=group))
+        box_rows.append(span(start_s / scale, end_x / scale, text, color, px, font=font, device=device, what=label))
     end_x = simulation.makespan_s / scale
     y = alt.Y("device:O", title="device", axis=alt.Axis(ticks=False, domain=False, labelOverlap=True))
     axis = alt.Axis(grid=False, tickCount=10)
     x = alt.X("start:Q", title=f"time ({shown_unit})", scale=alt.Scale(domain=[0, end_x], nice=False), axis=axis)
-    idle = plot({"device": device, "start": 0, "end": end_x} for device in range(schedule.num_devices))
-    legend = dict(colors[key] for key in sorted(colors))
-    color = color_by("what", legend, orient="bottom", columns=4)
+    idle_bars = plot({"device": device, "start": 0, "end": end_x} for device in range(schedule.num_devices))
+    color_by_group = dict(legend_by_key[key] for key in sorted(legend_by_key))
+    color = color_by("what", color_by_group, orient="bottom", columns=4)
     edge_px = 1.0 if row_px >= 16 else 0.4
     chart = alt.layer(
-        idle.mark_bar(height=alt.RelativeBandSize(band=0.88), color=IDLE).encode(y=y, x=x, x2="end"),
-        spans(rows, y=y, x=x, color=color, band=0.88, edge=edge_px, font=font),
+        idle_bars.mark_bar(height=alt.RelativeBandSize(band=0.88), color=IDLE).encode(y=y, x=x, x2="end"),
+        spans(box_rows, y=y, x=x, color=color, band=0.88, edge=edge_px, font=font),
     )
     return themed(chart, title, subtitle, width=round(width), height=row_px * schedule.num_devices)
 
@@ -79,8 +79,8 @@ def timeline_figure(
 def _timed(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[int, StagePass, float, float]]:
     """Yields (device, pass, start, end) of every pass."""
     for device, device_times in enumerate(zip(schedule.orders, simulation.start_s, simulation.end_s, strict=True)):
-        for op, start, end in zip(*device_times, strict=True):
-            yield device, op, start, end
+        for op, start_s, end_s in zip(*device_times, strict=True):
+            yield device, op, start_s, end_s
 
 
 def timeline_text(schedule: Schedule, simulation: Simulation, *, width: int) -> str:
@@ -90,19 +90,19 @@ def timeline_text(schedule: Schedule, simulation: Simulation, *, width: int) -> 
     """
     label_width = len(str(schedule.num_devices - 1)) + 2
     shortest_s = min((end - start for _, _, start, end in _timed(schedule, simulation) if end > start), default=0.0)
-    columns = int((width - label_width) * shortest_s / simulation.makespan_s)
-    if not columns:
+    num_columns = int((width - label_width) * shortest_s / simulation.makespan_s)
+    if not num_columns:
         return ""
-    columns_per_s = columns / shortest_s
-    lines = [["."] * round(simulation.makespan_s * columns_per_s) for _ in schedule.orders]
+    columns_per_s = num_columns / shortest_s
+    cell_lines = [["."] * round(simulation.makespan_s * columns_per_s) for _ in schedule.orders]
     for device, op, start, end in _timed(schedule, simulation):
         first_col, last_col = round(start * columns_per_s), round(end * columns_per_s)
         letter = op.kind.lower() if op.chunk % 2 else op.kind
         text = f"{letter}{op.microbatch}"
         if len(text) > last_col - first_col:
             text = letter
-        lines[device][first_col:last_col] = text.ljust(last_col - first_col, "-")[: last_col - first_col]
-    return "".join(f"{device:>{label_width - 2}}  {''.join(line)}\n" for device, line in enumerate(lines))
+        cell_lines[device][first_col:last_col] = text.ljust(last_col - first_col, "-")[: last_col - first_col]
+    return "".join(f"{device:>{label_width - 2}}  {''.join(line)}\n" for device, line in enumerate(cell_lines))
 
 
 # -- compute and links ------------------------------------------------------------------------------------
@@ -128,25 +128,25 @@ def two_streams_figure(pairs: Sequence[LaneSlices], *, title: str, subtitle: str
     """Draws a pair of lanes per data-parallel variant on one time axis, with the total time at the end of each pair."""
     longest_s = max(pair.total_s for pair in pairs)
     scale, unit = si_scale(longest_s, "s")
-    rows, names, totals = [], [], []
-    for number, pair in enumerate(pairs):
+    rows, lane_texts, totals = [], [], []
+    for index, pair in enumerate(pairs):
         for box in pair.slices:
             # Only passes are labelled: with their letter and layer.
             text = f"{SHORT[box.what]}{box.layer + 1}" if box.what in SHORT else ""
             start, end, px = box.start_s / scale, box.end_s / scale, WIDTH_PX * scale / longest_s
-            rows.append(span(start, end, text, STREAM_COLORS[box.what], px, lane=f"{number} {box.lane}", what=box.what))
-        names += [{"lane": f"{number} compute", "text": f"{pair.name}: compute"}]
-        names += [{"lane": f"{number} links", "text": "links"}]
-        totals.append({"lane": f"{number} compute", "end": pair.total_s / scale, "text": format_seconds(pair.total_s)})
+            rows.append(span(start, end, text, STREAM_COLORS[box.what], px, lane=f"{index} {box.lane}", what=box.what))
+        lane_texts += [{"lane": f"{index} compute", "text": f"{pair.name}: compute"}]
+        lane_texts += [{"lane": f"{index} links", "text": "links"}]
+        totals.append({"lane": f"{index} compute", "end": pair.total_s / scale, "text": format_seconds(pair.total_s)})
     slice_kinds = {row["what"] for row in rows}
     shown_colors = {what: color for what, color in STREAM_COLORS.items() if what in slice_kinds}
     # An empty band separates the pairs.
-    lanes = [f"{number} {lane}" for number in range(len(pairs)) for lane in ("compute", "links", "gap")][:-1]
+    lanes = [f"{index} {lane}" for index in range(len(pairs)) for lane in ("compute", "links", "gap")][:-1]
     y = alt.Y("lane:N", sort=lanes, scale=alt.Scale(domain=lanes), axis=None)
-    domain = alt.Scale(domain=[0, longest_s / scale * 1.08], nice=False)
-    x = alt.X("start:Q", title=f"time ({unit})", scale=domain, axis=alt.Axis(tickCount=10))
+    x_scale = alt.Scale(domain=[0, longest_s / scale * 1.08], nice=False)
+    x = alt.X("start:Q", title=f"time ({unit})", scale=x_scale, axis=alt.Axis(tickCount=10))
     color = color_by("what", shown_colors, orient="bottom", columns=len(shown_colors))
-    lane_names = plot(names).mark_text(align="right", baseline="middle", dx=-8, fontSize=12, fill=INK)
+    lane_names = plot(lane_texts).mark_text(align="right", baseline="middle", dx=-8, fontSize=12, fill=INK)
     chart = alt.layer(
         spans(rows, y=y, x=x, color=color, band=0.9, edge=0.3),
         lane_names.encode(y=y, x=alt.XValue(0), text="text:N"),
@@ -176,22 +176,22 @@ def slots_figure(pools: Mapping[str, Sequence[SlotSpan]], *, title: str, subtitl
             f"slots. Simulate fewer seconds, a lower --rate, or smaller engines and batches."
         )
     scale, unit = si_scale(max(slot_span.end_s for _, slot_span in pairs), "s")
-    end = max(slot_span.end_s for _, slot_span in pairs) / scale
+    end_x = max(slot_span.end_s for _, slot_span in pairs) / scale
     slot_keys = [key for name in pools for key in sorted(slots) if key[0] == name]
     numbered = {name for name, replica, _ in slots if replica}
-    row_name_of = {key: f"{key[0]}{f' {key[1] + 1}' * (key[0] in numbered)}, slot {key[2] + 1}" for key in slot_keys}
+    name_by_key = {key: f"{key[0]}{f' {key[1] + 1}' * (key[0] in numbered)}, slot {key[2] + 1}" for key in slot_keys}
     row_px = 22 if len(slot_keys) <= 24 else 12 if len(slot_keys) <= 64 else 7
     boxes = []
     for name, slot_span in pairs:
         state = "ended, held" if slot_span.phase == "ended" else slot_span.phase
-        bounds = (slot_span.start_s / scale, slot_span.end_s / scale)
-        row = row_name_of[name, slot_span.replica, slot_span.slot]
+        bounds_x = (slot_span.start_s / scale, slot_span.end_s / scale)
+        row_name = name_by_key[name, slot_span.replica, slot_span.slot]
         text = str(slot_span.request + 1) if row_px > 7 else ""
-        boxes.append(span(*bounds, text, SLOT_COLORS[state], WIDTH_PX / end, slot=row, what=state))
-    names = [row_name_of[key] for key in slot_keys]
-    y = alt.Y("slot:O", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, labelOverlap=True))
-    x = alt.X("start:Q", title=f"time ({unit})", scale=alt.Scale(domain=[0, end], nice=False))
-    free_bars = plot({"slot": name, "start": 0, "end": end} for name in names)
+        boxes.append(span(*bounds_x, text, SLOT_COLORS[state], WIDTH_PX / end_x, slot=row_name, what=state))
+    row_names = [name_by_key[key] for key in slot_keys]
+    y = alt.Y("slot:O", sort=row_names, title=None, axis=alt.Axis(ticks=False, domain=False, labelOverlap=True))
+    x = alt.X("start:Q", title=f"time ({unit})", scale=alt.Scale(domain=[0, end_x], nice=False))
+    free_bars = plot({"slot": name, "start": 0, "end": end_x} for name in row_names)
     shown_colors = {name: color for name, color in SLOT_COLORS.items() if any(box["what"] == name for box in boxes)}
     color = color_by("what", shown_colors, orient="bottom")
     chart = alt.layer(

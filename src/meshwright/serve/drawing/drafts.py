@@ -67,15 +67,15 @@ class NgramDrafter(Drafter):
         """Returns the tokens after the latest earlier place; [] where there is none."""
         return [self._found(drafting) for drafting in asked]
 
-    def _found(self, one: Drafting) -> list[int]:
-        tokens, end_by_ngram = one.tokens, self._places.setdefault(one.number, {})
+    def _found(self, drafting: Drafting) -> list[int]:
+        tokens, end_by_ngram = drafting.tokens, self._places.setdefault(drafting.number, {})
         # without the last n-gram, which is the one to look for
-        for end in range(self._done.get(one.number, 0), len(tokens)):
-            end_by_ngram.update((tuple(tokens[end - length : end]), end) for length in self._lengths if length <= end)
-        self._done[one.number] = len(tokens)
-        for length in self._lengths:
-            if ngram_end := end_by_ngram.get(tuple(tokens[-length:])):
-                return tokens[ngram_end : ngram_end + one.most]
+        for end_pos in range(self._done.get(drafting.number, 0), len(tokens)):
+            end_by_ngram.update((tuple(tokens[end_pos - n : end_pos]), end_pos) for n in self._lengths if n <= end_pos)
+        self._done[drafting.number] = len(tokens)
+        for n in self._lengths:
+            if ngram_end := end_by_ngram.get(tuple(tokens[-n:])):
+                return tokens[ngram_end : ngram_end + drafting.most]
         return []
 
     def leave(self, number: int) -> None:
@@ -98,8 +98,8 @@ class ModelDrafter(Drafter):
     def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]:
         """Returns what the model draws after each other. Nothing is read before the last step is dispatched."""
         draws = []
-        for number in range(max(drafting.most for drafting in asked)):
-            rows, outputs = self._rows([drafting for drafting in asked if drafting.most > number], table, number)
+        for index in range(max(drafting.most for drafting in asked)):
+            rows, outputs = self._rows([drafting for drafting in asked if drafting.most > index], table, index)
             logits, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, 1)
             draws.append(self._drawer.draw(logits, outputs, adjusted=False))
         for drafting in asked:
@@ -108,24 +108,24 @@ class ModelDrafter(Drafter):
         token_iterators = [iter(np.asarray(draw.token).tolist()) for draw in draws]
         return [[next(iterator) for iterator in token_iterators[: drafting.most]] for drafting in asked]
 
-    def _rows(self, asked: Sequence[Drafting], table: np.ndarray, number: int) -> tuple[PackedRows, list[OutputRow]]:
-        """Returns the rows that draw the drafts after ``number`` others, first with those that the cache lacks."""
-        tokens, sources, positions, slots, last_rows = [], list[int](), list[int](), list[int](), list[int]()
+    def _rows(self, asked: Sequence[Drafting], table: np.ndarray, num_past: int) -> tuple[PackedRows, list[OutputRow]]:
+        """Returns the rows that draw the drafts after ``num_past`` others, first with those that the cache lacks."""
+        tokens, source_slots, positions, row_slots, last_rows = [], list[int](), list[int](), list[int](), list[int]()
         for drafting in asked:
-            end = len(drafting.tokens) + number
+            end_pos = len(drafting.tokens) + num_past
             # beyond a wrong draft the cache is written again
-            start = end - 1 if number else min(self._ends[drafting.slot], end - 1)
-            tokens += [0] if number else drafting.tokens[start:]
-            sources += [drafting.slot if number else -1] * (end - start)
-            positions += range(start, end)
-            slots += [drafting.slot] * (end - start)
+            start_pos = end_pos - 1 if num_past else min(self._ends[drafting.slot], end_pos - 1)
+            tokens += [0] if num_past else drafting.tokens[start_pos:]
+            source_slots += [drafting.slot if num_past else -1] * (end_pos - start_pos)
+            positions += range(start_pos, end_pos)
+            row_slots += [drafting.slot] * (end_pos - start_pos)
             last_rows.append(len(positions) - 1)
-        size = next(size for size in self._sizes if size >= len(tokens))
-        cache_slots = slots_of(np.array(positions), table, slots, self._step.storage.page_len)
-        rows = PackedRows(tokens, sources, positions, cache_slots, [], [], [], table, last_rows)
-        rows = rows.each_alone(slots)
-        outputs = [OutputRow(drafting.slot, drafting.num_before + number) for drafting in asked]
-        return PackedRows.joined([rows], PackedShape(size, size, size, 1)), outputs
+        num_rows = next(num_rows for num_rows in self._sizes if num_rows >= len(tokens))
+        cache_slots = slots_of(np.array(positions), table, row_slots, self._step.storage.page_len)
+        rows = PackedRows(tokens, source_slots, positions, cache_slots, [], [], [], table, last_rows)
+        rows = rows.each_alone(row_slots)
+        output_rows = [OutputRow(drafting.slot, drafting.num_before + num_past) for drafting in asked]
+        return PackedRows.joined([rows], PackedShape(num_rows, num_rows, num_rows, 1)), output_rows
 
     def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
         self._drawer.enter(slot, request, output)
@@ -133,13 +133,13 @@ class ModelDrafter(Drafter):
     def follow(self, rows: PackedRows, longest: int, ends: dict[int, int]) -> None:
         rows = rows._replace(last=rows.last[: len(rows.first)])
         _, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, longest)
-        for slot, end in ends.items():
-            self._ends[slot] = end
+        for slot, end_pos in ends.items():
+            self._ends[slot] = end_pos
 
     def warm_up(self, shape: PackedShape) -> None:
         """Compiles the shapes of drafts, and that of a step with parts of prompts."""
-        for size in self._sizes:
-            self._step.compiled(PackedShape(size, size, size, 1))
-            self._drawer.compiled(size, False)
+        for num_rows in self._sizes:
+            self._step.compiled(PackedShape(num_rows, num_rows, num_rows, 1))
+            self._drawer.compiled(num_rows, False)
         if shape.longest > 1:
             self._step.compiled(shape._replace(outputs=shape.sequences))

@@ -45,14 +45,14 @@ class Drawn(NamedTuple):
 
     def logprob_of(self, row: int, token: int, num_top: int) -> TokenLogprob:
         """Returns the log-probability of a row's token or target, with the likeliest tokens."""
-        pairs = zip(self.top[row][:num_top].tolist(), self.top_logprob[row][:num_top].tolist(), strict=True)
-        return TokenLogprob(token=token, logprob=float(self.logprob[row]), top=tuple(pairs))
+        top_pairs = zip(self.top[row][:num_top].tolist(), self.top_logprob[row][:num_top].tolist(), strict=True)
+        return TokenLogprob(token=token, logprob=float(self.logprob[row]), top=tuple(top_pairs))
 
 
 @jax.jit
 def _draw(logits: Array, latest: Array, rows: SamplingRows, more: dict[str, Array]) -> tuple[Array, Int[Array, " O"]]:
-    token = draw(logits, rows, more["counts"])
-    return latest.at[more["slots"]].set(token, mode="drop"), token
+    tokens = draw(logits, rows, more["counts"])
+    return latest.at[more["slots"]].set(tokens, mode="drop"), tokens
 
 
 @partial(jax.jit, donate_argnums=2)  # the history, [S, V], is written in place
@@ -60,25 +60,25 @@ def _draw_adjusted(
     logits: Array, latest: Array, history: TokenHistory, rows: SamplingRows, more: dict[str, Array]
 ) -> tuple[Array, TokenHistory, Drawn]:
     slots, nums_before, target_tokens = more["slots"], more["counts"], more["targets"]
-    row_history = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), history)
+    row_history = jax.tree.map(lambda array: array.at[slots].get(mode="clip"), history)
     # summed in an order that does not depend on the number of rows
     shifted_logits = logits - logits.max(axis=-1, keepdims=True)
     logprobs = shifted_logits - jnp.log(sum_of_halves(jnp.exp(shifted_logits)))
-    repetition, presence, frequency = (more[name][:, None] for name in _PENALTIES)
+    repetition_penalty, presence_penalty, frequency_penalty = (more[name][:, None] for name in _PENALTIES)
     is_seen = row_history.in_prompt | (row_history.in_output > 0)
-    repetition_factor = jnp.where(is_seen, repetition, 1.0)
-    adjusted = logits + jnp.where(more["has_bias"][:, None], row_history.bias, 0.0)
-    adjusted = jnp.where(adjusted > 0, adjusted / repetition_factor, adjusted * repetition_factor)
-    adjusted -= presence * (row_history.in_output > 0) + frequency * row_history.in_output
+    repetition_factor = jnp.where(is_seen, repetition_penalty, 1.0)
+    new_logits = logits + jnp.where(more["has_bias"][:, None], row_history.bias, 0.0)
+    new_logits = jnp.where(new_logits > 0, new_logits / repetition_factor, new_logits * repetition_factor)
+    new_logits -= presence_penalty * (row_history.in_output > 0) + frequency_penalty * row_history.in_output
     token_ids = jnp.arange(logits.shape[1])
     allowed_bits = more["allowed"][:, token_ids // 32] >> (token_ids % 32)[None] & 1
-    adjusted = jnp.where(row_history.late & more["early"][:, None] | (allowed_bits == 0), -jnp.inf, adjusted)
-    token = draw(adjusted, rows, nums_before)
-    scored_tokens = jnp.where(target_tokens >= 0, target_tokens, token)
-    logprob = jnp.take_along_axis(logprobs, scored_tokens[:, None], axis=1)[:, 0]
-    top_logprob, top_tokens = jax.lax.top_k(logprobs, min(MOST_LOGPROBS, logits.shape[1]))
-    history = history._replace(in_output=history.in_output.at[slots, token].add(1, mode="drop"))
-    return latest.at[slots].set(token, mode="drop"), history, Drawn(token, logprob, top_tokens, top_logprob)
+    new_logits = jnp.where(row_history.late & more["early"][:, None] | (allowed_bits == 0), -jnp.inf, new_logits)
+    tokens = draw(new_logits, rows, nums_before)
+    scored_tokens = jnp.where(target_tokens >= 0, target_tokens, tokens)
+    token_logprobs = jnp.take_along_axis(logprobs, scored_tokens[:, None], axis=1)[:, 0]
+    top_logprobs, top_tokens = jax.lax.top_k(logprobs, min(MOST_LOGPROBS, logits.shape[1]))
+    history = history._replace(in_output=history.in_output.at[slots, tokens].add(1, mode="drop"))
+    return latest.at[slots].set(tokens, mode="drop"), history, Drawn(tokens, token_logprobs, top_tokens, top_logprobs)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -121,13 +121,13 @@ class TokenDrawer:
         if not adjusts(request):
             return
         vocab_size = self._size[1]
-        in_prompt, is_late = np.zeros(vocab_size, bool), np.zeros(vocab_size, bool)
+        is_in_prompt, is_late = np.zeros(vocab_size, bool), np.zeros(vocab_size, bool)
         num_in_output, biases = np.bincount(output, minlength=vocab_size), np.zeros(vocab_size)
-        in_prompt[list(request.prompt)] = True
+        is_in_prompt[list(request.prompt)] = True
         for token, bias in sampling.logit_bias:
             biases[token] += bias
         is_late[list(request.stop_tokens)] = True
-        entry = in_prompt, num_in_output.astype(np.int32), biases.astype(np.float32), is_late
+        entry = is_in_prompt, num_in_output.astype(np.int32), biases.astype(np.float32), is_late
         self._history = _enter(self._history or self._no_history(), np.int32(slot), entry)
 
     def _no_history(self) -> TokenHistory:
@@ -144,8 +144,8 @@ class TokenDrawer:
         num_rows = logits.shape[0]
         program, settings = self.compiled(num_rows, adjusted), self._given(num_rows, rows)
         if not adjusted:
-            self.latest, token = program(logits, self.latest, *settings)
-            return Drawn(token)
+            self.latest, tokens = program(logits, self.latest, *settings)
+            return Drawn(tokens)
         if allowed is None:
             if num_rows not in self._all_allowed:
                 self._all_allowed[num_rows] = jnp.full(self._mask_shape(num_rows), -1, jnp.int32)
@@ -156,19 +156,19 @@ class TokenDrawer:
         )
         return drawn_rows
 
-    def _mask_shape(self, size: int) -> tuple[int, int]:
-        return size, -(-self._size[1] // 32)
+    def _mask_shape(self, num_rows: int) -> tuple[int, int]:
+        return num_rows, -(-self._size[1] // 32)
 
-    def _given(self, size: int, rows: Sequence[OutputRow]) -> tuple[SamplingRows, dict[str, HostOrDeviceArray]]:
-        """Returns the settings of ``size`` rows."""
-        slots, nums_before = np.full(size, self._size[0], np.int32), np.zeros(size, np.int32)
-        target_tokens = np.full(size, -1, np.int32)
+    def _given(self, num_rows: int, rows: Sequence[OutputRow]) -> tuple[SamplingRows, dict[str, HostOrDeviceArray]]:
+        """Returns the settings of ``num_rows`` rows."""
+        slots, nums_before = np.full(num_rows, self._size[0], np.int32), np.zeros(num_rows, np.int32)
+        target_tokens = np.full(num_rows, -1, np.int32)
         if rows:
             slots[: len(rows)], nums_before[: len(rows)], target_tokens[: len(rows)] = np.array(rows, np.int32).T
-        arrays: dict[str, HostOrDeviceArray] = {name: array[slots] for name, array in self._penalties.items()}
-        arrays |= {"slots": slots, "counts": nums_before, "targets": target_tokens}
-        arrays |= {"early": nums_before < self._fewest[slots], "has_bias": self._has_bias[slots]}
-        return {name: array[slots] for name, array in self._fields.items()}, arrays
+        array_by_name: dict[str, HostOrDeviceArray] = {name: array[slots] for name, array in self._penalties.items()}
+        array_by_name |= {"slots": slots, "counts": nums_before, "targets": target_tokens}
+        array_by_name |= {"early": nums_before < self._fewest[slots], "has_bias": self._has_bias[slots]}
+        return {name: array[slots] for name, array in self._fields.items()}, array_by_name
 
     def compiled(self, size: int, adjusted: bool) -> jax.stages.Compiled:
         """Returns the program for a number of rows; compiles it once."""
@@ -176,13 +176,13 @@ class TokenDrawer:
             logits = jax.ShapeDtypeStruct((size, self._size[1]), np.float32, sharding=self._sharding)
             latest = jax.ShapeDtypeStruct(self._size[:1], np.int32)
             function: jax.stages.Wrapped = _draw_adjusted if adjusted else _draw
-            rows, arrays = self._given(size, [])
+            rows, array_by_name = self._given(size, [])
             if adjusted:
-                arrays["allowed"] = np.zeros(self._mask_shape(size), np.int32)
-            history = [jax.eval_shape(self._no_history)] if adjusted else []
-            arguments = (logits, latest, *history, rows, arrays)
-            name = f"draw-{size}{'-adjusted' if adjusted else ''}"
-            self._compiled[size, adjusted] = self._programs.get(name, lambda: function.lower(*arguments))
+                array_by_name["allowed"] = np.zeros(self._mask_shape(size), np.int32)
+            history_shapes = [jax.eval_shape(self._no_history)] if adjusted else []
+            arguments = (logits, latest, *history_shapes, rows, array_by_name)
+            program_name = f"draw-{size}{'-adjusted' if adjusted else ''}"
+            self._compiled[size, adjusted] = self._programs.get(program_name, lambda: function.lower(*arguments))
         return self._compiled[size, adjusted]
 
 

@@ -45,8 +45,8 @@ class GrammarReader:
             elif kind == "regex":
                 grammar = LLMatcher.grammar_from_regex(text)
             else:
-                quoted = [json.dumps(item, ensure_ascii=False) for item in json.loads(text)] if kind == "choice" else []
-                grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(quoted) if quoted else text)
+                terms = [json.dumps(item, ensure_ascii=False) for item in json.loads(text)] if kind == "choice" else []
+                grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(terms) if terms else text)
         except ValueError as error:
             raise _invalid(kind, str(error)) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
@@ -58,25 +58,25 @@ class GrammarReader:
         return matcher
 
 
-def _invalid(kind: GrammarKind, why: str) -> InputError:
+def _invalid(kind: GrammarKind, reason: str) -> InputError:
     kind_words = {"json_schema": "json schema", "lark": "grammar"}.get(kind, kind)
-    return InputError(f"the {kind_words} is not valid: {one_line(why)[:400]}. Correct it, or leave it out.")
+    return InputError(f"the {kind_words} is not valid: {one_line(reason)[:400]}. Correct it, or leave it out.")
 
 
 def _plain(tokenizer: Tokenizer) -> str:
     """Returns a tokenizer, as JSON, whose special tokens have names that no text has: a text with the name of one is
     made of other tokens."""
     document = json.loads(tokenizer.to_str())
-    renamed = {token["content"]: f"\ufdd0{token['id']}\ufdd1" for token in document["added_tokens"] if token["special"]}
+    aliases = {token["content"]: f"\ufdd0{token['id']}\ufdd1" for token in document["added_tokens"] if token["special"]}
     for token in document["added_tokens"]:
-        token["content"] = renamed.get(token["content"], token["content"])
-    model = document["model"]
-    if isinstance(model.get("vocab"), dict):
-        model["vocab"] = {renamed.get(name, name): number for name, number in model["vocab"].items()}
-    elif "vocab" in model:
-        model["vocab"] = [[renamed.get(name, name), score] for name, score in model["vocab"]]
-    if "unk_token" in model:
-        model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
+        token["content"] = aliases.get(token["content"], token["content"])
+    model_table = document["model"]
+    if isinstance(model_table.get("vocab"), dict):
+        model_table["vocab"] = {aliases.get(name, name): token_id for name, token_id in model_table["vocab"].items()}
+    elif "vocab" in model_table:
+        model_table["vocab"] = [[aliases.get(name, name), score] for name, score in model_table["vocab"]]
+    if "unk_token" in model_table:
+        model_table["unk_token"] = aliases.get(model_table["unk_token"], model_table["unk_token"])
     return json.dumps(document | {"post_processor": None})
 
 
@@ -97,8 +97,8 @@ class TokenMasks:
     def of(self, size: int, rows: Sequence[MaskedRow]) -> np.ndarray:
         """Returns bits [size, V / 32]: 1 for a token that may be drawn, everywhere in rows without a grammar."""
         masks = allocate_token_bitmask(size, self._vocab_size)
-        if undrafted_rows := [(masked.matcher, masked.row) for masked in rows if not masked.drafts]:
+        if undrafted_rows := [(row.matcher, row.row) for row in rows if not row.drafts]:
             fill_next_token_bitmask_par(self._executor, undrafted_rows, masks)
-        if drafted_rows := [(masked.matcher, masked.row, masked.drafts) for masked in rows if masked.drafts]:
+        if drafted_rows := [(row.matcher, row.row, row.drafts) for row in rows if row.drafts]:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted_rows, masks)
         return masks

@@ -97,24 +97,24 @@ def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B
 
     The argmax of logit / temperature plus Gumbel noise is a sample of the softmax.
     """
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    top_tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return lax.cond(  # no noise is made where nobody draws at random
-        jnp.any(rows["temperature"] > 0), lambda: _sample(logits, rows, counts, likeliest), lambda: likeliest
+        jnp.any(rows["temperature"] > 0), lambda: _sample(logits, rows, counts, top_tokens), lambda: top_tokens
     )
 
 
-def _sample(logits: Array, rows: SamplingRows, counts: HostOrDeviceArray, likeliest: Array) -> Array:
-    temperature, top_k, top_p, min_p, seed, number = (jnp.asarray(rows[name]) for name in _DTYPES)
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+def _sample(logits: Array, rows: SamplingRows, counts: HostOrDeviceArray, top_tokens: Array) -> Array:
+    temperature, top_k, top_p, min_p, seed, sample_number = (jnp.asarray(rows[name]) for name in _DTYPES)
+    scores = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     is_limited = jnp.any((top_k > 0) | (top_p < 1))  # sorting [B, V] is left out where nobody asks for it
-    is_kept = lax.cond(is_limited, lambda: kept_tokens(scaled, top_k, top_p), lambda: jnp.ones(scaled.shape, bool))
-    is_kept &= scaled >= scaled.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None]
+    is_kept = lax.cond(is_limited, lambda: kept_tokens(scores, top_k, top_p), lambda: jnp.ones(scores.shape, bool))
+    is_kept &= scores >= scores.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None]
     fold_in = jax.vmap(jax.random.fold_in)
     # of seed, number and place alone: the rest of a batch changes nothing
-    keys = fold_in(fold_in(jax.vmap(jax.random.key)(seed), number), jnp.asarray(counts))
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (logits.shape[1],)))(keys)
-    drawn_tokens = jnp.argmax(jnp.where(is_kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
-    return jnp.where(temperature > 0, drawn_tokens, likeliest)
+    rng_keys = fold_in(fold_in(jax.vmap(jax.random.key)(seed), sample_number), jnp.asarray(counts))
+    gumbel_noise = jax.vmap(lambda key: jax.random.gumbel(key, (logits.shape[1],)))(rng_keys)
+    drawn_tokens = jnp.argmax(jnp.where(is_kept, scores + gumbel_noise, -jnp.inf), axis=-1).astype(jnp.int32)
+    return jnp.where(temperature > 0, drawn_tokens, top_tokens)
 
 
 def kept_tokens(logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]) -> Bool[Array, "B V"]:
@@ -127,7 +127,7 @@ def kept_tokens(logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Flo
     is_in_top_k = jnp.arange(logits.shape[1])[None] < jnp.where(top_k > 0, top_k, logits.shape[1])[:, None]
     ranked_logits = jnp.take_along_axis(logits, token_of_rank, axis=-1)
     probabilities = jax.nn.softmax(jnp.where(is_in_top_k, ranked_logits, -jnp.inf), axis=-1)
-    sum_before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    prob_before = jnp.cumsum(probabilities, axis=-1) - probabilities
     # rounding may bring the sum before an unlikely token to 1
-    is_kept = is_in_top_k & ((sum_before < top_p[:, None]) | (top_p[:, None] >= 1))
+    is_kept = is_in_top_k & ((prob_before < top_p[:, None]) | (top_p[:, None] >= 1))
     return jnp.take_along_axis(is_kept, rank_of_token, axis=-1)

@@ -122,9 +122,9 @@ class Writer:
         """Returns the event for what a choice has not sent yet; b"" for nothing."""
         if not choice.piece and not choice.finish:
             return b""  # nothing yet: part of a character, or of a stop string
-        piece, entries = choice.take()
+        piece, reported_tokens = choice.take()
         text = self.before_text + encode(piece) + self.after_text if piece else self.no_text
-        logprobs = encode(self.logprobs(choice, entries)) if entries else b"null"
+        logprobs = encode(self.logprobs(choice, reported_tokens)) if reported_tokens else b"null"
         finish = b'"%b"' % choice.finish.encode() if choice.finish else b"null"
         tail = self.usage_null if usage is None else b',"usage":' + encode(usage)
         return b'%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (self._head(choice), text, logprobs, finish, tail)
@@ -141,8 +141,8 @@ class Writer:
         """Returns the whole answer."""
         choice_rows = []
         for choice in choices:
-            text, entries = choice.take()
-            choice_rows.append(self.row(choice, text, entries if choice.reports else None))
+            text, reported_tokens = choice.take()
+            choice_rows.append(self.row(choice, text, reported_tokens if choice.reports else None))
         head_fields = {"id": self.name, "created": self.created_s, "model": self.served.name}
         return encode(self.whole(**head_fields, choices=choice_rows, usage=usage))
 
@@ -171,29 +171,29 @@ class CompletionWriter(Writer):
 
     def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> CompletionLogprobs:
         columns = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for token, reported in entries:
+        for token, report in entries:
             is_first = choice.at_start
-            text, raw = self._token(token, is_first)
+            text, raw_bytes = self._token(token, is_first)
             columns.tokens.append(text)
-            columns.token_logprobs.append(None if reported is None else reported.logprob)
+            columns.token_logprobs.append(None if report is None else report.logprob)
             logprob_of_text = dict[str, float]()
-            for likely_token, logprob in (*reported.top, (token, reported.logprob)) if reported else ():
+            for likely_token, logprob in (*report.top, (token, report.logprob)) if report else ():
                 likely_text = self._token(likely_token, is_first)[0]
                 # One text may be that of several tokens: the sampled one has it, or the likeliest of the others.
                 is_taken = likely_token != token and (likely_text == text or likely_text in logprob_of_text)
                 logprob_of_text.setdefault(f"token_id:{likely_token}" if is_taken else likely_text, logprob)
-            columns.top_logprobs.append(logprob_of_text if reported else None)
-            columns.text_offset.append(choice.place(token, raw))
+            columns.top_logprobs.append(logprob_of_text if report else None)
+            columns.text_offset.append(choice.place(token, raw_bytes))
         return columns
 
     def row(self, choice: GrowingText, text: str, entries: Sequence[ReportedToken] | None) -> CompletionChoice:
         logprobs = None if entries is None else self.logprobs(choice, entries)
         return CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish)
 
-    def _token(self, token: int, first: bool) -> tuple[str, bytes]:
+    def _token(self, token: int, is_first: bool) -> tuple[str, bytes]:
         """Returns a token's text, for a part of a character its bytes as OpenAI writes them, and its bytes."""
-        text, raw = self.served.piece(token, first=first)
-        return text if "\ufffd" not in text else "bytes:" + "".join(rf"\x{byte:02x}" for byte in raw), raw
+        text, raw_bytes = self.served.piece(token, first=is_first)
+        return text if "\ufffd" not in text else "bytes:" + "".join(rf"\x{byte:02x}" for byte in raw_bytes), raw_bytes
 
 
 class ChatWriter(Writer):
@@ -208,16 +208,16 @@ class ChatWriter(Writer):
 
     def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> ChatLogprobs:
         chat_tokens = []
-        for token, reported in entries:
-            if reported is not None:
+        for token, report in entries:
+            if report is not None:
                 is_first = choice.at_start
                 top = []
-                for likely_token, logprob in reported.top:
-                    text, raw = self.served.piece(likely_token, first=is_first)
-                    top.append(LikelyToken(token=text, logprob=logprob, bytes=list(raw)))
-                text, raw = self.served.piece(token, first=is_first)
-                chat_tokens.append(ChatToken(token=text, logprob=reported.logprob, bytes=list(raw), top_logprobs=top))
-                choice.place(token, raw)
+                for likely_token, logprob in report.top:
+                    text, utf8 = self.served.piece(likely_token, first=is_first)
+                    top.append(LikelyToken(token=text, logprob=logprob, bytes=list(utf8)))
+                text, utf8 = self.served.piece(token, first=is_first)
+                chat_tokens.append(ChatToken(token=text, logprob=report.logprob, bytes=list(utf8), top_logprobs=top))
+                choice.place(token, utf8)
         return ChatLogprobs(chat_tokens)
 
     def row(self, choice: GrowingText, text: str, entries: Sequence[ReportedToken] | None) -> ChatChoice:

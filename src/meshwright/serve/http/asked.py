@@ -77,8 +77,8 @@ async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend)
     text = await chat_text(served, body.messages, body.tools, effort_variables | template_variables(body))
     _require_length(text, "messages", served, frontend)
     prompt = tuple(await encoded(served, text, bool(body.add_special_tokens)))
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _asked(body, served, frontend, [prompt], logprobs, await _grammar(body, served))
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _asked(body, served, frontend, [prompt], num_logprobs, await _grammar(body, served))
 
 
 async def _grammar(body: GenerationBody, served: ServedModel) -> LLMatcher | None:
@@ -95,15 +95,15 @@ async def _grammar(body: GenerationBody, served: ServedModel) -> LLMatcher | Non
             forms.append(("response_format", "json_schema", form.json_schema.schema))
         elif form.type == "json_object":
             forms.append(("response_format", "json_schema", {"type": "object"}))
-    if (outputs := body.structured_outputs) is not None:
-        any_object = {"type": "object"} if outputs.json_object else None
-        kind_forms: dict[GrammarKind, Json] = {
-            "regex": outputs.regex,
-            "choice": outputs.choice,
-            "lark": outputs.grammar,
+    if (constraints := body.structured_outputs) is not None:
+        any_object_schema = {"type": "object"} if constraints.json_object else None
+        form_by_kind: dict[GrammarKind, Json] = {
+            "regex": constraints.regex,
+            "choice": constraints.choice,
+            "lark": constraints.grammar,
         }
-        kind_forms["json_schema"] = any_object if outputs.json is None else outputs.json
-        given_forms = [("structured_outputs", kind, value) for kind, value in kind_forms.items() if value is not None]
+        form_by_kind["json_schema"] = any_object_schema if constraints.json is None else constraints.json
+        given_forms = [("structured_outputs", kind, value) for kind, value in form_by_kind.items() if value is not None]
         if not given_forms:
             raise RequestError(
                 "structured_outputs is empty. Give json, regex, choice or grammar.", param="structured_outputs"
@@ -124,9 +124,9 @@ async def chat_text(
     served: ServedModel, messages: list[ChatMessage], tools: list[JsonObject] | None, variables: JsonObject
 ) -> str:
     """Returns the text of a chat; raises RequestError for what its template refuses, or a text that is not UTF-8."""
-    arguments = messages, tools, variables
+    render_args = messages, tools, variables
     is_short = len(messages) < _MANY_MESSAGES
-    text = served.render(*arguments) if is_short else await asyncio.to_thread(served.render, *arguments)
+    text = served.render(*render_args) if is_short else await asyncio.to_thread(served.render, *render_args)
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -137,9 +137,9 @@ async def chat_text(
 def template_variables(body: ChatBody | TokenizeBody) -> JsonObject:
     """Returns the variables of a chat template that a body sets."""
     variables = dict(body.chat_template_kwargs or {})
-    reserved = sorted({"messages", "tools"} & variables.keys())
-    if reserved:
-        raise RequestError(f"chat_template_kwargs has {reserved[0]}. Give it beside it.", param="chat_template_kwargs")
+    clashes = sorted({"messages", "tools"} & variables.keys())
+    if clashes:
+        raise RequestError(f"chat_template_kwargs has {clashes[0]}. Give it beside it.", param="chat_template_kwargs")
     is_continued, adds_prompt = bool(body.continue_final_message), body.add_generation_prompt
     adds_prompt = not is_continued if adds_prompt is None else adds_prompt
     return {"add_generation_prompt": adds_prompt} | variables | {"continue_final_message": is_continued}
@@ -173,10 +173,10 @@ def require_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
 def sampling_of(body: GenerationBody, vocab_size: int, *, seed: int, number: int) -> Sampling:
     """Returns how a body samples. Raises RequestError for a setting that samples cannot have."""
     logit_bias = list[tuple[int, float]]()
-    for token, value in (body.logit_bias or {}).items():
-        if not (token.isascii() and token.isdecimal() and len(token) < 11 and int(token) < vocab_size):
-            raise RequestError(f"logit_bias has {token!r}, which is no token of the model.", param="logit_bias")
-        logit_bias.append((int(token), value))
+    for digits, bias in (body.logit_bias or {}).items():
+        if not (digits.isascii() and digits.isdecimal() and len(digits) < 11 and int(digits) < vocab_size):
+            raise RequestError(f"logit_bias has {digits!r}, which is no token of the model.", param="logit_bias")
+        logit_bias.append((int(digits), bias))
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=max(0, body.top_k or 0),
@@ -191,24 +191,24 @@ def sampling_of(body: GenerationBody, vocab_size: int, *, seed: int, number: int
     )
 
 
-def _require_room(count: int, frontend: Frontend) -> None:
+def _require_room(num_seqs: int, frontend: Frontend) -> None:
     """Raises RequestError for more sequences than there may ever be."""
-    if count > frontend.max_queued:
+    if num_seqs > frontend.max_queued:
         limit_text = f"this server takes {frontend.max_queued:,} sequences at once"
-        raise RequestError(f"{count:,} sequences were asked for; {limit_text}. Ask for fewer.", param="n")
+        raise RequestError(f"{num_seqs:,} sequences were asked for; {limit_text}. Ask for fewer.", param="n")
 
 
-def _prompts(given: str | list[Any]) -> list[str | list[int]]:
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     """Returns the prompts of a text, texts, tokens, or lists of tokens."""
-    if isinstance(given, str):
-        return [given]
-    item_types = {type(item) for item in given}
+    if isinstance(prompt, str):
+        return [prompt]
+    item_types = {type(item) for item in prompt}
     if item_types == {int}:
-        return [given]
+        return [prompt]
     if len(item_types) != 1:
         fault = "mixes texts and tokens" if item_types else "is an empty list"
         raise RequestError(f"prompt {fault}. Give a text, texts, tokens, or lists of tokens.", param="prompt")
-    return given
+    return prompt
 
 
 def _asked(
@@ -216,7 +216,7 @@ def _asked(
     served: ServedModel,
     frontend: Frontend,
     prompts: list[tuple[int, ...]],
-    logprobs: int | None,
+    num_logprobs: int | None,
     grammar: LLMatcher | None,
 ) -> AskedText:
     n, is_echoed = body.n or 1, isinstance(body, CompletionBody) and bool(body.echo)
@@ -229,7 +229,7 @@ def _asked(
         require_tokens(body.stop_token_ids, vocab_size, "stop_token_ids")
     stop_tokens = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else served.end_tokens)
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32  # clients send 64 signed bits
-    requests, scores_prompts = list[TokenRequest](), is_echoed and logprobs is not None
+    requests, scores_prompts = list[TokenRequest](), is_echoed and num_logprobs is not None
     for prompt in prompts:
         require_tokens(prompt, vocab_size, "prompt")
         max_tokens = _max_tokens(body, len(prompt), frontend.max_len)
@@ -238,28 +238,28 @@ def _asked(
                 prompt=prompt,
                 max_tokens=max_tokens,
                 min_tokens=body.min_tokens or 0,
-                sampling=sampling_of(body, vocab_size, seed=seed, number=number),
+                sampling=sampling_of(body, vocab_size, seed=seed, number=sequence_index),
                 # Who has a prompt scored drops the one token after it, so one that ends the text is reported too.
                 stop_tokens=frozenset() if scores_prompts and max_tokens == 1 else stop_tokens,
-                logprobs=logprobs,
+                logprobs=num_logprobs,
                 adapter=served.adapter,
                 echo=scores_prompts or (is_echoed and max_tokens == 0),
                 grammar=grammar,
             )
-            for number in range(len(requests), len(requests) + n)  # sequences of one seed would else be alike
+            for sequence_index in range(len(requests), len(requests) + n)  # sequences of one seed would else be alike
         )
     return AskedText(body=body, served=served, requests=requests)
 
 
 def _max_tokens(body: GenerationBody, prompt_len: int, max_len: int) -> int:
     """Returns the most tokens after a prompt. Raises RequestError if they are more than the model's positions."""
-    num_tokens, room = body.max_tokens, max_len - prompt_len
+    num_tokens, tokens_left = body.max_tokens, max_len - prompt_len
     if isinstance(body, ChatBody):
         num_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else num_tokens
-        num_tokens = max(1, room) if num_tokens is None else num_tokens
+        num_tokens = max(1, tokens_left) if num_tokens is None else num_tokens
     elif num_tokens is None:
-        num_tokens = min(COMPLETION_TOKENS, max(1, room))  # without room it is refused below
-    if num_tokens > room:
+        num_tokens = min(COMPLETION_TOKENS, max(1, tokens_left))  # without room it is refused below
+    if num_tokens > tokens_left:
         raise RequestError(
             f"the model has {max_len:,} positions; the prompt has {prompt_len:,} tokens and {num_tokens:,} more are "
             "asked for. Shorten the prompt, or lower max_tokens.",

@@ -216,16 +216,16 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body]) -> _
         raise RequestError(f"the body is not JSON in UTF-8: {error}. Send a JSON object.") from None
 
 
-def _misfit(said: str, kind: type, raw: bytearray) -> RequestError:
+def _misfit(error_text: str, body_type: type, raw_body: bytearray) -> RequestError:
     """Returns the error for what msgspec says of a body: "Expected `int`, got `str` - at `$.n`"."""
-    fault_text, _, path = said.partition(" - at `")
+    fault_text, _, path = error_text.partition(" - at `")
     path = path.removesuffix("`").removeprefix("$").removeprefix(".")
     places = list[tuple[str, Json, inspect.Type | None]]()
     with suppress(*DAMAGED_JSON):  # the fault may come before what is no JSON
-        places = list(_places(msgspec.json.decode(raw), inspect.type_info(kind)))
+        places = list(_places(msgspec.json.decode(raw_body), inspect.type_info(body_type)))
     if fault_text.startswith("Object contains unknown field"):
         # msgspec names the first one alone, and clients send several
-        unknown_paths = [place for place, _, field_type in places if field_type is None]
+        unknown_paths = [place_path for place_path, _, field_type in places if field_type is None]
         paths = unknown_paths or [f"{path}.{fault_text.split('`')[1]}".removeprefix(".")]
         rest = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
         predicate, pronoun = ("are not fields", "them") if paths[1:] else ("is not a field", "it")
@@ -238,8 +238,8 @@ def _misfit(said: str, kind: type, raw: bytearray) -> RequestError:
     if fault_text.startswith("Expected `null`"):
         return RequestError(f"{where_text} is not supported by this server. Leave it out.", param=param)
     faulty_places = [place for place in places if place[0] == path]
-    if literals := [field_type for *_, field_type in faulty_places if isinstance(field_type, inspect.LiteralType)]:
-        fault_text += f": give one of {', '.join(map(str, literals[0].values))}"
+    if literal_types := [field_type for *_, field_type in faulty_places if isinstance(field_type, inspect.LiteralType)]:
+        fault_text += f": give one of {', '.join(map(str, literal_types[0].values))}"
     if faulty_places and isinstance(value := faulty_places[0][1], str | float | int):
         where_text += f" is {msgspec.json.encode(value).decode()[:60]}"
     return RequestError(f"{where_text}: {fault_text[:1].lower()}{fault_text[1:]}.", param=param)
@@ -255,8 +255,8 @@ def _places(value: Json, kind: inspect.Type | None, path: str = "") -> Iterator[
         for member in kind.types:
             yield from _places(value, member, path)
     elif isinstance(kind, inspect.ListType) and isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from _places(item, kind.item_type, f"{path}[{number}]")
+        for item_index, item in enumerate(value):
+            yield from _places(item, kind.item_type, f"{path}[{item_index}]")
     elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
         type_of_field = {field.encode_name: field.type for field in kind.fields}
         for name, item in value.items():

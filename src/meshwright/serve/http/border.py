@@ -64,7 +64,7 @@ class Border:
                 line_fields |= {"path": scope["path"], "status": status, "seconds": time.perf_counter() - start_s}
                 sys.stderr.write(msgspec.json.encode({**line_fields, **log_fields}).decode() + "\n")
 
-    def _knows(self, given: bytes) -> bool:
-        scheme, _, sent_key = given.partition(b" ")
+    def _knows(self, auth_header: bytes) -> bool:
+        scheme, _, sent_key = auth_header.partition(b" ")
         # in a time that does not tell how much of a wrong key is right
         return scheme.lower() == b"bearer" and any(hmac.compare_digest(sent_key, key) for key in self.keys)

@@ -55,7 +55,7 @@ def error_of(error: Exception) -> tuple[int, ErrorAnswer, Mapping[str, str]]:
         if status == HTTPStatus.NOT_FOUND:
             message = "there is no such path. GET /openapi.json lists the routes."
     else:
-        status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 500)
+        status = next((code for error_class, code in _STATUSES.items() if isinstance(error, error_class)), 500)
         message = str(error) if status < 500 or isinstance(error, UserError) else "the server failed; its log says how."
         if isinstance(error, BusyError):
             headers = {"Retry-After": str(error.retry_after_s)}

@@ -48,45 +48,45 @@ class Exchange:
                 self._note_end()
 
     async def _whole(self, feed: Feed, send: Send) -> None:
-        while arrived := await feed.take():
-            self._absorb(feed, arrived)
+        while arrivals := await feed.take():
+            self._absorb(feed, arrivals)
         body = self.writer.answer(self.choices, self.usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, feed: Feed, send: Send) -> None:
-        writer, options = self.writer, self.asked.body.stream_options or StreamOptions()
-        if options.include_usage:
+        writer, stream_options = self.writer, self.asked.body.stream_options or StreamOptions()
+        if stream_options.include_usage:
             writer.usage_null = b',"usage":null'
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         events = b"".join(map(writer.first, self.choices))
         try:
             if events:
                 await _send(send, events)
-            while arrived := await feed.take():
-                changed_choices = self._absorb(feed, arrived)
-                usage = self.usage() if options.continuous_usage_stats else None
+            while arrivals := await feed.take():
+                changed_choices = self._absorb(feed, arrivals)
+                usage = self.usage() if stream_options.continuous_usage_stats else None
                 events = b"".join([writer.event(choice, usage) for choice in changed_choices])
                 if events:
                     await _send(send, events)
-            last_event = writer.last(self.usage()) if options.include_usage else b""
+            last_event = writer.last(self.usage()) if stream_options.include_usage else b""
         except AbandonedError:
             raise  # nobody is there to read an end
         except Exception as error:  # the status is sent: the stream says it
-            status, answer, _ = error_of(error)
-            self.log["error"] = answer.error.message
-            last_event = b"data: " + msgspec.json.encode(answer) + b"\n\n"
+            status, error_answer, _ = error_of(error)
+            self.log["error"] = error_answer.error.message
+            last_event = b"data: " + msgspec.json.encode(error_answer) + b"\n\n"
             if status == 500:
                 await send({"type": "http.response.body", "body": last_event + DONE, "more_body": False})
                 raise
         await send({"type": "http.response.body", "body": last_event + DONE, "more_body": False})
 
-    def _absorb(self, feed: Feed, arrived: list[Arrived]) -> list[GrowingText]:
+    def _absorb(self, feed: Feed, arrivals: list[Arrived]) -> list[GrowingText]:
         """Adds outputs to their choices, and returns those that changed."""
-        changed_by_place: dict[int, GrowingText] = {}
+        choice_by_place: dict[int, GrowingText] = {}
         choices, metrics = self.choices, self.metrics
-        for place, output, at_s in arrived:
+        for place, output, arrival_s in arrivals:
             choice = choices[place]
             if choice.finish:  # outputs that came before the engine knew of its stop string
                 continue
@@ -95,7 +95,7 @@ class Exchange:
                 metrics.admitted(choice.times, output.admitted_s)
             if output.token is not None:
                 metrics.generation_tokens += 1
-                gap_s = choice.times.token(at_s)
+                gap_s = choice.times.token(arrival_s)
                 if gap_s is None:
                     metrics.started(choice.times)
                 else:
@@ -103,9 +103,9 @@ class Exchange:
             if choice.push(output):
                 feed.cancel(place)  # the engine knows stop tokens, not strings
             if choice.finish:
-                metrics.ended(choice.times, choice.finish, at_s)
-            changed_by_place[place] = choice
-        return list(changed_by_place.values())
+                metrics.ended(choice.times, choice.finish, arrival_s)
+            choice_by_place[place] = choice
+        return list(choice_by_place.values())
 
     def usage(self) -> Usage:
         """Returns the tokens until now."""

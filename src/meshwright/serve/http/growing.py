@@ -48,7 +48,7 @@ class GrowingText:
             self.started, self.cached = True, output.cached
             if self._echoes:
                 self.entries.append((self.prompt[0], None))
-                self.entries += ((logprob.token, logprob) for logprob in output.prompt)
+                self.entries += ((token_logprob.token, token_logprob) for token_logprob in output.prompt)
         text = special_text = ""
         # the stop token that ended it counts, as vLLM counts it
         self.num_tokens += output.token is not None or (output.finish == "stop" and self._max_tokens > 0)
@@ -92,5 +92,5 @@ class GrowingText:
     def take(self) -> tuple[str, list[ReportedToken]]:
         """Returns the text and the reported tokens since the last call."""
         piece, self.piece = self.piece, ""
-        entries, self.entries = self.entries, []
-        return piece, entries
+        reported_tokens, self.entries = self.entries, []
+        return piece, reported_tokens

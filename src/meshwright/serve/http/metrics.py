@@ -65,8 +65,8 @@ class _Histogram:
 
     def cumulative(self) -> list[tuple[str, float]]:
         num_below, buckets = 0, list[tuple[str, float]]()
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            num_below += count
+        for bound, bucket_count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            num_below += bucket_count
             buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), num_below))
         return buckets
 
@@ -121,19 +121,19 @@ class ServerMetrics(Collector):
         added_sums: dict[StepKey, np.ndarray] = {
             key: np.subtract(now_row, old_sums.get(key, 0)) for key, now_row in now_sums.items()
         }
-        steps, state = self._priced({key: row for key, row in added_sums.items() if row[0]}), self.frontend.state
-        rates, prices = sum(steps.values(), np.zeros(len(_STEPS))) / took_s, self._prices if now_sums else None
+        figures_of, state = self._priced({key: row for key, row in added_sums.items() if row[0]}), self.frontend.state
+        rates, prices = sum(figures_of.values(), np.zeros(len(_STEPS))) / took_s, self._prices if now_sums else None
         if prices and prices.peak_flops_per_s:
             self._utilisation = rates[5] / prices.peak_flops_per_s, (rates[3] + rates[4]) / prices.peak_bytes_per_s
-        if not steps:
+        if not figures_of:
             return ""
-        num_in, num_out, num_looked_up, num_hit = now_counts - old_counts
+        tokens_in, tokens_out, num_looked_up, num_hit = now_counts - old_counts
         phrases = [
-            f"{state.running} run, {self._num_waiting:,} wait; tokens/s {format_params(round(num_in / took_s))} in, "
-            f"{format_params(round(num_out / took_s))} out; cache {self._cache_share:.0%}"
+            f"{state.running} run, {self._num_waiting:,} wait; tokens/s {format_params(round(tokens_in / took_s))} in, "
+            f"{format_params(round(tokens_out / took_s))} out; cache {self._cache_share:.0%}"
             + (f", hits {num_hit / num_looked_up:.0%}" if num_looked_up else "")
         ]
-        decode_rows = [row for (kind, _), row in steps.items() if kind == "decode"]
+        decode_rows = [row for (kind, _), row in figures_of.items() if kind == "decode"]
         if decode_rows:
             num_steps, measured_s, planned_s = np.sum(decode_rows, axis=0)[:3]
             planned_text = "" if np.isnan(planned_s) else f", planned {format_seconds(planned_s / num_steps)}"
@@ -150,17 +150,17 @@ class ServerMetrics(Collector):
 
     def _priced(self, sums: Mapping[StepKey, ArrayLike]) -> dict[StepKey, np.ndarray]:
         """Returns the numbers of `_STEPS` for each kind of steps; one that is not known is not a number."""
-        priced = np.full((len(sums), len(_STEPS)), np.nan)
+        figures = np.full((len(sums), len(_STEPS)), np.nan)
         if sums:
-            table = np.array([*sums.values()], float)
-            priced[:, :2], steps = table[:, :2], table[:, :1]
+            sum_rows = np.array([*sums.values()], float)
+            figures[:, :2], num_steps = sum_rows[:, :2], sum_rows[:, :1]
             try:
                 # the mean step of a kind is priced once for all of them
-                priced[:, 2:] = steps * self._prices.of(table[:, 2:] / steps) if self._prices else np.nan
+                figures[:, 2:] = num_steps * self._prices.of(sum_rows[:, 2:] / num_steps) if self._prices else np.nan
             except Exception:  # no figure may end the server
                 _LOGGER.exception("steps are not priced any more")
                 self._prices = None
-        return dict(zip(sums, priced, strict=True))
+        return dict(zip(sums, figures, strict=True))
 
     @cached_property
     def _prices(self) -> "StepPrices | None":
@@ -194,18 +194,18 @@ class ServerMetrics(Collector):
             "prompt_tokens": (self.prompt_tokens, "Tokens of prompts of requests with a first output."),
             "generation_tokens": (self.generation_tokens, "Tokens generated."),
         }
-        for name, share in zip(("mfu", "bandwidth_utilization"), self._utilisation, strict=False):
-            gauges[f"meshwright:{name}"] = (share, "Share of the devices' peak over the last 10 s.")
+        for name, peak_share in zip(("mfu", "bandwidth_utilization"), self._utilisation, strict=False):
+            gauges[f"meshwright:{name}"] = (peak_share, "Share of the devices' peak over the last 10 s.")
         for name, (value, help_text) in gauges.items():
             gauge = GaugeMetricFamily(name, help_text, labels=["model_name"])
             gauge.add_metric(self._label, value)
             yield gauge
-        steps = self._priced(dict(state.sums))
+        figures_by_key = self._priced(dict(state.sums))
         for column, (name, help_text) in enumerate(_STEPS.items()):
             counter = CounterMetricFamily(f"meshwright:{name}", help_text, labels=["model_name", "kind", "rows"])
-            for (kind, rows), figures in steps.items():
+            for (kind, num_rows), figures in figures_by_key.items():
                 if not np.isnan(figures[column]):
-                    counter.add_metric([*self._label, kind, f"{rows}"], figures[column])
+                    counter.add_metric([*self._label, kind, f"{num_rows}"], figures[column])
             yield counter
         for name, (value, help_text) in counters.items():
             counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
@@ -218,6 +218,6 @@ class ServerMetrics(Collector):
             ends_counter.add_metric([*self._label, reason], self.finished[reason])
         yield ends_counter
         for name, histogram in self._histograms.items():
-            family = HistogramMetricFamily(f"vllm:{name}", _HISTOGRAMS[name][1], labels=["model_name"])
-            family.add_metric(self._label, histogram.cumulative(), histogram.total)
-            yield family
+            histogram_family = HistogramMetricFamily(f"vllm:{name}", _HISTOGRAMS[name][1], labels=["model_name"])
+            histogram_family.add_metric(self._label, histogram.cumulative(), histogram.total)
+            yield histogram_family

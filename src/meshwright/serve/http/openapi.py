@@ -45,9 +45,9 @@ class Operation(NamedTuple):
 
     def errors(self, *, with_key: bool) -> list[int]:
         """Returns the statuses of the errors that it may answer with."""
-        codes = [400, 404, 413] if self.body else [404] * ("{" in self.path)
-        codes += [429, 503, 504] if self.generates else [503] * (self.name == "health")
-        return sorted(codes + [401] * (with_key and self.path not in OPEN_PATHS))
+        statuses = [400, 404, 413] if self.body else [404] * ("{" in self.path)
+        statuses += [429, 503, 504] if self.generates else [503] * (self.name == "health")
+        return sorted(statuses + [401] * (with_key and self.path not in OPEN_PATHS))
 
 
 def openapi(operations: Sequence[Operation], *, with_key: bool) -> Schema:
@@ -57,16 +57,16 @@ def openapi(operations: Sequence[Operation], *, with_key: bool) -> Schema:
     ref_of = dict(zip(body_types, references, strict=True))
     paths: Schema = {}
     for row in operations:
-        content: Schema = {"text/plain": {"schema": {"type": "string"}}}
+        content_by_type: Schema = {"text/plain": {"schema": {"type": "string"}}}
         if row.answer is not None:
-            content = {"application/json": {"schema": ref_of[row.answer]}}
-            content |= {"text/event-stream": {"schema": {}}} if row.generates else {}
-        responses: Schema = {"200": {"description": "Done", "content": content}}
+            content_by_type = {"application/json": {"schema": ref_of[row.answer]}}
+            content_by_type |= {"text/event-stream": {"schema": {}}} if row.generates else {}
+        responses: Schema = {"200": {"description": "Done", "content": content_by_type}}
         operation: Schema = {"summary": row.summary, "operationId": row.name, "responses": responses}
-        for code in row.errors(with_key=with_key):
-            error = {"description": _ERRORS[code], "content": {"application/json": {"schema": ref_of[ErrorAnswer]}}}
+        for status in row.errors(with_key=with_key):
+            error = {"description": _ERRORS[status], "content": {"application/json": {"schema": ref_of[ErrorAnswer]}}}
             retry_header = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}}
-            responses[str(code)] = error | ({"headers": retry_header} if code == 429 else {})
+            responses[str(status)] = error | ({"headers": retry_header} if status == 429 else {})
         if row.body is not None:
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref_of[row.body]}}}
         if "{" in row.path:

@@ -43,9 +43,9 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
 
     def bind(self) -> socket.socket:
         """Returns a socket that is bound. Raises InputError if that cannot be."""
-        family = socket.AF_UNIX if self.uds else socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        address_family = socket.AF_UNIX if self.uds else socket.AF_INET6 if ":" in self.host else socket.AF_INET
         # asyncio sends each token at once (TCP_NODELAY) where the protocol is said
-        listener = socket.socket(family, socket.SOCK_STREAM, 0 if self.uds else socket.IPPROTO_TCP)
+        listener = socket.socket(address_family, socket.SOCK_STREAM, 0 if self.uds else socket.IPPROTO_TCP)
         try:
             if self.uds:
                 if Path(self.uds).is_socket():
@@ -82,8 +82,8 @@ class BoundedProtocol(HttpToolsProtocol):
         # what follows a whole request in the same data is at most as long as the socket is read at once
         self._head_bytes = self._head_bytes + len(data) if self._in_head and num_ended == self._num_ended else 0
         if self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
-            _, answer, _ = error_of(RequestError(f"the headers have more than {MOST_HEAD_BYTES:,} bytes.", 431))
-            body = msgspec.json.encode(answer)
+            _, error_answer, _ = error_of(RequestError(f"the headers have more than {MOST_HEAD_BYTES:,} bytes.", 431))
+            body = msgspec.json.encode(error_answer)
             head = "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close"
             self.transport.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
             self.transport.close()

@@ -79,7 +79,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Returns the text of a chat. Raises RequestError without a chat template, or for what it refuses."""
         if self.chat is None:
             raise RequestError(f"{self.name} has no chat template. Use /v1/completions.", param="messages")
-        plain_messages = [_texts_alone(message, number) for number, message in enumerate(messages)]
+        plain_messages = [_texts_alone(message, message_index) for message_index, message in enumerate(messages)]
         try:
             return self.chat.render(plain_messages, tools, **variables).translate(_UNMARKED)
         except InputError as error:
@@ -109,13 +109,13 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if first:
             text = self.whole.decode([token])
             return text, self._bytes(token, text)
-        piece = self.pieces.get(token)
-        if piece is None:
+        text_and_bytes = self.pieces.get(token)
+        if text_and_bytes is None:
             before_tokens, before_text = self._before  # alone, a token of SentencePiece loses its space
             text = self.whole.decode([*before_tokens, token])
             text = text[len(before_text) :] if text.startswith(before_text) else self.whole.decode([token])
-            piece = self.pieces[token] = (text, self._bytes(token, text))
-        return piece
+            text_and_bytes = self.pieces[token] = (text, self._bytes(token, text))
+        return text_and_bytes
 
     @cached_property
     def _before(self) -> tuple[list[int], str]:
@@ -138,27 +138,27 @@ def served_model(found: ModelFolder, name: str | None = None) -> ServedModel:
     Raises InputError for a chat template that is not valid, and an adapter of that name.
     """
     folder: Path = found.folder
-    chat = read_chat_templates(folder)
-    if chat is None and is_adapter(folder):
-        chat = read_chat_templates(base_folder(folder))
-    name, adapters = name or found.model.name, tuple(found.adapters)
-    if name in adapters:
+    chat_templates = read_chat_templates(folder)
+    if chat_templates is None and is_adapter(folder):
+        chat_templates = read_chat_templates(base_folder(folder))
+    name, adapter_names = name or found.model.name, tuple(found.adapters)
+    if name in adapter_names:
         raise InputError(f"the base and an adapter are both called {name!r}. Give one of them another name.")
     return ServedModel(
         name=name,
-        adapters=adapters,
+        adapters=adapter_names,
         text=found.text,
         vocab_size=found.model.vocab_size,
         end_tokens=found.end_tokens,
-        chat=chat,
+        chat=chat_templates,
     )
 
 
-def _texts_alone(message: ChatMessage, number: int) -> JsonObject:
+def _texts_alone(message: ChatMessage, message_index: int) -> JsonObject:
     """Returns a message for a template. Raises RequestError for a part of another kind than text."""
-    parts = message.content if isinstance(message.content, list) else []
-    if any(part.type != "text" or part.text is None for part in parts):
-        field_path = f"messages[{number}].content"
+    content_parts = message.content if isinstance(message.content, list) else []
+    if any(part.type != "text" or part.text is None for part in content_parts):
+        field_path = f"messages[{message_index}].content"
         raise RequestError(f"{field_path} has a part that is no text. This server takes text alone.", param="messages")
     fields: JsonObject = msgspec.to_builtins(message)
     return fields

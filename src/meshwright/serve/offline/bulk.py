@@ -73,32 +73,32 @@ def generate_file(
     told how many lines are done, of how many. Raises InputError for a line that cannot be read or can never run, before
     anything is generated.
     """
-    waiting_lines, num_there = read_work(source, engine.check, files, usual)
-    num_lines, num_done = num_there + len(waiting_lines), num_there
+    waiting_lines, num_answered = read_work(source, engine.check, files, usual)
+    num_lines, num_done = num_answered + len(waiting_lines), num_answered
     tokens_of_line = [list[int]() for _ in waiting_lines]
     with files[1].open("a", encoding="utf-8") as out_file:
-        requests = [asked.request for asked in waiting_lines]
+        requests = [asked_line.request for asked_line in waiting_lines]
         for outputs in engine.steps(requests, AHEAD * engine.limits.max_requests):
             num_before = num_done
-            for place, output in outputs:
-                asked, answer_tokens = waiting_lines[place], tokens_of_line[place]
+            for line_index, output in outputs:
+                asked_line, answer_tokens = waiting_lines[line_index], tokens_of_line[line_index]
                 answer_tokens += [] if output.token is None else [output.token]
                 if output.finish is not None:
-                    line = CompletionLine(
-                        line=asked.number,
-                        id=asked.line.id,
+                    answer_line = CompletionLine(
+                        line=asked_line.number,
+                        id=asked_line.line.id,
                         text=source.text.decode(answer_tokens),
                         tokens=answer_tokens,
                         finish=output.finish,
-                        digest=asked.digest,
+                        digest=asked_line.digest,
                     )
-                    out_file.write(msgspec.json.encode(line).decode() + "\n")
+                    out_file.write(msgspec.json.encode(answer_line).decode() + "\n")
                     num_done += 1
             if num_done > num_before:
                 out_file.flush()  # a call that is stopped keeps what has ended
                 on_done(num_done, num_lines)
         os.fsync(out_file.fileno())
-    return BulkDone(num_done - num_there, num_there)
+    return BulkDone(num_done - num_answered, num_answered)
 
 
 def read_work(
@@ -107,8 +107,8 @@ def read_work(
     """Returns the lines of the first file that the second has no answers to, and how many it has. Raises InputError for
     a line that cannot be read or that ``check`` refuses, or for answers to other prompts."""
     asked_lines = read_prompts(source, check, files[0], usual)
-    lines_there = _lines_there(files[1], {asked.number: asked.digest for asked in asked_lines})
-    return [asked for asked in asked_lines if asked.number not in lines_there], len(lines_there)
+    done_numbers = _lines_there(files[1], {asked_line.number: asked_line.digest for asked_line in asked_lines})
+    return [asked_line for asked_line in asked_lines if asked_line.number not in done_numbers], len(done_numbers)
 
 
 def read_prompts(
@@ -117,7 +117,7 @@ def read_prompts(
     """Returns the lines of a file of prompts. Raises InputError for one that cannot be read or that ``check`` refuses,
     or for none."""
     asked_lines = []
-    for number, fields in json_rows(path, read_text(path, "Give a file with a JSON object on each line."), _LIKE):
+    for line_number, fields in json_rows(path, read_text(path, "Give a file with a JSON object on each line."), _LIKE):
         try:
             line = _prompt_line(fields)
             tokens = source.text.encode(line.prompt) if isinstance(line.prompt, str) else line.prompt
@@ -130,8 +130,8 @@ def read_prompts(
             )
             check(request)
         except InputError as error:
-            raise InputError(f"{path}:{number}: {error}") from None
-        asked_lines.append(AskedLine(number, line, request, _digest(source, request)))
+            raise InputError(f"{path}:{line_number}: {error}") from None
+        asked_lines.append(AskedLine(line_number, line, request, _digest(source, request)))
     if not asked_lines:
         raise InputError(f"{path} has no prompts. {_LIKE}")
     return asked_lines
@@ -152,12 +152,12 @@ def _digest(source: ModelFolder, request: TokenRequest) -> str:
     return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
 
-def _lines_there(out: Path, digests: Mapping[int, str]) -> set[int]:
+def _lines_there(out: Path, digest_of_line: Mapping[int, str]) -> set[int]:
     """Returns the lines that the file has, and cuts off one that was not written to its end."""
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         return set()
-    lines_there, intact_bytes = set[int](), 0
+    line_numbers, intact_bytes = set[int](), 0
     for line in out.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break
@@ -165,15 +165,15 @@ def _lines_there(out: Path, digests: Mapping[int, str]) -> set[int]:
             answer = msgspec.json.decode(line, type=CompletionLine)
         except msgspec.DecodeError:
             raise InputError(f"{out} holds a line that is not of an earlier run. Name another file.") from None
-        if digests.get(answer.line) != answer.digest:
+        if digest_of_line.get(answer.line) != answer.digest:
             raise InputError(
                 f"{out}: line {answer.line} of the prompts was answered with another prompt, other settings or another "
                 f"model. Name another file."
             )
-        lines_there.add(answer.line)
+        line_numbers.add(answer.line)
         intact_bytes += len(line)
     os.truncate(out, intact_bytes)
-    return lines_there
+    return line_numbers
 
 
 USUAL = TokenRequest(prompt=(0,), max_tokens=128, sampling=LIKELIEST)

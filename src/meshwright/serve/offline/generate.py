@@ -51,39 +51,39 @@ def as_requests(
     if not prompts:
         raise InputError("there is no prompt. Give at least one.")
     samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-    copy_of_prompt, requests = dict[tuple[int, ...], int](), list[TokenRequest]()
-    for number, (prompt, settings) in enumerate(zip(map(tuple, prompts), samplings, strict=True), start=1):
+    last_copy_of_prompt, requests = dict[tuple[int, ...], int](), list[TokenRequest]()
+    for prompt_number, (prompt, base_sampling) in enumerate(zip(map(tuple, prompts), samplings, strict=True), start=1):
         if not prompt:
-            raise InputError(f"prompt {number} is empty. Give at least one word or token.")
-        copy_number = copy_of_prompt[prompt] = copy_of_prompt.get(prompt, -1) + 1
-        numbered = msgspec.structs.replace(settings, number=settings.number + copy_number)
-        stop_tokens = frozenset(end_tokens)
-        requests.append(TokenRequest(prompt=prompt, max_tokens=max_tokens, sampling=numbered, stop_tokens=stop_tokens))
+            raise InputError(f"prompt {prompt_number} is empty. Give at least one word or token.")
+        copy_number = last_copy_of_prompt[prompt] = last_copy_of_prompt.get(prompt, -1) + 1
+        own_sampling = msgspec.structs.replace(base_sampling, number=base_sampling.number + copy_number)
+        stop_ids = frozenset(end_tokens)
+        requests.append(TokenRequest(prompt=prompt, max_tokens=max_tokens, sampling=own_sampling, stop_tokens=stop_ids))
     return requests
 
 
 def generate(engine: TokenEngine, requests: Sequence[TokenRequest], on_token: OnToken | None = None) -> Generated:
     """Runs requests to their ends. Raises InputError for one that the engine could never run."""
     start_s = time.perf_counter()
-    tokens: list[list[int]] = [[] for _ in requests]
+    tokens_of: list[list[int]] = [[] for _ in requests]
     finish_of: dict[int, Finish] = {}
-    begun_places, num_early, first_s = set[int](), 0, 0.0
+    begun_places, num_early_tokens, first_token_s = set[int](), 0, 0.0
     for outputs in engine.steps(requests):
         for place, output in outputs:
             begun_places.add(place)
             if output.token is not None:
-                tokens[place].append(output.token)
+                tokens_of[place].append(output.token)
                 if on_token is not None:
                     on_token(place, output.token)
             if output.finish is not None:
                 finish_of[place] = output.finish
-        if not first_s and len(begun_places) == len(requests):
-            first_s, num_early = time.perf_counter() - start_s, sum(map(len, tokens))
-    after_s, num_tokens = time.perf_counter() - start_s - first_s, sum(map(len, tokens))
-    tokens_per_s = (num_tokens - num_early) / after_s if num_tokens > num_early else None
+        if not first_token_s and len(begun_places) == len(requests):
+            first_token_s, num_early_tokens = time.perf_counter() - start_s, sum(map(len, tokens_of))
+    rest_s, num_tokens = time.perf_counter() - start_s - first_token_s, sum(map(len, tokens_of))
+    tokens_per_s = (num_tokens - num_early_tokens) / rest_s if num_tokens > num_early_tokens else None
     return Generated(
-        completions=tuple(Completion(tokens=tuple(row), finish=finish_of[place]) for place, row in enumerate(tokens)),
-        pace=GenerationPace(first_token_s=first_s, tokens_per_s=tokens_per_s, num_tokens=num_tokens),
+        completions=tuple(Completion(tokens=tuple(row), finish=finish_of[i]) for i, row in enumerate(tokens_of)),
+        pace=GenerationPace(first_token_s=first_token_s, tokens_per_s=tokens_per_s, num_tokens=num_tokens),
     )
 
 
@@ -96,8 +96,8 @@ def generate_uncached(engine: TokenEngine, request: TokenRequest) -> list[int]:
         raise InputError(f"temperature={request.sampling.temperature}: each pass would draw anew. Give 0.")
     tokens = list[int]()
     for _ in range(request.max_tokens):
-        extended = msgspec.structs.replace(request, prompt=(*request.prompt, *tokens), max_tokens=1)
-        (completion,) = generate(engine, [extended]).completions
+        extended_request = msgspec.structs.replace(request, prompt=(*request.prompt, *tokens), max_tokens=1)
+        (completion,) = generate(engine, [extended_request]).completions
         tokens += completion.tokens
         if completion.finish == "stop":
             break

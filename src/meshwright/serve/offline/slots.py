@@ -60,19 +60,19 @@ class SlotEngine:
 
     def prefill(self, params: Params, tokens: Sequence[int]) -> Prefix:
         """Runs a prompt; the program is compiled once for each power of two."""
-        step, length = self._alone, len(tokens)
-        if not 0 < length < step.max_len:
-            raise InputError(f"a prompt has {length:,} tokens. Give 1 to {step.max_len - 1:,}, one less than max_len.")
+        step, seq_len = self._alone, len(tokens)
+        if not 0 < seq_len < step.max_len:
+            raise InputError(f"a prompt has {seq_len:,} tokens. Give 1 to {step.max_len - 1:,}, one less than max_len.")
         if not 0 <= min(tokens) <= max(tokens) < (vocab := step.model.vocab_size):
             raise InputError(f"a prompt has tokens {min(tokens)} to {max(tokens)}. Give 0 to {vocab - 1:,}, below V.")
-        num_rows = max(8, step.row_parts(2), 1 << (length - 1).bit_length())
+        num_rows = max(8, step.row_parts(2), 1 << (seq_len - 1).bit_length())
         shape = PackedShape(num_rows, 1, 1, num_rows)
-        positions = np.arange(length)
+        positions = np.arange(seq_len)
         rows = _rows(positions, np.asarray(tokens), positions, np.arange(self._each)[None])
-        rows = rows._replace(counts=np.array([length]), lengths=np.array([length]), last=np.array([length - 1]))
+        rows = rows._replace(counts=np.array([seq_len]), lengths=np.array([seq_len]), last=np.array([seq_len - 1]))
         rows = PackedRows.joined([rows._replace(first=np.zeros(1, int))], shape)
         logits, cache = step.step(params, step.init_cache(), jnp.zeros(1, jnp.int32), rows, num_rows)
-        return Prefix(cache, length, logits[0])
+        return Prefix(cache, seq_len, logits[0])
 
     def insert(self, prefix: Prefix, state: DecodeState, slot: int, sampling: Sampling = LIKELIEST) -> DecodeState:
         """Copies a prompt's pages into a slot's and draws its first token; the pages of ``state`` are given up."""
@@ -97,18 +97,18 @@ class SlotEngine:
         return DecodeState(cache, tokens, state.lengths + (state.lengths > 0)), logits
 
 
-def _rows(rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, pages: np.ndarray) -> PackedRows:
+def _rows(row_ids: np.ndarray, tokens: np.ndarray, positions: np.ndarray, pages: np.ndarray) -> PackedRows:
     """Returns rows whose slots are their positions, as sequences of their own."""
     return PackedRows(
         tokens=tokens,
-        sources=np.full(len(rows), -1),
+        sources=np.full(len(row_ids), -1),
         positions=positions,
         slots=positions,
-        first=rows,
-        counts=np.ones(len(rows), int),
+        first=row_ids,
+        counts=np.ones(len(row_ids), int),
         lengths=positions + 1,
         pages=pages,
-        last=rows,
+        last=row_ids,
     )
 
 
@@ -116,8 +116,8 @@ def _rows(rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, pages: np
 def _inserted(cache: Cache, prefix: Cache, first: Array) -> Cache:
     def into(name: str) -> Array | tuple[Array, ...]:
         if isinstance(cache[name], tuple):  # of layers, whose first dim is pages
-            pairs = zip(cache[name], prefix[name], strict=True)
-            return tuple(jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=0) for old, new in pairs)
+            layer_pairs = zip(cache[name], prefix[name], strict=True)
+            return tuple(jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=0) for old, new in layer_pairs)
         return jax.lax.dynamic_update_slice_in_dim(cache[name], prefix[name], first, axis=1)
 
     return {name: into(name) for name in cache}

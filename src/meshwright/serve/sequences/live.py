@@ -31,25 +31,25 @@ class SequenceOwner:
     def __init__(
         self, limits: SchedulerLimits, number: int, num_owners: int, *, num_on_host: int, windows: tuple[int, int]
     ) -> None:
-        self.limits = share = replace(
+        self.limits = quota = replace(
             limits,
             max_requests=limits.max_requests // num_owners,
             num_pages=limits.num_pages // num_owners,
             token_budget=limits.token_budget // num_owners,
         )
-        self.pages = PrefixTree(share.num_pages, share.page_len, num_on_host // num_owners, number * share.num_pages)
-        window, num_pages = windows
+        self.pages = PrefixTree(quota.num_pages, quota.page_len, num_on_host // num_owners, number * quota.num_pages)
+        window_len, num_pages = windows
         if num_pages:
-            num_each = num_pages // num_owners
-            self.pages.windows = WindowPages(window, share.page_len, num_each, number * num_each)
-        self.scheduler = Scheduler(share, self.pages)
-        self.free_slots = list(range(number * share.max_requests, (number + 1) * share.max_requests))[::-1]
+            pages_each = num_pages // num_owners
+            self.pages.windows = WindowPages(window_len, quota.page_len, pages_each, number * pages_each)
+        self.scheduler = Scheduler(quota, self.pages)
+        self.free_slots = list(range(number * quota.max_requests, (number + 1) * quota.max_requests))[::-1]
 
     def order(self, prompt: tuple[int, ...], adapter: int) -> tuple[bool, int, int]:
         """Returns what is least of the owner that a request should have: one with a free slot, which knows most of its
         prompt and has the fewest requests."""
-        load = self.scheduler.load
-        return load >= self.limits.max_requests, -self.pages.num_known(prompt, adapter), load
+        num_requests = self.scheduler.load
+        return num_requests >= self.limits.max_requests, -self.pages.num_known(prompt, adapter), num_requests
 
 
 class Live:
@@ -88,9 +88,9 @@ class Live:
     def take_pages(self, tables: Tables, end: int, page_len: int) -> None:
         """Takes the pages of the first ``end`` positions. The scheduler has counted them."""
         while len(self.pages) * page_len < end:
-            page = self.owner.pages.free.pop()
-            tables.pages[self.slot, len(self.pages)] = page
-            self.pages.append(page)
+            page_number = self.owner.pages.free.pop()
+            tables.pages[self.slot, len(self.pages)] = page_number
+            self.pages.append(page_number)
 
     def vacate(self) -> None:
         """Frees the slot and the pages, of which full ones stay in the tree. Steps that are dispatched already write

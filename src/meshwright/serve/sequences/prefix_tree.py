@@ -94,8 +94,8 @@ class PrefixTree(PagePool):
         """Tells the tokens of a request's prompt, and what will have the numbers of its pages; after a preemption once
         more. Prompts share pages with those of the same ``adapter``."""
         # a page that is not full is still written to, so nobody shares it
-        starts = range(0, len(tokens) - self.page_len + 1, self.page_len)
-        blocks = [tuple(tokens[start : start + self.page_len]) for start in starts]
+        block_starts = range(0, len(tokens) - self.page_len + 1, self.page_len)
+        blocks = [tuple(tokens[start : start + self.page_len]) for start in block_starts]
         root = self.roots.setdefault(adapter, PrefixNode((), -1, None))
         self._sharers[prefix] = _Sharer(root, blocks, pages, window)
 
@@ -132,10 +132,10 @@ class PrefixTree(PagePool):
             self._leaving[node], node.page = node.page, -1  # copied before the next step writes there
             self._on_host[node] = None
             if len(self._on_host) > self.num_on_host:
-                oldest, _ = self._on_host.popitem(last=False)  # without room on the host this is the node itself
-                self._leaving.pop(oldest, None)
-                if oldest.parent is not None:
-                    del oldest.parent.children[oldest.tokens]
+                oldest_node, _ = self._on_host.popitem(last=False)  # without room on the host this is the node itself
+                self._leaving.pop(oldest_node, None)
+                if oldest_node.parent is not None:
+                    del oldest_node.parent.children[oldest_node.tokens]
         self.num_free -= num_pages
 
     def kept(self, prefix: int | None) -> int:
@@ -151,20 +151,20 @@ class PrefixTree(PagePool):
     def num_known(self, tokens: Sequence[int], adapter: int) -> int:
         """Returns how many pages of a prompt the tree has, whether or not it is a request's."""
         self.enter(-1, tokens, (), HeldWindow(), adapter=adapter)
-        usable = self.usable(-1, len(tokens))
+        num_usable = self.usable(-1, len(tokens))
         self.leave(-1)
-        return usable
+        return num_usable
 
     def pin(self, prefix: int, num_pages: int) -> None:
         """Lets a request hold the first pages of its prompt that the tree has, on the devices."""
         nodes = [node for node, _ in zip(self._found(prefix), range(num_pages), strict=False)]
-        coming = [node for node in nodes if node.page < 0 and not node.users]
+        coming_nodes = [node for node in nodes if node.page < 0 and not node.users]
         for node in nodes:
             self._idle_nodes.pop(node, None)
             self._on_host.pop(node, None)
             node.users += 1
-        self.take(len(coming))  # after all are held, so that none of them goes to make room
-        self._coming += coming
+        self.take(len(coming_nodes))  # after all are held, so that none of them goes to make room
+        self._coming += coming_nodes
         self._sharers[prefix].nodes, self._sharers[prefix].num_shared = nodes, len(nodes)
 
     def unpin(self, prefix: int) -> None:
@@ -180,47 +180,47 @@ class PrefixTree(PagePool):
         """Makes nodes of the next pages of a request, which are computed; the request holds them."""
         sharer = self._sharers[prefix]
         for _ in range(num_pages):
-            parent, place = sharer.nodes[-1] if sharer.nodes else sharer.root, len(sharer.nodes)
-            node = PrefixNode(sharer.blocks[place], sharer.pages[place], parent)
+            parent, page_index = sharer.nodes[-1] if sharer.nodes else sharer.root, len(sharer.nodes)
+            node = PrefixNode(sharer.blocks[page_index], sharer.pages[page_index], parent)
             node.users = 1
             parent.children[node.tokens] = node
             sharer.nodes.append(node)
             if self.windows:
-                self.windows.share(sharer.window, place, node)
+                self.windows.share(sharer.window, page_index, node)
         sharer.num_shared = len(sharer.nodes)
 
     def release(self, prefix: int, pages: Sequence[int], tokens: Sequence[int] = ()) -> None:
         """Frees the pages of a request beyond those that the tree has; full ones of ``tokens`` become idle nodes, as
         many as are not taken again yet. The scheduler has given all of them back."""
-        sharer, path, own_pages = self._sharers.get(prefix), list[PrefixNode](), list(pages[self.num_shared(prefix) :])
-        for place in range(min(len(pages), len(tokens) // self.page_len) if sharer else 0):
-            block = tuple(tokens[place * self.page_len : (place + 1) * self.page_len])
+        sharer, nodes, own_pages = self._sharers.get(prefix), list[PrefixNode](), list(pages[self.num_shared(prefix) :])
+        for page_index in range(min(len(pages), len(tokens) // self.page_len) if sharer else 0):
+            block = tuple(tokens[page_index * self.page_len : (page_index + 1) * self.page_len])
             assert sharer is not None
-            node = path[-1] if path else sharer.root
+            node = nodes[-1] if nodes else sharer.root
             child = node.children.get(block)
-            if child is None and pages[place] in own_pages and self.num_free:
-                own_pages.remove(pages[place])
-                child = node.children[block] = PrefixNode(block, pages[place], node)
+            if child is None and pages[page_index] in own_pages and self.num_free:
+                own_pages.remove(pages[page_index])
+                child = node.children[block] = PrefixNode(block, pages[page_index], node)
                 self._idle_nodes[child] = None
                 self.num_free -= 1
             if child is None or child.page < 0:  # below a page on the host none is on the devices
                 break
-            path.append(child)
+            nodes.append(child)
             if self.windows:
-                self.windows.share(sharer.window, place, child)
-        for child in reversed(path):
+                self.windows.share(sharer.window, page_index, child)
+        for child in reversed(nodes):
             if not child.users:
                 self._idle_nodes.move_to_end(child)
         self.free += reversed(own_pages)
 
     def moves(self) -> tuple[dict[PrefixNode, int], dict[PrefixNode, int]]:
         """Returns the pages, by node, to copy to the host and, after that, from there, before others are written."""
-        leaving, self._leaving = self._leaving, {}
+        leaving_pages, self._leaving = self._leaving, {}
         for node in self._coming:
             node.page = self.free.pop()
-        coming, self._coming = {node: node.page for node in self._coming}, []
-        self.num_came += len(coming)
-        return leaving, coming
+        coming_pages, self._coming = {node: node.page for node in self._coming}, []
+        self.num_came += len(coming_pages)
+        return leaving_pages, coming_pages
 
     def _found(self, prefix: int | None) -> Iterator[PrefixNode]:
         """Yields the nodes of a request's prompt that the tree has, from the root on."""
@@ -237,11 +237,11 @@ class PrefixTree(PagePool):
 
 def tree_pages(*trees: PrefixTree) -> tuple[TreePage, ...]:
     """Returns the pages of trees, each after its parent and before its next sibling."""
-    pages, unvisited = list[TreePage](), list[tuple[int | None, PrefixNode]]()
+    pages, unvisited_nodes = list[TreePage](), list[tuple[int | None, PrefixNode]]()
     roots = [root for tree in reversed(trees) for root in tree.roots.values()]
-    unvisited += [(None, child) for root in roots for child in reversed(root.children.values())]
-    while unvisited:
-        parent, node = unvisited.pop()
-        pages.append(TreePage(parent=parent, tokens=node.tokens, page=node.page, users=node.users))
-        unvisited += [(len(pages) - 1, child) for child in reversed(node.children.values())]
+    unvisited_nodes += [(None, child) for root in roots for child in reversed(root.children.values())]
+    while unvisited_nodes:
+        parent_index, node = unvisited_nodes.pop()
+        pages.append(TreePage(parent=parent_index, tokens=node.tokens, page=node.page, users=node.users))
+        unvisited_nodes += [(len(pages) - 1, child) for child in reversed(node.children.values())]
     return tuple(pages)

@@ -35,52 +35,52 @@ class OwnRows(NamedTuple):
 def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRows:
     """Returns the rows of one owner's parts. The requests take the pages that they need, and count what the step
     computes."""
-    part_lens = np.array([end - start for _, start, end, _ in parts], np.int32)
-    part_ends = np.array([end for _, _, end, _ in parts], np.int32)
+    part_lens = np.array([end_pos - start_pos for _, start_pos, end_pos, _ in parts], np.int32)
+    part_ends = np.array([end_pos for _, _, end_pos, _ in parts], np.int32)
     num_rows, first_rows = int(part_lens.sum()), np.cumsum(part_lens) - part_lens
     part_of_row = np.repeat(np.arange(len(parts)), part_lens)
     positions = np.arange(num_rows) - first_rows[part_of_row] + (part_ends - part_lens)[part_of_row]
     tokens, sources = list[int](), list[int]()
-    outputs, output_rows = list[OutputOf](), list[int]()
-    for (live, start, end, drafts), first_row in zip(parts, first_rows.tolist(), strict=True):
-        live.take_pages(tables, end, step.storage.page_len)
-        if windows := live.owner.pages.windows:
-            windows.advance(live.window, start, end, tables.windows[live.slot])
-        known_tokens = live.tokens[start:end] + drafts
-        sources += [-1] * (end - start) if known_tokens else [live.slot]  # else the devices alone know the token
+    outputs, output_row_ids = list[OutputOf](), list[int]()
+    for (seq, start_pos, end_pos, drafts), first_row in zip(parts, first_rows.tolist(), strict=True):
+        seq.take_pages(tables, end_pos, step.storage.page_len)
+        if windows := seq.owner.pages.windows:
+            windows.advance(seq.window, start_pos, end_pos, tables.windows[seq.slot])
+        known_tokens = seq.tokens[start_pos:end_pos] + drafts
+        sources += [-1] * (end_pos - start_pos) if known_tokens else [seq.slot]  # else the devices alone know the token
         tokens += known_tokens or [0]
-        live.computed = end - len(drafts)  # drafts count once they were right
-        prompt = live.request.prompt
-        if live.request.echo and not live.produced:
-            for position in range(start, min(end, len(prompt) - 1)):
-                outputs.append(OutputOf(live, OutputRow(step.max_seqs, 0, prompt[position + 1])))
-                output_rows.append(first_row + position - start)
-        if live.computed == len(prompt) + live.produced:  # else more is known than is computed, and nothing is drawn
-            for place, draft in enumerate([*drafts, None]):
-                outputs.append(OutputOf(live, OutputRow(live.slot, live.produced + place), draft))
-            output_rows += range(first_row + end - start - 1 - len(drafts), first_row + end - start)
-            live.produced += 1
-    table_rows, page_len = [live.slot for live, *_ in parts], step.storage.page_len
+        seq.computed = end_pos - len(drafts)  # drafts count once they were right
+        prompt = seq.request.prompt
+        if seq.request.echo and not seq.produced:
+            for position in range(start_pos, min(end_pos, len(prompt) - 1)):
+                outputs.append(OutputOf(seq, OutputRow(step.max_seqs, 0, prompt[position + 1])))
+                output_row_ids.append(first_row + position - start_pos)
+        if seq.computed == len(prompt) + seq.produced:  # else more is known than is computed, and nothing is drawn
+            for draft_index, draft in enumerate([*drafts, None]):
+                outputs.append(OutputOf(seq, OutputRow(seq.slot, seq.produced + draft_index), draft))
+            output_row_ids += range(first_row + end_pos - start_pos - 1 - len(drafts), first_row + end_pos - start_pos)
+            seq.produced += 1
+    table_rows, page_len = [seq.slot for seq, *_ in parts], step.storage.page_len
     pages = tables.pages[table_rows]
     cache_slots = slots_of(positions, pages, part_of_row, page_len)
-    rows = PackedRows(tokens, sources, positions, cache_slots, first_rows, part_lens, part_ends, pages, output_rows)
+    rows = PackedRows(tokens, sources, positions, cache_slots, first_rows, part_lens, part_ends, pages, output_row_ids)
     if step.has_windows:
         pages = tables.windows[table_rows]
         rows = rows._replace(window_slots=slots_of(positions, pages, part_of_row, page_len), window_pages=pages)
     if step.storage.adapters:
-        rows = rows._replace(adapters=np.array([live.adapter for live, *_ in parts], np.int32)[part_of_row])
-    for name in step.mask_fields:  # a prefix is the whole prompt; no other position is special
-        prompt_lens = [len(live.request.prompt) for live, *_ in parts]
-        data = prompt_lens if name == "prefix" else np.zeros((len(parts), step.max_len))
-        rows = rows._replace(**{name: np.array(data, np.int32)})
+        rows = rows._replace(adapters=np.array([seq.adapter for seq, *_ in parts], np.int32)[part_of_row])
+    for field in step.mask_fields:  # a prefix is the whole prompt; no other position is special
+        prompt_lens = [len(seq.request.prompt) for seq, *_ in parts]
+        field_values = prompt_lens if field == "prefix" else np.zeros((len(parts), step.max_len))
+        rows = rows._replace(**{field: np.array(field_values, np.int32)})
     return OwnRows(rows, part_of_row, outputs)
 
 
 def joined_rows(every: Sequence[OwnRows], shape: PackedShape) -> tuple[PackedRows, list[OutputOf | None]]:
     """Returns the rows of all owners as arrays of a shape, and those with logits, None for one that draws nothing."""
-    rows = [owned.rows.each_alone(owned.whose) if shape.longest == 1 else owned.rows for owned in every]
+    owner_rows = [owner.rows.each_alone(owner.whose) if shape.longest == 1 else owner.rows for owner in every]
     outputs = list[OutputOf | None]()
-    for number, owned in enumerate(every):
-        num_idle = shape.outputs // len(every) * number - len(outputs)  # rows of the owner before that draw nothing
-        outputs += [*[None] * num_idle, *owned.outputs]
-    return PackedRows.joined(rows, shape), outputs
+    for owner_id, owner in enumerate(every):
+        num_idle = shape.outputs // len(every) * owner_id - len(outputs)  # rows of the owner before that draw nothing
+        outputs += [*[None] * num_idle, *owner.outputs]
+    return PackedRows.joined(owner_rows, shape), outputs

@@ -25,9 +25,9 @@ class StepShapes:
                 f"attention_mask={step.model.attention_mask!r} lets positions of a prompt see later ones. Give limits "
                 "with the policy interleaved, which prefills whole prompts, and no prefix cache."
             )
-        if unknown := [name for name in step.mask_fields if name in ("enter", "leave")]:
+        if bad_names := [name for name in step.mask_fields if name in ("enter", "leave")]:
             raise CannotRunError(
-                f"attention_mask={step.model.attention_mask!r} reads {unknown[0]} of each sequence, which no request "
+                f"attention_mask={step.model.attention_mask!r} reads {bad_names[0]} of each sequence, which no request "
                 "has. Use another mask, or give it to PackedStep.step."
             )
         self._limits, self._num_owners = limits, step.num_owners
@@ -39,8 +39,8 @@ class StepShapes:
             "static": step.max_seqs * step.max_len,
         }[limits.policy]
         if not step.batch_invariant:
-            decode_rows = step.max_seqs * (1 + limits.num_drafts)
-            self.set_decode_sizes(_divisible(sizes_up_to(decode_rows, halves_from=8), step.row_parts(1)))
+            max_decode_rows = step.max_seqs * (1 + limits.num_drafts)
+            self.set_decode_sizes(_divisible(sizes_up_to(max_decode_rows, halves_from=8), step.row_parts(1)))
             self._set_chunk_sizes(_divisible(sizes_up_to(limit, least=16 * step.num_owners), step.row_parts(2)))
             return
         if limit > ALIKE_ROWS:
@@ -53,16 +53,16 @@ class StepShapes:
 
     def set_decode_sizes(self, sizes: Sequence[int]) -> None:
         """Gives steps of single rows these numbers of rows, in order."""
-        self.decode = [PackedShape(size, size, size, 1) for size in sizes]
+        self.decode = [PackedShape(num_rows, num_rows, num_rows, 1) for num_rows in sizes]
 
     def _set_chunk_sizes(self, sizes: Sequence[int]) -> None:
         max_seqs = self._limits.max_requests
-        pairs = [(size, min(max_seqs, size)) for size in sizes]
+        rows_and_seqs = [(num_rows, min(max_seqs, num_rows)) for num_rows in sizes]
         # the second of a size has logits of all rows, for log-probabilities of prompts
         self.chunks = [
-            PackedShape(size, sequences, outputs, size // self._num_owners)
-            for size, sequences in pairs
-            for outputs in dict.fromkeys((sequences, size))
+            PackedShape(num_rows, num_seqs, num_outputs, num_rows // self._num_owners)
+            for num_rows, num_seqs in rows_and_seqs
+            for num_outputs in dict.fromkeys((num_seqs, num_rows))
         ]
 
     def first(self, requests: Sequence[TokenRequest] = ()) -> list[PackedShape]:
@@ -75,8 +75,8 @@ class StepShapes:
         requests_each, slots_each = -(-len(requests) // self._num_owners), self._limits.max_requests // self._num_owners
         num_running = self._num_owners * min(requests_each, slots_each)
         num_rows = num_running * max(rows_each, *(len(request.prompt) for request in requests))
-        chunk = next((shape for shape in plain_shapes if shape.rows >= num_rows), plain_shapes[-1])
-        return [chunk, next(shape for shape in self.decode if shape.rows >= num_running * rows_each)]
+        chunk_shape = next((shape for shape in plain_shapes if shape.rows >= num_rows), plain_shapes[-1])
+        return [chunk_shape, next(shape for shape in self.decode if shape.rows >= num_running * rows_each)]
 
     @property
     def every(self) -> list[PackedShape]:
@@ -93,6 +93,6 @@ class StepShapes:
         return next((shape for shape in holding_shapes if shape in self.ready), holding_shapes[0])
 
 
-def _divisible(sizes: Sequence[int], parts: int) -> list[int]:
+def _divisible(sizes: Sequence[int], num_parts: int) -> list[int]:
     """Returns sizes that devices can share, each at least one of the given."""
-    return sorted({-(-size // parts) * parts for size in sizes})
+    return sorted({-(-size // num_parts) * num_parts for size in sizes})

@@ -48,29 +48,29 @@ class WindowPages:
     def usable(self, pages: Sequence[WindowPage | None]) -> int:
         """Returns behind how many of these pages of a prompt a request can begin, as its window is there."""
         num_usable = run_len = 0
-        for number, page in enumerate(pages, start=1):
+        for num_pages, page in enumerate(pages, start=1):
             run_len = run_len + 1 if page else 0
-            if run_len >= number - self.first_of(number * self.page_len):
-                num_usable = number
+            if run_len >= num_pages - self.first_of(num_pages * self.page_len):
+                num_usable = num_pages
         return num_usable
 
     def begin(self, held: HeldWindow, pages: Sequence[WindowPage | None], row: np.ndarray) -> None:
         """Lets a request begin behind these pages; ``row`` of the table of windows names those of its own window."""
         held.pages, held.first = [None] * len(pages), self.first_of(len(pages) * self.page_len)
-        for place in range(held.first, len(pages)):
-            held.pages[place] = page = pages[place]
+        for page_index in range(held.first, len(pages)):
+            held.pages[page_index] = page = pages[page_index]
             assert page is not None
             self.idle.pop(page, None)  # not there while another request has it
             page.users += 1
-            row[place] = page.number
+            row[page_index] = page.number
 
     def advance(self, held: HeldWindow, start: int, end: int, row: np.ndarray) -> None:
         """Lets go of what queries from ``start`` on do not see, and takes the pages of positions up to ``end``."""
         self._drop(held, self.first_of(start))  # first: what it frees may be taken below
         while len(held.pages) * self.page_len < end:
-            number = self.free.pop() if self.free else self._evicted()
-            row[len(held.pages)] = number
-            held.pages.append(WindowPage(number))
+            page_number = self.free.pop() if self.free else self._evicted()
+            row[len(held.pages)] = page_number
+            held.pages.append(WindowPage(page_number))
 
     def share(self, held: HeldWindow, place: int, node: PageKeeper) -> None:
         """Lets a node of the tree keep the page that a request has there, if it has none yet."""
@@ -91,16 +91,16 @@ class WindowPages:
                 del self.idle[page]
                 self.free.append(page.number)
 
-    def _drop(self, held: HeldWindow, end: int) -> None:
-        for place in range(held.first, min(end, len(held.pages))):
-            page, held.pages[place] = held.pages[place], None
+    def _drop(self, held: HeldWindow, end_page: int) -> None:
+        for page_index in range(held.first, min(end_page, len(held.pages))):
+            page, held.pages[page_index] = held.pages[page_index], None
             assert page is not None
             page.users -= 1
             if not page.users and page.node:
                 self.idle[page] = None
             elif not page.users:
                 self.free.append(page.number)
-        held.first = max(held.first, end)
+        held.first = max(held.first, end_page)
 
     def _evicted(self) -> int:
         page, _ = self.idle.popitem(last=False)

@@ -49,8 +49,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def known(self) -> set[str]:
         """The keys that are read."""
-        rotary = ("rope_scaling", "rope_parameters") if "rope_theta" in self.keys.values() else ()
-        return {"model_type", *rotary, *self.keys.values(), *self.aliases, *self.computed}
+        rotary_keys = ("rope_scaling", "rope_parameters") if "rope_theta" in self.keys.values() else ()
+        return {"model_type", *rotary_keys, *self.keys.values(), *self.aliases, *self.computed}
 
 
 @functools.cache
@@ -61,11 +61,11 @@ def formats() -> dict[str, Format]:
 
     def laid_over_bases(name: str) -> HfFields:
         entry = dict(tables[name])
-        merged: HfFields = {}
+        fields: HfFields = {}
         for table in (*map(laid_over_bases, entry.pop("base", ())), entry):
             for part, value in table.items():
-                merged[part] = merged.get(part, {}) | value if isinstance(value, dict) else value
-        return merged
+                fields[part] = fields.get(part, {}) | value if isinstance(value, dict) else value
+        return fields
 
     for name in FAMILIES:
         if name not in tables:

@@ -65,9 +65,9 @@ def gguf_files(path: Path) -> list[Path]:
     for name, file in stems.items():
         if parts := _PART.search(file.stem):
             num_parts = int(parts[1])
-            files = [file.with_name(f"{name}-{part + 1:05}-of-{num_parts:05}.gguf") for part in range(num_parts)]
-            if missing := next((file for file in files if not file.is_file()), None):
-                raise InputError(f"{missing} is missing, one of {num_parts} files of {name}. Fetch it.")
+            files = [file.with_name(f"{name}-{i + 1:05}-of-{num_parts:05}.gguf") for i in range(num_parts)]
+            if missing_file := next((file for file in files if not file.is_file()), None):
+                raise InputError(f"{missing_file} is missing, one of {num_parts} files of {name}. Fetch it.")
     return files
 
 
@@ -88,14 +88,14 @@ def read_gguf(files: Sequence[Path]) -> Gguf:
 
 @lru_cache(maxsize=2)
 def _read(files: tuple[tuple[Path, int], ...]) -> Gguf:
-    values, tensors = HfFields(), dict[str, StoredBlocks]()
+    value_by_key, tensors = HfFields(), dict[str, StoredBlocks]()
     for file, _ in files:
         with _whole(file):
             header = _Reader(file).header()
         if repeated_name := next(iter(tensors.keys() & header.tensors.keys()), None):
             raise InputError(f"{file} and {tensors[repeated_name].file} both have {repeated_name}. Remove one of them.")
-        values, tensors = header.values | values, tensors | header.tensors
-    return Gguf(values, tensors)
+        value_by_key, tensors = header.values | value_by_key, tensors | header.tensors
+    return Gguf(value_by_key, tensors)
 
 
 @contextmanager
@@ -114,8 +114,8 @@ class _Reader:
 
     def __init__(self, file: Path) -> None:
         self.file, self.at = file, 0
-        with file.open("rb") as opened:
-            self.data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if file.stat().st_size else b""
+        with file.open("rb") as open_file:
+            self.data = mmap.mmap(open_file.fileno(), 0, access=mmap.ACCESS_READ) if file.stat().st_size else b""
 
     def header(self) -> Gguf:
         if self.bytes(4) != b"GGUF":
@@ -132,8 +132,8 @@ class _Reader:
                 raise InputError(f"{self.file} has {name} twice, or with {num_dims} dims. Fetch it again.")
             table[name] = (self.take("Q" * num_dims)[::-1], *self.take("IQ"))
         alignment = values.get("general.alignment", ALIGNMENT)
-        if misaligned := next((name for name, (*_, offset) in table.items() if offset % alignment), None):
-            raise InputError(f"{self.file}: {misaligned} begins at no multiple of {alignment} bytes. Fetch it again.")
+        if bad_name := next((name for name, (*_, offset) in table.items() if offset % alignment), None):
+            raise InputError(f"{self.file}: {bad_name} begins at no multiple of {alignment} bytes. Fetch it again.")
         base = -(-self.at // alignment) * alignment
         return Gguf(
             values, {n: StoredBlocks(shape, kind, self.file, base + start) for n, (shape, kind, start) in table.items()}
@@ -170,14 +170,14 @@ class _Reader:
 def stored_bytes(path: Path) -> dict[str, int]:
     """Returns the bytes that tensors of each type take in the GGUF files of a model, by the type's name."""
     tensors = sorted(read_gguf(gguf_files(path)).tensors.values(), key=lambda tensor: (tensor.file, tensor.start))
-    sizes: dict[str, int] = {}
+    bytes_by_type: dict[str, int] = {}
     for tensor, next_tensor in itertools.zip_longest(tensors, tensors[1:]):
-        end = next_tensor.start if next_tensor and next_tensor.file == tensor.file else tensor.file.stat().st_size
-        if end <= tensor.start:
+        end_byte = next_tensor.start if next_tensor and next_tensor.file == tensor.file else tensor.file.stat().st_size
+        if end_byte <= tensor.start:
             raise InputError(f"{tensor.file} is cut short: it ends before its last tensors. Fetch it again.")
-        name = gguf_names()["types"].get(str(tensor.kind), f"type {tensor.kind}")
-        sizes[name] = sizes.get(name, 0) + end - tensor.start
-    return sizes
+        type_name = gguf_names()["types"].get(str(tensor.kind), f"type {tensor.kind}")
+        bytes_by_type[type_name] = bytes_by_type.get(type_name, 0) + end_byte - tensor.start
+    return bytes_by_type
 
 
 # -- metadata as a config -----------------------------------------------------------------------------
@@ -201,8 +201,8 @@ def gguf_config(path: Path) -> HfFields:
 
 def _config(gguf: Gguf, file: Path) -> HfFields:
     names, (values, tensors) = gguf_names(), gguf
-    if (arch := str(values.get("general.architecture"))) not in (known := names["architectures"]):
-        raise InputError(f"{file}: the architecture {arch!r} is not read from GGUF. Known: {', '.join(known)}.")
+    if (arch := str(values.get("general.architecture"))) not in (known_names := names["architectures"]):
+        raise InputError(f"{file}: the architecture {arch!r} is not read from GGUF. Known: {', '.join(known_names)}.")
     facts = {n.removeprefix(f"{arch}."): v for n, v in values.items() if n.startswith(f"{arch}.") and v not in (0, "")}
     if missing_keys := {"block_count", "embedding_length", "attention.head_count"} - facts.keys():
         raise InputError(f"{file}: its metadata lacks {arch}.{min(missing_keys)}, or has 0 there. Fetch it again.")
@@ -213,15 +213,15 @@ def _config(gguf: Gguf, file: Path) -> HfFields:
         keys["vocab_size"] = tensors["token_embd.weight"].shape[0]
     if arch == "gpt2":
         return keys | {"n_inner": keys.pop("intermediate_size", None)}
-    width, heads = keys.get("hidden_size", 0), keys.get("num_attention_heads", 1)
-    head_dim = keys.setdefault("head_dim", width // heads)
+    d_model, num_heads = keys.get("hidden_size", 0), keys.get("num_attention_heads", 1)
+    head_dim = keys.setdefault("head_dim", d_model // num_heads)
     keys.setdefault("rope_theta", 1e6 if arch == "gemma3" else 1e4)
     if arch == "llama":
         keys["model_type"] = "mixtral" if "num_experts" in keys else "llama"
         keys |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     if arch in _LAYERS_OF_27B:
         is_27b = keys.get("num_hidden_layers") == _LAYERS_OF_27B[arch]
-        keys["query_pre_attn_scalar"] = width // heads if is_27b else head_dim
+        keys["query_pre_attn_scalar"] = d_model // num_heads if is_27b else head_dim
     if arch.endswith("moe"):
         keys |= {"norm_topk_prob": arch == "qwen3moe", "decoder_sparse_step": 1}
         keys.setdefault("intermediate_size", keys.get("moe_intermediate_size"))
@@ -230,17 +230,17 @@ def _config(gguf: Gguf, file: Path) -> HfFields:
     return keys | _stretched(gguf, facts, file)
 
 
-def _stretched(gguf: Gguf, given: HfFields, file: Path) -> HfFields:
+def _stretched(gguf: Gguf, facts: HfFields, file: Path) -> HfFields:
     """Returns the keys of rotary scaling: from the metadata, and from the tensors of factors of the frequencies."""
-    kind = given.get("rope.scaling.type", "none")
-    original_keys = {"original_max_position_embeddings": given.get("rope.scaling.original_context_length")}
+    rope_type = facts.get("rope.scaling.type", "none")
+    original_keys = {"original_max_position_embeddings": facts.get("rope.scaling.original_context_length")}
     if "rope_factors_long.weight" in gguf.tensors:
-        factors = {f"{n}_factor": _floats(gguf, f"rope_factors_{n}.weight") for n in ("short", "long")}
-        return original_keys | {"rope_scaling": {"type": "longrope", **factors}}
+        factors_by_key = {f"{n}_factor": _floats(gguf, f"rope_factors_{n}.weight") for n in ("short", "long")}
+        return original_keys | {"rope_scaling": {"type": "longrope", **factors_by_key}}
     if "rope_freqs.weight" in gguf.tensors:
         return {"rope_scaling": _llama3(_floats(gguf, "rope_freqs.weight"), gguf, file)}
-    scaling = {"rope_type": kind, "factor": given.get("rope.scaling.factor", 1.0)}
-    return {} if kind == "none" else {"rope_scaling": scaling | (original_keys if kind == "yarn" else {})}
+    scaling = {"rope_type": rope_type, "factor": facts.get("rope.scaling.factor", 1.0)}
+    return {} if rope_type == "none" else {"rope_scaling": scaling | (original_keys if rope_type == "yarn" else {})}
 
 
 def _floats(gguf: Gguf, name: str) -> tuple[float, ...]:
@@ -256,11 +256,11 @@ def _floats(gguf: Gguf, name: str) -> tuple[float, ...]:
 
 def _llama3(factors: Sequence[float], gguf: Gguf, file: Path) -> HfFields:
     """Returns the scaling of Llama 3.1 whose factors of the frequencies are these. Raises InputError for others."""
-    base, low, high, original = (gguf.values.get("llama.rope.freq_base", 1e4), *_LLAMA3.values())
+    base, low, high, original_len = (gguf.values.get("llama.rope.freq_base", 1e4), *_LLAMA3.values())
     factor = max(factors)
-    turns = (original / (2 * math.pi * base ** (number / len(factors))) for number in range(len(factors)))
+    turns = (original_len / (2 * math.pi * base ** (i / len(factors))) for i in range(len(factors)))
     blends = (min(max((turn - low) / (high - low), 0.0), 1.0) for turn in turns)
-    expected = (1 / ((1 - blend) / factor + blend) for blend in blends)
-    if not all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(expected, factors, strict=True)):
+    expected_factors = (1 / ((1 - blend) / factor + blend) for blend in blends)
+    if not all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(expected_factors, factors, strict=True)):
         raise InputError(f"{file}: rope_freqs is not that of Llama 3.1 to 3.3. Give the model's safetensors.")
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}

@@ -104,32 +104,32 @@ def quantisation_of(keys: HfFields, *, family: str, what: str) -> Quantisation |
         raise InputError(f"{what}: quantization_config of {method} is not understood ({cause}). Mend it.") from None
 
 
-def _number(given: HfFields, key: str, allowed: tuple[int, ...], default: int) -> int:
-    if (value := given.get(key, default)) not in allowed or isinstance(value, bool):
+def _number(config: HfFields, key: str, allowed: tuple[int, ...], default: int) -> int:
+    if (value := config.get(key, default)) not in allowed or isinstance(value, bool):
         raise InputError(f"quantization_config has {key}={value!r}. Only {' or '.join(map(str, allowed))} is read.")
     return int(value)
 
 
-def _inputs(given: HfFields, default: int) -> int:
+def _inputs(config: HfFields, default: int) -> int:
     """Returns the inputs of a group, 0 for all of them, which files write as -1 or null."""
-    size = given.get("group_size", default)
+    size = config.get("group_size", default)
     if size not in (None, -1) and (not isinstance(size, int) or size < 1):
         raise InputError(f"quantization_config has group_size={size!r}. Write a positive number, or -1 for all inputs.")
     return 0 if size in (None, -1) else int(size)
 
 
-def _block(given: HfFields, key: str) -> tuple[int, int]:
+def _block(config: HfFields, key: str) -> tuple[int, int]:
     """Returns the outputs and inputs of a block."""
-    block = given[key]
+    block = config[key]
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise InputError(f"quantization_config has {key}={block!r}. Write outputs and inputs of a block: [128, 128].")
     return block[0], block[1]
 
 
-def _require(given: HfFields, forms: tuple[str, ...], *keys: str) -> None:
+def _require(config: HfFields, forms: tuple[str, ...], *keys: str) -> None:
     """Raises CannotRunError for a layout of weights, or of their scales, that is not in ``forms``."""
     for key in keys:
-        if (form := given.get(key)) and str(form).lower() not in forms:
+        if (form := config.get(key)) and str(form).lower() not in forms:
             raise CannotRunError(f"weights with {key}={form!r} are not read in this version, only {', '.join(forms)}. "
                                  f"Give a folder in one of these.")  # fmt: skip
 
@@ -137,79 +137,79 @@ def _require(given: HfFields, forms: tuple[str, ...], *keys: str) -> None:
 _ACTIVATIONS = "activations in {} are not executed: they stay in the model's dtype"
 
 
-def _fp8(given: HfFields) -> Quantisation:
-    outputs, inputs = _block(given, "weight_block_size") if given.get("weight_block_size") else (0, 0)
-    scheme = Scheme(dtype="fp8", outputs=outputs, inputs=inputs)
-    plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
+def _fp8(config: HfFields) -> Quantisation:
+    num_outputs, num_inputs = _block(config, "weight_block_size") if config.get("weight_block_size") else (0, 0)
+    scheme = Scheme(dtype="fp8", outputs=num_outputs, inputs=num_inputs)
+    plain_patterns = ("lm_head", *(config.get("modules_to_not_convert") or ()))
     notes = (_ACTIVATIONS.format("fp8"),)
-    return Quantisation(method="fp8", schemes=((EVERY, scheme),), plain=plain, notes=notes)
+    return Quantisation(method="fp8", schemes=((EVERY, scheme),), plain=plain_patterns, notes=notes)
 
 
-def _awq(given: HfFields) -> Quantisation:
-    _require(given, ("gemm",), "version", "format", "checkpoint_format")
-    _number(given, "bits" if "bits" in given else "w_bit", (4,), 4)
-    group_size = _inputs(given, given.get("q_group_size", 128))
-    scheme = Scheme(dtype="int4", inputs=group_size, symmetric=not given.get("zero_point", True))
-    plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
-    return Quantisation(method="awq", schemes=((EVERY, scheme),), plain=plain)
+def _awq(config: HfFields) -> Quantisation:
+    _require(config, ("gemm",), "version", "format", "checkpoint_format")
+    _number(config, "bits" if "bits" in config else "w_bit", (4,), 4)
+    group_size = _inputs(config, config.get("q_group_size", 128))
+    scheme = Scheme(dtype="int4", inputs=group_size, symmetric=not config.get("zero_point", True))
+    plain_patterns = ("lm_head", *(config.get("modules_to_not_convert") or ()))
+    return Quantisation(method="awq", schemes=((EVERY, scheme),), plain=plain_patterns)
 
 
-def _gptq(given: HfFields) -> Quantisation:
-    _require(given, ("gptq", "gptq_v2"), "checkpoint_format", "format")
-    patterns = given.get("dynamic") or ()
+def _gptq(config: HfFields) -> Quantisation:
+    _require(config, ("gptq", "gptq_v2"), "checkpoint_format", "format")
+    patterns = config.get("dynamic") or ()
     if modules := [key for key in patterns if not key.startswith("-:")]:
         raise CannotRunError(f"dynamic has settings of its own for {modules[0]!r}, which this version does not read. "
                              f"Give a folder with one setting for all modules.")  # fmt: skip
     scheme = Scheme(
-        dtype="int4" if _number(given, "bits", (4, 8), 4) == 4 else "int8",
-        inputs=_inputs(given, 128),
-        symmetric=bool(given.get("sym", True)),
-        in_order=not given.get("desc_act", False),
+        dtype="int4" if _number(config, "bits", (4, 8), 4) == 4 else "int8",
+        inputs=_inputs(config, 128),
+        symmetric=bool(config.get("sym", True)),
+        in_order=not config.get("desc_act", False),
     )
-    plain = (*(key.replace("-:", "re:", 1) for key in patterns), *(() if given.get("lm_head") else ("lm_head",)))
-    less_one = (given.get("checkpoint_format") or given.get("format") or "gptq").lower() == "gptq"
-    return Quantisation(method="gptq", schemes=((EVERY, scheme),), plain=plain, zeros_less_one=less_one)
+    plain = (*(key.replace("-:", "re:", 1) for key in patterns), *(() if config.get("lm_head") else ("lm_head",)))
+    is_less_one = (config.get("checkpoint_format") or config.get("format") or "gptq").lower() == "gptq"
+    return Quantisation(method="gptq", schemes=((EVERY, scheme),), plain=plain, zeros_less_one=is_less_one)
 
 
-def _compressed(given: HfFields) -> Quantisation:
-    _require(given, FORMATS, "format")
-    _require(given.get("sparsity_config") or {}, ("dense",), "format")
-    if given.get("transform_config"):
+def _compressed(config: HfFields) -> Quantisation:
+    _require(config, FORMATS, "format")
+    _require(config.get("sparsity_config") or {}, ("dense",), "format")
+    if config.get("transform_config"):
         raise CannotRunError("transform_config changes what is computed and is not read in this version. Give a folder "
                              "without it.")  # fmt: skip
     schemes, notes = list[tuple[str, Scheme]](), list[str]()
-    for group in given["config_groups"].values():
-        _require(group, FORMATS, "format")
-        scheme = _scheme(group["weights"])
-        schemes += [(pattern, scheme) for pattern in group.get("targets") or (EVERY,)]
-        if activations := group.get("input_activations") or group.get("output_activations"):
+    for group_config in config["config_groups"].values():
+        _require(group_config, FORMATS, "format")
+        scheme = _scheme(group_config["weights"])
+        schemes += [(pattern, scheme) for pattern in group_config.get("targets") or (EVERY,)]
+        if activations := group_config.get("input_activations") or group_config.get("output_activations"):
             notes.append(_ACTIVATIONS.format(f"{activations.get('type', 'int')}{activations.get('num_bits', 8)}"))
-    if given.get("kv_cache_scheme"):
+    if config.get("kv_cache_scheme"):
         notes.append("kv_cache_scheme is not used: choose the cache's dtype with --cache-dtype")
     return Quantisation(
         method="compressed-tensors",
         schemes=tuple(sorted(schemes, key=lambda pair: pair[0] == EVERY)),
-        plain=tuple(given.get("ignore") or ()),
+        plain=tuple(config.get("ignore") or ()),
         notes=tuple(dict.fromkeys(notes)),
     )
 
 
 def _scheme(weights: HfFields) -> Scheme:
     """Returns the scheme of a group of compressed-tensors."""
-    dtypes: Any = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "fp4"}
+    dtype_by_format: Any = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "fp4"}
     _require(weights, ("tensor", "channel", "group", "tensor_group", "block"), "strategy")
     group_size = _inputs(weights, -1)
     strategy = weights.get("strategy") or ("group" if group_size else "tensor")
-    outputs = 0 if strategy == "tensor" else 1
+    num_outputs = 0 if strategy == "tensor" else 1
     if strategy == "block":
-        outputs, group_size = _block(weights, "block_structure")
+        num_outputs, group_size = _block(weights, "block_structure")
     elif "group" not in strategy:
         group_size = 0
     elif not group_size:
         raise InputError(f"quantization_config has strategy={strategy!r} without a group_size. Add it.")
     return Scheme(
-        dtype=dtypes[weights.get("type", "int"), _number(weights, "num_bits", (4, 8), 8)],
-        outputs=outputs,
+        dtype=dtype_by_format[weights.get("type", "int"), _number(weights, "num_bits", (4, 8), 8)],
+        outputs=num_outputs,
         inputs=group_size,
         symmetric=bool(weights.get("symmetric", True)),
         in_order=weights.get("actorder") not in ("group", True),
@@ -230,7 +230,7 @@ def stored_matrices(
 ) -> tuple[StoredMatrices | None, dict[tuple[str, str], int]]:
     """Returns the matrices of a folder that generation keeps narrow, and the numbers of parameters that are widened, by
     dtype and reason. The ``names`` of its tensors say which are quantised, else the config."""
-    kept_narrow, num_widened, group = list[tuple[str, Any, bool]](), dict[tuple[str, str], int](), 0
+    narrow_rows, num_widened, group = list[tuple[str, Any, bool]](), dict[tuple[str, str], int](), 0
     for row in weight_table(model):
         if row.kind != "matrix" or row.tied_to or row.part in ("embedding", "router"):
             continue
@@ -243,18 +243,18 @@ def stored_matrices(
             continue
         scheme = schemes_found[0]
         reason = scheme.why_wide or "layers that are stored in another form" * (len(schemes) > 1)
-        if (grouped := scheme.inputs > 0 or scheme.dtype == "int4") and not reason:
-            size = scheme.inputs or GROUP
-            group = group or size
+        if (is_grouped := scheme.inputs > 0 or scheme.dtype == "int4") and not reason:
+            inputs = scheme.inputs or GROUP
+            group = group or inputs
             width = math.gcd(group, model.dims[row.inputs[-1]])
-            reason = f"groups of {size} inputs" * (size % width > 0 or (scheme.dtype == "int4" and width % 2 > 0))
+            reason = f"groups of {inputs} inputs" * (inputs % width > 0 or (scheme.dtype == "int4" and width % 2 > 0))
         elif row.inputs[-1] == "Rkv" and "Hn" in row.dims:
             reason = reason or "scales of outputs over which generation sums"
         if reason:
             num_widened[scheme.dtype, reason] = num_widened.get((scheme.dtype, reason), 0) + row.num_params
         else:
-            kept_narrow.append((row.name, scheme.dtype, grouped))
-    return StoredMatrices(matrices=tuple(kept_narrow), group=group or GROUP) if kept_narrow else None, num_widened
+            narrow_rows.append((row.name, scheme.dtype, is_grouped))
+    return StoredMatrices(matrices=tuple(narrow_rows), group=group or GROUP) if narrow_rows else None, num_widened
 
 
 class FolderWeights(NamedTuple):
@@ -280,13 +280,13 @@ class FolderWeights(NamedTuple):
 def folder_weights(model: Model, folder: Path, tensors: Mapping[str, Any]) -> FolderWeights:
     """Reads the config.json of a folder, not of GGUF files, beside its ``tensors``, see `stored_matrices`: they are
     served in float32 where none is in 16 bits."""
-    file, base = folder / "config.json", replace(model, lora=None)
+    file, base_model = folder / "config.json", replace(model, lora=None)
     keys = {} if is_gguf(folder) else read_json(file, "Give the folder of a model.")
-    stored = quantisation_of(keys, family=model.family, what=str(file))
-    names = {tensor.dtype.name for name, tensor in tensors.items() if not name.endswith(_BESIDE)}
-    dtype: Any = "fp32" if "float32" in names and not names & {"bfloat16", "float16"} else "bf16"
+    quant = quantisation_of(keys, family=model.family, what=str(file))
+    dtype_names = {tensor.dtype.name for name, tensor in tensors.items() if not name.endswith(_BESIDE)}
+    dtype: Any = "fp32" if "float32" in dtype_names and not dtype_names & {"bfloat16", "float16"} else "bf16"
     blocks = Counter[tuple[str, str]]()
     for tensor in (tensor for tensor in tensors.values() if hasattr(tensor, "kind")):
-        if (kind := tensor.kind.name) not in ("F32", "F16", "BF16"):
-            blocks[kind, "blocks of GGUF"] += math.prod(tensor.shape)
-    return FolderWeights(dtype, stored, *(stored_matrices(base, stored, tensors) if stored else (None, blocks)))
+        if (kind_name := tensor.kind.name) not in ("F32", "F16", "BF16"):
+            blocks[kind_name, "blocks of GGUF"] += math.prod(tensor.shape)
+    return FolderWeights(dtype, quant, *(stored_matrices(base_model, quant, tensors) if quant else (None, blocks)))

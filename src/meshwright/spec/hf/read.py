@@ -59,15 +59,15 @@ class _Config:
         """Returns ``rope_scaling`` or the newer ``rope_parameters``, which may differ between kinds of layers."""
         tables = (self.read(key, dict) for key in ("rope_scaling", "rope_parameters") if self.has(key))
         table: HfFields = next(filter(None, tables), {})
-        full, local = table.get("full_attention"), table.get("sliding_attention")
-        if self.family != "gemma3" or not isinstance(full, Mapping):
+        full_table, sliding_table = table.get("full_attention"), table.get("sliding_attention")
+        if self.family != "gemma3" or not isinstance(full_table, Mapping):
             return table or self.form.rope
-        if isinstance(local, Mapping):
-            for key in local.keys() - {"rope_theta"}:
-                if local[key] not in (None, "default"):
-                    raise InputError(f"{self.what}: {key} of sliding layers is {local[key]!r}. Leave it out.")
-            self.keys["rope_local_base_freq"] = local.get("rope_theta", self.keys["rope_local_base_freq"])
-        return dict(full)
+        if isinstance(sliding_table, Mapping):
+            for key in sliding_table.keys() - {"rope_theta"}:
+                if sliding_table[key] not in (None, "default"):
+                    raise InputError(f"{self.what}: {key} of sliding layers is {sliding_table[key]!r}. Leave it out.")
+            self.keys["rope_local_base_freq"] = sliding_table.get("rope_theta", self.keys["rope_local_base_freq"])
+        return dict(full_table)
 
     def require_understood(self) -> None:
         """Raises InputError for a key that may change what the model computes and is not read; warns of an unknown one.
@@ -76,19 +76,19 @@ class _Config:
         """
         known_keys, fields = {*self.form.known, *MASK_KEYS}, config_fields()
         unused_keys = {*fields["common"], *fields["families"][self.family]["not_read"]}
-        rotary = {key: self.rope[key] for key in self.rope.keys() - {"type", "rope_theta", *ROPE_KEYS.values()}}
-        for key, value in (*self.given.items(), *rotary.items()):
-            allowed = self.form.only.get(key)
-            if value is None or allowed == [] or key in CONFIG_KEYS:
+        rotary_values = {key: self.rope[key] for key in self.rope.keys() - {"type", "rope_theta", *ROPE_KEYS.values()}}
+        for key, value in (*self.given.items(), *rotary_values.items()):
+            allowed_form = self.form.only.get(key)
+            if value is None or allowed_form == [] or key in CONFIG_KEYS:
                 continue
-            if allowed is not None:
-                values = allowed if isinstance(allowed, list) else [allowed]
-                if value not in values:
-                    values_text = " or ".join(map(repr, values))
+            if allowed_form is not None:
+                allowed_values = allowed_form if isinstance(allowed_form, list) else [allowed_form]
+                if value not in allowed_values:
+                    values_text = " or ".join(map(repr, allowed_values))
                     raise InputError(f"{self.what}: {key} is {value!r}. Only {values_text} is known here.")
             elif not value or key in known_keys or any(fnmatchcase(key, pattern) for pattern in self.form.harmless):
                 continue
-            elif key in rotary or (key not in unused_keys and _says_numbers(key)):
+            elif key in rotary_values or (key not in unused_keys and _says_numbers(key)):
                 raise InputError(
                     f"{self.what}: the key {key!r} of a {self.family} config is not known, so that its {value!r} may "
                     f"change what the model computes. Remove it if it has no effect.{similar(key, known_keys)}"
@@ -101,32 +101,32 @@ class _Config:
         """Returns the value of a key as ``kind``; a list has entries of the type ``of``. Raises InputError if it is
         missing or mistyped, or a number that no model can have."""
         value: Any = self.keys.get(key)
-        kinds, wanted_form = _NEEDS[kind]
+        value_types, wanted_form = _NEEDS[kind]
         if value is None:
             if key in self.given:
                 raise InputError(f"{self.what}: {key} is null. Write {wanted_form} instead.")
-            misspelt = difflib.get_close_matches(key, {*self.given, *self.rope} - self.form.known, n=1, cutoff=0.8)
-            rename_hints = [f"The file has {name!r}: rename it to {key!r}." for name in misspelt]
+            typos = difflib.get_close_matches(key, {*self.given, *self.rope} - self.form.known, n=1, cutoff=0.8)
+            rename_hints = [f"The file has {name!r}: rename it to {key!r}." for name in typos]
             hint = rename_hints[0] if rename_hints else f"A {self.family} config needs it: add it to the file."
             raise InputError(f"{self.what}: the key {key!r} is missing. {hint}")
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+        if not isinstance(value, value_types) or (isinstance(value, bool) and kind is not bool):
             raise InputError(f"{self.what}: {key} is {value!r}. Write {wanted_form} instead.")
         for _, fault in figure_faults(value):
             raise InputError(f"{self.what}: {key} is {fault}")
-        converted = kind(value)
-        if kind is tuple and not all(isinstance(entry, of) and not isinstance(entry, bool) for entry in converted):
+        typed_value = kind(value)
+        if kind is tuple and not all(isinstance(entry, of) and not isinstance(entry, bool) for entry in typed_value):
             raise InputError(f"{self.what}: {key} is {value!r}. Write a list of {'numbers' if of is int else 'names'}.")
-        if kind is int and converted < 0:
+        if kind is int and typed_value < 0:
             raise InputError(f"{self.what}: {key} is {value}. Write a number that is not negative.")
         max_value = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
-        if kind is int and converted > max_value:
+        if kind is int and typed_value > max_value:
             raise InputError(f"{self.what}: {key} is {value:,}. Write at most {max_value:,}.")
-        return converted
+        return typed_value
 
     def fields(self, keys: Mapping[str, str]) -> HfFields:
         """Returns the value of each field; leaves out fields whose nullable key is null or absent."""
-        present = {field: key for field, key in keys.items() if key not in self.form.nullable or self.has(key)}
-        return {field: self.read(key, _TYPES[field]) for field, key in present.items()}
+        key_of = {field: key for field, key in keys.items() if key not in self.form.nullable or self.has(key)}
+        return {field: self.read(key, _TYPES[field]) for field, key in key_of.items()}
 
     def has(self, key: str) -> bool:
         return self.keys.get(key) is not None
@@ -166,9 +166,9 @@ def model_from_config(config: str | Path | Mapping[str, Any], name: str | None =
     if is_gguf(path):
         return _from_keys(gguf_config(path), name or gguf_name(gguf_files(path)[0]), str(path))
     file = path / "config.json" if path.is_dir() else path
-    folder = file.resolve().parent.name
+    folder_name = file.resolve().parent.name
     keys = read_json(file, "Give the path of a config.json or of its folder.")
-    return _from_keys(keys, name or (folder if file.name == "config.json" else file.stem), str(file))
+    return _from_keys(keys, name or (folder_name if file.name == "config.json" else file.stem), str(file))
 
 
 def _from_keys(keys: HfFields, name: str, what: str) -> Model:
@@ -192,8 +192,8 @@ def _from_keys(keys: HfFields, name: str, what: str) -> Model:
 def _fields(config: _Config) -> HfFields:
     """Returns the fields of a model: those of one key each, the fixed ones, and those computed from several keys."""
     family, form = config.family, config.form
-    in_groups = family == "deepseek_v2" and config.read("topk_method", str) == "group_limited_greedy"
-    key_of_field = form.keys | (GROUP_KEYS if in_groups else {})
+    is_grouped = family == "deepseek_v2" and config.read("topk_method", str) == "group_limited_greedy"
+    key_of_field = form.keys | (GROUP_KEYS if is_grouped else {})
     fields: dict[str, Any] = (
         {"rope_scaling": _rope_scaling(config)} | config.fields(key_of_field) | _window(config) | form.fixed
     )
@@ -230,15 +230,15 @@ def _fields(config: _Config) -> HfFields:
 def _layers_without_experts(config: _Config) -> tuple[int, ...]:
     """Returns Qwen's dense layers: all but every ``decoder_sparse_step``-th, and ``mlp_only_layers``."""
     sparse_step = max(config.read("decoder_sparse_step", int), 1)
-    mlp_only = config.read("mlp_only_layers", tuple, int) if config.has("mlp_only_layers") else ()
-    return tuple(layer for layer in config.layers() if layer in mlp_only or (layer + 1) % sparse_step)
+    mlp_only_layers = config.read("mlp_only_layers", tuple, int) if config.has("mlp_only_layers") else ()
+    return tuple(layer for layer in config.layers() if layer in mlp_only_layers or (layer + 1) % sparse_step)
 
 
 def _unrotated(config: _Config) -> tuple[int, ...]:
     """Returns SmolLM3's layers without rope: 0 in ``no_rope_layers``, else every ``no_rope_layer_interval``-th."""
     if not config.has("no_rope_layers"):
-        interval = max(config.read("no_rope_layer_interval", int), 1)
-        return tuple(layer for layer in config.layers() if (layer + 1) % interval == 0)
+        layer_interval = max(config.read("no_rope_layer_interval", int), 1)
+        return tuple(layer for layer in config.layers() if (layer + 1) % layer_interval == 0)
     is_rotated = _of_every_layer(config, "no_rope_layers", int)
     return tuple(layer for layer in config.layers() if not is_rotated[layer])
 
@@ -289,8 +289,8 @@ def _window(config: _Config) -> HfFields:
 def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
     """Returns the layers with a window: as listed in ``layer_types``, else by the family's pattern."""
     if config.has("layer_types"):
-        kinds = _of_every_layer(config, "layer_types", str)
-        return [layer for layer in layers if kinds[layer] == "sliding_attention"]
+        layer_kinds = _of_every_layer(config, "layer_types", str)
+        return [layer for layer in layers if layer_kinds[layer] == "sliding_attention"]
     if config.family in ("qwen2", "qwen3"):
         return layers[config.read("max_window_layers", int) :]
     if config.family == "smollm3":
@@ -300,6 +300,6 @@ def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
     if config.family in ("gemma2", "gpt_oss"):
         return layers[::2]
     if config.family == "gemma3":
-        pattern = max(config.read("sliding_window_pattern", int), 1)
-        return [layer for layer in layers if (layer + 1) % pattern]
+        period = max(config.read("sliding_window_pattern", int), 1)
+        return [layer for layer in layers if (layer + 1) % period]
     return layers

@@ -20,9 +20,9 @@ def config_from_model(model: Model) -> HfFields:
     A decoder that was nested in a multimodal model is written as a text model (see `text_model`).
     """
     form = formats()[model.family]
-    camel = {"smollm3": "SmolLM3"}.get(model.family, model.family.title().replace("_", ""))
+    camel_name = {"smollm3": "SmolLM3"}.get(model.family, model.family.title().replace("_", ""))
     config: HfFields = {
-        "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel}ForCausalLM"],
+        "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel_name}ForCausalLM"],
         "model_type": "gemma3_text" if model.family == "gemma3" else model.family,
         # Left out, these would be the numbers of the published tokenizer.
         **dict.fromkeys(TOKEN_KEYS),
@@ -50,16 +50,16 @@ def _rope(model: Model) -> HfFields:
         return {"rope_scaling": {"rope_type": "default"} if model.family == "gpt_oss" else None}
     defaults = msgspec.to_builtins(RopeScaling(kind=""))
     fields = msgspec.to_builtins(scaling).items()
-    keys = {ROPE_KEYS[name]: value for name, value in fields if name == "factor" or value != defaults[name]}
+    value_by_key = {ROPE_KEYS[name]: value for name, value in fields if name == "factor" or value != defaults[name]}
     if model.family != "phi3" or scaling.kind != "longrope":
-        return {"rope_scaling": keys}
+        return {"rope_scaling": value_by_key}
     # Phi-3 has the original length outside the scaling, and a factor only where it is not the quotient of lengths.
-    original = scaling.original_max_positions or model.max_positions
-    names = ("short_factor", "long_factor", "attention_factor", "factor")
-    table = {key: keys[key] for key in names if key in keys}
-    if scaling.factor == model.max_positions / original:
+    original_len = scaling.original_max_positions or model.max_positions
+    key_names = ("short_factor", "long_factor", "attention_factor", "factor")
+    table = {key: value_by_key[key] for key in key_names if key in value_by_key}
+    if scaling.factor == model.max_positions / original_len:
         del table["factor"]
-    return {"original_max_position_embeddings": original, "rope_scaling": {"type": "longrope", **table}}
+    return {"original_max_position_embeddings": original_len, "rope_scaling": {"type": "longrope", **table}}
 
 
 _COMPUTED: dict[str, Callable[[Model], Any]] = {

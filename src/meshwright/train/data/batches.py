@@ -63,9 +63,9 @@ class Ahead:
 
     def __next__(self) -> tuple[int, dict[str, Array]]:
         self._fill()
-        number, item = self._ready.popleft()
+        first_sample, future = self._ready.popleft()
         self._fill()
-        return number, item.result()
+        return first_sample, future.result()
 
     def _fill(self) -> None:
         while len(self._ready) < READ_AHEAD:
@@ -91,7 +91,7 @@ class Data(NamedTuple):
     @property
     def several_documents(self) -> bool:
         """True if a row may have more than one document."""
-        return any(part.store.num_documents > 1 for part in self.train + self.held_out)
+        return any(source.store.num_documents > 1 for source in self.train + self.held_out)
 
 
 def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path, mask: Rule | None = None) -> Data:
@@ -102,28 +102,28 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path, mask: R
     for data or a tokenizer that cannot be read, with more tokens than ``vocab_size`` or without what the mask reads.
     """
     packing = settings.packing and not (mask and "prefix" in mask.data)
-    path, skipped = Path(settings.tokenizer), 0
+    path, num_skipped = Path(settings.tokenizer), 0
     encoder = open_tokenizer(path, vocab_size=vocab_size) if settings.tokenizer else None
-    train, held_out = list[Source](), list[Source]()
+    train_sources, held_sources = list[Source](), list[Source]()
     for name, share in data_sources(settings.data).items():
         store = open_tokens(Path(name), vocab_size=vocab_size)
         if store is None:
             corpus = open_corpus(name, skip_bad=settings.skip_bad_records)
             if isinstance(corpus, FileCorpus) and corpus.is_tokens:
                 store = open_records(corpus, mask, vocab_size=vocab_size)
-                skipped += len(corpus.bad or ())
+                num_skipped += len(corpus.bad or ())
         if store is None:
-            if not settings.tokenizer and (corpus.is_chat or (train and not encoder)):
+            if not settings.tokenizer and (corpus.is_chat or (train_sources and not encoder)):
                 raise InputError(f"data {name!r} needs train.tokenizer: {NEEDS_TOKENIZER[corpus.is_chat]}.")
             chats = open_chat_tokenizer(path, encoder, loss_on=settings.loss_on) if encoder and corpus.is_chat else None
-            opened = open_store(corpus, chats or encoder, vocab_size=vocab_size, folder=folder)
-            encoder, store = encoder or TextTokenizer(opened.tokenizer, opened.end_id), opened.store
-            skipped += opened.skipped_records
+            opened_store = open_store(corpus, chats or encoder, vocab_size=vocab_size, folder=folder)
+            encoder, store = encoder or TextTokenizer(opened_store.tokenizer, opened_store.end_id), opened_store.store
+            num_skipped += opened_store.skipped_records
         store = with_mask_data(store, mask, name)
-        for sources, part in zip((train, held_out), split(store, settings.held_out), strict=True):
-            sources.append(Source(part, packing, name, share))
-    filled = tuple(source for source in held_out if len(source.store))
-    return Data(encoder.tokenizer if encoder else None, tuple(train), filled, skipped)
+        for sources, part_store in zip((train_sources, held_sources), split(store, settings.held_out), strict=True):
+            sources.append(Source(part_store, packing, name, share))
+    filled_sources = tuple(source for source in held_sources if len(source.store))
+    return Data(encoder.tokenizer if encoder else None, tuple(train_sources), filled_sources, num_skipped)
 
 
 class Batches:
@@ -164,8 +164,8 @@ class Batches:
     def _begin(self, phase: DataPhase) -> None:
         self.phase, self._mixture = phase, SourcePattern(list(phase.shares.values()))
         self.samples = [
-            Samples(source.store, phase.draw, phase.drawn.get(source.name, ()), number=number)
-            for number, source in enumerate(self.sources)
+            Samples(source.store, phase.draw, phase.drawn.get(source.name, ()), number=source_index)
+            for source_index, source in enumerate(self.sources)
         ]
 
     def go_on(self, phase: DataPhase | None, samples: int) -> None:
@@ -190,8 +190,8 @@ class Batches:
 
     def find(self, sample: int) -> tuple[Rows, int]:
         """Returns the rows that have a sample of the run, and its number among them."""
-        source, number = self._mixture.find(sample - self.phase.first)
-        return self.samples[source].find(number)
+        source_index, source_sample = self._mixture.find(sample - self.phase.first)
+        return self.samples[source_index].find(source_sample)
 
     def _found(self, first_sample: int, row_slice: slice = slice(None)) -> list[tuple[Rows, int]]:
         return [self.find(first_sample + row) for row in range(self.batch_seqs)[row_slice]]
@@ -207,20 +207,20 @@ class Batches:
     ) -> dict[str, np.ndarray]:
         """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch;
         ``with_second`` adds `second_labels`, ``data`` what a mask reads, by the names of `MASK_DATA`."""
-        drawn, positions = self._found(first_sample, row_slice), self.order[position_slice]
+        drawn_rows, positions = self._found(first_sample, row_slice), self.order[position_slice]
 
         def read(positions: np.ndarray) -> dict[str, np.ndarray]:
-            parts = zip(*(rows.read(number, positions) for rows, number in drawn), strict=True)
-            return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, parts, strict=True)}
+            field_arrays = zip(*(rows.read(row, positions) for rows, row in drawn_rows), strict=True)
+            return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, field_arrays, strict=True)}
 
         part = read(positions)
-        part |= {name: np.stack([rows.mask_data(name, number, positions) for rows, number in drawn]) for name in data}
+        part |= {name: np.stack([rows.mask_data(name, row, positions) for rows, row in drawn_rows]) for name in data}
         return part | second_labels(part, read(np.minimum(positions + 1, self.seq_len - 1))) if with_second else part
 
     def num_labels(self, first_sample: int, *, skipped: int = 0) -> int:
         """Counts the labels of the whole global batch, without those of the first ``skipped`` positions of each
         document; reads no tokens."""
-        return sum(rows.num_labels(number, skipped=skipped) for rows, number in self._found(first_sample))
+        return sum(rows.num_labels(row, skipped=skipped) for rows, row in self._found(first_sample))
 
     def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
         """Makes the arrays that ``shardings`` names; each device reads its own rows and positions.
@@ -229,22 +229,22 @@ class Batches:
         [batch_seqs, seq_len], as is what a mask reads of each token; what it reads of each row is [batch_seqs].
         ``num_labels`` and ``num_mtp_labels`` are float32 scalars, the labels of the whole batch on every process.
         """
-        shape, has_second = (self.batch_seqs, self.seq_len), "mtp_labels" in shardings
-        data = [name for name in MASK_DATA if name in shardings and name not in RowPart._fields]
+        batch_shape, has_second = (self.batch_seqs, self.seq_len), "mtp_labels" in shardings
+        names = [name for name in MASK_DATA if name in shardings and name not in RowPart._fields]
         # All arrays, and replicas of a shard, share one read.
         read = lru_cache(maxsize=None)(
-            lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d), with_second=has_second, data=data)
+            lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d), with_second=has_second, data=names)
         )
 
         def part(name: str, index: Any) -> np.ndarray:
             if name.startswith("num_"):
                 skipped = int(name == "num_mtp_labels")
                 return np.asarray(self.num_labels(first_sample, skipped=skipped), np.float32)
-            (a, b, _), (c, d, _) = (s.indices(n) for s, n in zip((*index, slice(None))[:2], shape, strict=True))
+            (a, b, _), (c, d, _) = (s.indices(n) for s, n in zip((*index, slice(None))[:2], batch_shape, strict=True))
             return read(a, b, c, d)[name]
 
         def whole(name: str, sharding: Sharding) -> Array:
-            array_shape = () if name.startswith("num_") else shape[: len(MASK_DATA.get(name, shape))]
+            array_shape = () if name.startswith("num_") else batch_shape[: len(MASK_DATA.get(name, batch_shape))]
             return jax.make_array_from_callback(array_shape, sharding, lambda index: part(name, index))
 
         return {name: whole(name, sharding) for name, sharding in shardings.items()}

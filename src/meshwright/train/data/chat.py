@@ -50,46 +50,46 @@ class ChatTokenizer(NamedTuple):
         Raises InputError for a record that is malformed or that the template refuses; with ``skip_bad`` it becomes
         None.
         """
-        encoded: list[list[int] | None] = []
+        ids_by_piece: list[list[int] | None] = []
         for piece in pieces:
             try:
-                encoded.append(self._tokens(msgspec.json.decode(piece.text), piece.text, piece.where))
+                ids_by_piece.append(self._tokens(msgspec.json.decode(piece.text), piece.text, piece.where))
             except InputError as error:
                 if not skip_bad:
                     raise InputError(f"{str(error).removesuffix('.')}; {SKIP}.") from None
-                encoded.append(None)
-        return encoded
+                ids_by_piece.append(None)
+        return ids_by_piece
 
     def _tokens(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
         if BEGIN in raw or END in raw:
             raise InputError(f"{where} has the code {BEGIN!a} or {END!a}, which is not a character. Take it out.")
         prompt, completion, prompt_ids = record.get("prompt"), record.get("completion"), list[int]()
-        chat = list[dict[str, Any]]()
+        messages = list[dict[str, Any]]()
         if prompt is None:
-            chat = _messages(record.get("messages"), where)
-            ids, counted = self._rendered(record, chat, where)
+            messages = _messages(record.get("messages"), where)
+            token_ids, is_counted = self._rendered(record, messages, where)
         elif isinstance(prompt, str) and isinstance(completion, str) and self.loss_on != "assistant":
-            end = self.tokenizer.id_to_token(self.end_id) or ""
-            text = prompt + completion.removesuffix(end) + end
-            prompt_ids, ids = self.tokenizer.encode(prompt).ids, self.tokenizer.encode(text).ids
-            counted = np.ones(len(ids), bool)
+            end_text = self.tokenizer.id_to_token(self.end_id) or ""
+            text = prompt + completion.removesuffix(end_text) + end_text
+            prompt_ids, token_ids = self.tokenizer.encode(prompt).ids, self.tokenizer.encode(text).ids
+            is_counted = np.ones(len(token_ids), bool)
         else:
             prompt_messages = _messages(prompt, where)
             prompt_ids, _ = self._rendered(record, prompt_messages, where, add_generation_prompt=True)
-            chat = prompt_messages + _messages(completion, where)
-            ids, counted = self._rendered(record, chat, where)
+            messages = prompt_messages + _messages(completion, where)
+            token_ids, is_counted = self._rendered(record, messages, where)
         if prompt is not None and self.loss_on != "all":
             # Tokens may merge where the completion begins: it counts from the first token that differs.
-            is_same = [left == right for left, right in zip(prompt_ids, ids, strict=False)]
-            counted[: (*is_same, False).index(False)] = False
-        if self.loss_on == "assistant" and not counted.any():
-            roles = dict.fromkeys(str(message.get("role")) for message in chat)
+            is_same = [left == right for left, right in zip(prompt_ids, token_ids, strict=False)]
+            is_counted[: (*is_same, False).index(False)] = False
+        if self.loss_on == "assistant" and not is_counted.any():
+            roles = dict.fromkeys(str(message.get("role")) for message in messages)
             raise InputError(
                 f"{where} has no message of the assistant, but of {', '.join(roles)}. Mend or leave out the record, or "
                 "leave out train.loss_on=assistant."
             )
-        tokens = np.array(ids, np.int64)
-        return np.where(counted, tokens, ~tokens).tolist()
+        id_array = np.array(token_ids, np.int64)
+        return np.where(is_counted, id_array, ~id_array).tolist()
 
     def _rendered(
         self, record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, **asked: bool
@@ -107,31 +107,31 @@ class ChatTokenizer(NamedTuple):
         except Exception as error:  # of the tools, or of their names and the template's
             reason = str(error).removesuffix(".").removeprefix(REFUSES)
             raise InputError(f"{where}: {REFUSES}{reason}. Mend the record.") from None
-        parts = re.split(f"[{BEGIN}{END}]", text)
-        encoding = self.tokenizer.encode("".join(parts), add_special_tokens=False)
-        counted = np.full(len(encoding.ids), self.loss_on != "assistant")
-        char_ends = np.cumsum([len(part) for part in parts])
-        for begin, end in zip(char_ends[0::2], char_ends[1::2], strict=False):
-            first_token, last_token = (encoding.char_to_token(int(char)) for char in (begin, end - 1))
-            if begin < end and first_token is not None:
-                counted[first_token : None if last_token is None else last_token + 1] = True
-        return encoding.ids, counted
+        text_parts = re.split(f"[{BEGIN}{END}]", text)
+        encoding = self.tokenizer.encode("".join(text_parts), add_special_tokens=False)
+        is_counted = np.full(len(encoding.ids), self.loss_on != "assistant")
+        char_ends = np.cumsum([len(part) for part in text_parts])
+        for begin_char, end_char in zip(char_ends[0::2], char_ends[1::2], strict=False):
+            first_token, last_token = (encoding.char_to_token(int(char)) for char in (begin_char, end_char - 1))
+            if begin_char < end_char and first_token is not None:
+                is_counted[first_token : None if last_token is None else last_token + 1] = True
+        return encoding.ids, is_counted
 
 
-def _messages(found: Any, where: str) -> list[dict[str, Any]]:
+def _messages(chat: Any, where: str) -> list[dict[str, Any]]:
     """Returns the messages of a chat, each of which says something."""
-    if not (isinstance(found, list) and found and all(isinstance(entry, dict) and "role" in entry for entry in found)):
+    if not (isinstance(chat, list) and chat and all(isinstance(entry, dict) and "role" in entry for entry in chat)):
         raise InputError(
             f"{where} is no chat. Give messages=[{{role, content}}, ...], or prompt and completion, both texts or both "
             "such lists (lists for train.loss_on=assistant)."
         )
-    for number, message in enumerate(found, 1):
+    for message_number, message in enumerate(chat, 1):
         if not _says_something(message):
             raise InputError(
-                f"{where}: message {number}, of role {message.get('role')!r}, has no content that is a text. "
+                f"{where}: message {message_number}, of role {message.get('role')!r}, has no content that is a text. "
                 "Mend the record."
             )
-    return found
+    return chat
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:
@@ -148,14 +148,14 @@ def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) ->
 
     Raises InputError, with ``loss_on`` "assistant", for a template without `generation` blocks.
     """
-    place = as_folder(path.expanduser())
-    folder = place if place.is_dir() else place.parent
+    source_path = as_folder(path.expanduser())
+    folder = source_path if source_path.is_dir() else source_path.parent
     chats = read_chat_templates(folder)
     if chats and loss_on == "assistant" and not re.search(r"\{%-?\s*generation\s*-?%\}", chats.sources["default"]):
         raise InputError(
             f"the chat template of {folder} does not mark what the assistant says, as train.loss_on=assistant needs. "
             "Put {% generation %} and {% endgeneration %} around that, or leave the setting out."
         )
-    identity = json.dumps([given.identity, *((chats.sources, chats.special) if chats else ()), loss_on])
-    digest = hashlib.sha256(identity.encode()).hexdigest()
+    identity_text = json.dumps([given.identity, *((chats.sources, chats.special) if chats else ()), loss_on])
+    digest = hashlib.sha256(identity_text.encode()).hexdigest()
     return ChatTokenizer(given.tokenizer, given.end_id, chats, loss_on, folder, digest)

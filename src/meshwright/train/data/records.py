@@ -43,9 +43,9 @@ def open_records(corpus: FileCorpus, rule: Rule | None, *, vocab_size: int) -> T
             corpus.bad.add(where)
     if not records:
         raise InputError(f"data {corpus.data!r} has no record of tokens that can be read.")
-    edges = np.cumsum([0, *(len(record["tokens"]) for record in records)], dtype=np.uint64)
+    record_edges = np.cumsum([0, *(len(record["tokens"]) for record in records)], dtype=np.uint64)
     columns = {name: np.concatenate([record[name] for record in records]) for name in records[0]}
-    return TokenStore(columns.pop("tokens"), edges, columns=columns)
+    return TokenStore(columns.pop("tokens"), record_edges, columns=columns)
 
 
 def _read(fields: dict[str, Any], where: str, rule: Rule | None, vocab_size: int) -> dict[str, np.ndarray]:
@@ -54,42 +54,42 @@ def _read(fields: dict[str, Any], where: str, rule: Rule | None, vocab_size: int
         record = msgspec.convert(fields, TokenRecord)
     except msgspec.ValidationError as error:
         raise InputError(f"{where}: {str(error)[0].lower()}{str(error)[1:]}. Mend it.") from None
-    length, bad_tokens = len(record.tokens), [token for token in record.tokens if not 0 <= token < vocab_size]
-    if bad_tokens or not length:
+    seq_len, bad_tokens = len(record.tokens), [token for token in record.tokens if not 0 <= token < vocab_size]
+    if bad_tokens or not seq_len:
         fault = f"has the token {bad_tokens[0]}" if bad_tokens else "has no tokens"
         raise InputError(f"{where} {fault}. Give tokens from 0 to {vocab_size - 1}, the vocabulary of the model.")
-    tokens, counted = np.array(record.tokens, np.int32), np.ones(length, bool)
+    tokens, is_counted = np.array(record.tokens, np.int32), np.ones(seq_len, bool)
     if rule is None:
         return {"tokens": tokens}
     columns = {name: _column(record, name, where) for name in rule.data if name in FIELDS}
-    array_of = {"lengths": np.array([length]), "documents": np.zeros((1, length), np.int32)}
-    array_of |= {name: column[:1] if name == "prefix" else column[None] for name, column in columns.items()}
-    mask, positions = rule.make(*(array_of[name] for name in rule.data)), np.arange(length - 1)
-    counted[1:] = mask(0, 0, positions + 1, positions) & ~mask(0, 0, positions, positions + 1)
-    return {"tokens": np.where(counted, tokens, ~tokens), **columns}
+    array_by_name = {"lengths": np.array([seq_len]), "documents": np.zeros((1, seq_len), np.int32)}
+    array_by_name |= {name: column[:1] if name == "prefix" else column[None] for name, column in columns.items()}
+    mask, positions = rule.make(*(array_by_name[name] for name in rule.data)), np.arange(seq_len - 1)
+    is_counted[1:] = mask(0, 0, positions + 1, positions) & ~mask(0, 0, positions, positions + 1)
+    return {"tokens": np.where(is_counted, tokens, ~tokens), **columns}
 
 
 def _column(record: TokenRecord, name: str, where: str) -> np.ndarray:
     """Returns what a mask reads of each token of a record, int32."""
-    length, field, column = len(record.tokens), FIELDS[name], np.zeros(len(record.tokens), np.int32)
+    seq_len, field, column = len(record.tokens), FIELDS[name], np.zeros(len(record.tokens), np.int32)
     value: Any = getattr(record, field)
     if value is None:
         raise InputError(f"{where} has no {field}, which the mask of the model reads. Add it.")
     if name == "prefix":
-        if not 0 <= value <= length:
-            raise InputError(f"{where}: prefix is {value}, of {length} tokens. Use 0 to {length}.")
+        if not 0 <= value <= seq_len:
+            raise InputError(f"{where}: prefix is {value}, of {seq_len} tokens. Use 0 to {seq_len}.")
         return column + np.int32(value)
     if name == "spans":
-        for number, (first, end) in enumerate(value, start=1):
-            if not 0 <= first < end <= length or column[first:end].any():
+        for span_number, (first, end) in enumerate(value, start=1):
+            if not 0 <= first < end <= seq_len or column[first:end].any():
                 raise InputError(
-                    f"{where}: span [{first}, {end}) is empty, overlaps another or exceeds the {length} tokens. Give "
+                    f"{where}: span [{first}, {end}) is empty, overlaps another or exceeds the {seq_len} tokens. Give "
                     "the first token of each image and the one after its last."
                 )
-            column[first:end] = number
+            column[first:end] = span_number
         return column
-    if len(value) != length:
-        raise InputError(f"{where} has {length} tokens and {len(value)} of {field}. Give one for each token.")
+    if len(value) != seq_len:
+        raise InputError(f"{where} has {seq_len} tokens and {len(value)} of {field}. Give one for each token.")
     if name == "is_global":
         return column + np.array(value, np.int32)
     for token, parent in enumerate(value):
@@ -101,16 +101,16 @@ def _column(record: TokenRecord, name: str, where: str) -> np.ndarray:
 def with_mask_data(store: TokenStore, rule: Rule | None, data: str) -> TokenStore:
     """Returns a store with what the mask ``rule`` reads of its records: a prefix is what comes before the first token
     that counts in the loss. Raises InputError where ``data`` does not have it."""
-    missing = [name for name in (rule.data if rule else ()) if name in FIELDS and name not in store.columns]
-    if missing == ["prefix"] and store.is_records:
-        counted = np.append(np.flatnonzero(store.read(np.arange(len(store))) >= 0), len(store))
-        edges = store.starts.astype(np.int64)
-        prefixes = counted[np.searchsorted(counted, edges[:-1])] - edges[:-1]
-        if prefixes.any():
-            columns = {**store.columns, "prefix": np.repeat(prefixes, np.diff(edges))}
+    missing_names = [name for name in (rule.data if rule else ()) if name in FIELDS and name not in store.columns]
+    if missing_names == ["prefix"] and store.is_records:
+        counted_indices = np.append(np.flatnonzero(store.read(np.arange(len(store))) >= 0), len(store))
+        record_edges = store.starts.astype(np.int64)
+        prefix_lens = counted_indices[np.searchsorted(counted_indices, record_edges[:-1])] - record_edges[:-1]
+        if prefix_lens.any():
+            columns = {**store.columns, "prefix": np.repeat(prefix_lens, np.diff(record_edges))}
             return TokenStore(store.tokens, store.starts, columns=columns)
-    if missing:
-        fields = ", ".join(dict.fromkeys(FIELDS[name] for name in missing))
+    if missing_names:
+        fields = ", ".join(dict.fromkeys(FIELDS[name] for name in missing_names))
         raise InputError(
             f"the mask of the model reads {fields} of each record, and data {data!r} has none. Give JSON lines with "
             f"tokens and {fields}{', or a prompt and a completion' * (fields == 'prefix')}."

@@ -50,36 +50,36 @@ class Rows:
 
     def spans(self, number: int) -> list[TokenSpan]:
         """Returns the spans of the store that a row takes tokens from; they include tokens that it cuts."""
-        start = number * self.seq_len
-        return [(start, min(start + self.seq_len, len(self.store)))]
+        first_token = number * self.seq_len
+        return [(first_token, min(first_token + self.seq_len, len(self.store)))]
 
-    def _pieces(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _pieces(self, row_index: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the edges between pieces, as indices in the row, and for each piece (one more than edges) the shift
         from an index in the row to the index in the store."""
-        start = number * self.seq_len
-        edges = self.store.boundaries(start, start + self.seq_len) if self.packing else np.empty(0, np.int64)
-        return edges - start, np.full(len(edges) + 1, start)
+        row_start = row_index * self.seq_len
+        edges = self.store.boundaries(row_start, row_start + self.seq_len) if self.packing else np.empty(0, np.int64)
+        return edges - row_start, np.full(len(edges) + 1, row_start)
 
     def read(self, number: int, positions: np.ndarray) -> RowPart:
         """Reads these positions of a row; reads only their tokens, and the token after each, from disk."""
-        edges, documents, indices = self._places(number, positions)
+        piece_edges, documents, indices = self._places(number, positions)
         # Padding and last tokens read some token that lies within the store, and are masked.
         last_index = len(self.store) - 1
         # Padding continues the positions before it, for attention that has no document numbers.
-        starts = np.concatenate([[0], edges])[documents - (indices > last_index)]
-        stored = self.store.read(np.minimum(indices, last_index))
+        starts = np.concatenate([[0], piece_edges])[documents - (indices > last_index)]
+        stored_tokens = self.store.read(np.minimum(indices, last_index))
         # A token without a loss is stored as its complement, below 0.
-        tokens = np.where(indices <= last_index, np.maximum(stored, ~stored), PADDING)
+        tokens = np.where(indices <= last_index, np.maximum(stored_tokens, ~stored_tokens), PADDING)
         next_tokens = self.store.read(np.minimum(indices + 1, last_index))
-        continues = (np.searchsorted(edges, positions + 1, side="right") == documents) & (indices < last_index)
-        labels = np.where(continues, np.maximum(next_tokens, NO_LABEL), NO_LABEL)
+        has_next = (np.searchsorted(piece_edges, positions + 1, side="right") == documents) & (indices < last_index)
+        labels = np.where(has_next, np.maximum(next_tokens, NO_LABEL), NO_LABEL)
         return RowPart(*(np.asarray(array, np.int32) for array in (tokens, labels, positions - starts, documents)))
 
-    def _places(self, number: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _places(self, row_index: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the edges between pieces, and of each position the piece and the index in the store."""
-        edges, shifts = self._pieces(number)
-        documents = np.searchsorted(edges, positions, side="right")
-        return edges, documents, shifts[documents] + positions
+        piece_edges, shifts = self._pieces(row_index)
+        documents = np.searchsorted(piece_edges, positions, side="right")
+        return piece_edges, documents, shifts[documents] + positions
 
     def mask_data(self, name: str, number: int, positions: np.ndarray) -> np.ndarray:
         """Returns what a mask reads of these positions of a row, 0 for padding, or of the row, a scalar; int32."""
@@ -107,32 +107,32 @@ class WholeRows(Rows):
 
     def __init__(self, store: TokenStore, seq_len: int, *, packing: bool = True) -> None:
         self.store, self.seq_len, self.packing = store, seq_len, packing
-        edges = np.concatenate([[0], store.boundaries(0, len(store))])
-        self._starts, self._stops = edges[:-1], edges[1:]
-        self._sizes = np.minimum(np.diff(edges), seq_len)
+        doc_edges = np.concatenate([[0], store.boundaries(0, len(store))])
+        self._starts, self._stops = doc_edges[:-1], doc_edges[1:]
+        self._sizes = np.minimum(np.diff(doc_edges), seq_len)
         self._predicted = np.flatnonzero(store.read(np.arange(len(store))) >= 0)
         used_docs = np.flatnonzero(self._labels(np.arange(len(self._sizes))))
-        self._rows = fill_rows(self._sizes, used_docs, seq_len) if packing else [[int(number)] for number in used_docs]
+        self._rows = fill_rows(self._sizes, used_docs, seq_len) if packing else [[int(doc)] for doc in used_docs]
         self._length = len(self._rows)
         fill_share = self._sizes[used_docs].sum() / max(1, self._length * seq_len)
         self.summary = (
             f"{len(used_docs)} records {'packed' if packing else 'padded'} into {self._length} rows of {seq_len}, "
-            f"{fill_share:.0%} filled; {(np.diff(edges)[used_docs] > seq_len).sum()} cut, "
-            f"{len(edges) - 1 - len(used_docs)} left out: nothing to predict in their first {seq_len} tokens"
+            f"{fill_share:.0%} filled; {(np.diff(doc_edges)[used_docs] > seq_len).sum()} cut, "
+            f"{len(doc_edges) - 1 - len(used_docs)} left out: nothing to predict in their first {seq_len} tokens"
         )
 
     def spans(self, number: int) -> list[TokenSpan]:
         return [(int(self._starts[document]), int(self._stops[document])) for document in self._rows[number]]
 
-    def _pieces(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        row = self._rows[number]
-        ends = np.cumsum(self._sizes[row])
-        return ends, np.append(self._starts[row] - ends + self._sizes[row], len(self.store))
+    def _pieces(self, row_index: int) -> tuple[np.ndarray, np.ndarray]:
+        row_docs = self._rows[row_index]
+        piece_ends = np.cumsum(self._sizes[row_docs])
+        return piece_ends, np.append(self._starts[row_docs] - piece_ends + self._sizes[row_docs], len(self.store))
 
     def _labels(self, documents: Sequence[int] | np.ndarray, skipped: int = 0) -> np.ndarray:
         """Returns the number of labels of each document before its cut, without the first ``skipped`` positions."""
-        starts = self._starts[documents]
-        num_before = np.searchsorted(self._predicted, [starts + 1 + skipped, starts + self._sizes[documents]])
+        doc_starts = self._starts[documents]
+        num_before = np.searchsorted(self._predicted, [doc_starts + 1 + skipped, doc_starts + self._sizes[documents]])
         return np.maximum(num_before[1] - num_before[0], 0)
 
     def num_labels(self, number: int, *, skipped: int = 0) -> int:
@@ -142,22 +142,22 @@ class WholeRows(Rows):
 def fill_rows(sizes: np.ndarray, kept: np.ndarray, seq_len: int) -> list[list[int]]:
     """Packs the documents ``kept`` into rows of at most ``seq_len`` tokens: best fit, longest first."""
     rows: list[list[int]] = []
-    by_room: defaultdict[int, deque[list[int]]] = defaultdict(deque)
-    rooms: list[int] = []  # the keys of ``by_room``, sorted
-    for number in kept[np.argsort(-sizes[kept], kind="stable")]:
-        size = int(sizes[number])
-        index = bisect_left(rooms, size)
-        if index == len(rooms):
+    rows_by_room: defaultdict[int, deque[list[int]]] = defaultdict(deque)
+    rooms: list[int] = []  # the keys of ``rows_by_room``, sorted
+    for document in kept[np.argsort(-sizes[kept], kind="stable")]:
+        num_tokens = int(sizes[document])
+        room_index = bisect_left(rooms, num_tokens)
+        if room_index == len(rooms):
             row, room = list[int](), seq_len
             rows.append(row)
         else:
-            room = rooms[index]
-            row = by_room[room].popleft()
-            if not by_room[room]:
-                del by_room[room], rooms[index]
-        row.append(int(number))
-        if room > size:
-            if room - size not in by_room:
-                insort(rooms, room - size)
-            by_room[room - size].append(row)
+            room = rooms[room_index]
+            row = rows_by_room[room].popleft()
+            if not rows_by_room[room]:
+                del rows_by_room[room], rooms[room_index]
+        row.append(int(document))
+        if room > num_tokens:
+            if room - num_tokens not in rows_by_room:
+                insort(rooms, room - num_tokens)
+            rows_by_room[room - num_tokens].append(row)
     return rows

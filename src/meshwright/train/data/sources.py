@@ -57,10 +57,10 @@ class DataPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         new = msgspec.structs.replace(new, tokens=tokens)
         if msgspec.structs.replace(new, first=self.first, drawn=self.drawn) == self:
             return self
-        drawn, counts = dict(self.drawn), SourcePattern(list(self.shares.values())).drawn(samples - self.first)
+        draws_by_name, counts = dict(self.drawn), SourcePattern(list(self.shares.values())).drawn(samples - self.first)
         for name, count in zip(self.shares, counts, strict=True):
-            drawn[name] = [*drawn.get(name, ()), msgspec.structs.replace(self.draw, samples=count)]
-        return msgspec.structs.replace(new, first=samples, drawn=drawn)
+            draws_by_name[name] = [*draws_by_name.get(name, ()), msgspec.structs.replace(self.draw, samples=count)]
+        return msgspec.structs.replace(new, first=samples, drawn=draws_by_name)
 
 
 class Source(NamedTuple):
@@ -84,14 +84,14 @@ class Samples:
     """
 
     def __init__(self, store: TokenStore, draw: Draw, drawn: Sequence[Draw] = (), *, number: int = 0) -> None:
-        earlier = Samples(store, drawn[-1], drawn[:-1], number=number) if drawn else None
-        self._before = earlier.epochs(drawn[-1].samples) if earlier else 0.0
-        spans_left = earlier.left(drawn[-1].samples) if earlier else ()
+        earlier_samples = Samples(store, drawn[-1], drawn[:-1], number=number) if drawn else None
+        self._before = earlier_samples.epochs(drawn[-1].samples) if earlier_samples else 0.0
+        spans_left = earlier_samples.left(drawn[-1].samples) if earlier_samples else ()
         self.rest = Source(store.part(spans_left), draw.packing).rows(draw.seq_len)
         self.rows = Source(store, draw.packing).rows(draw.seq_len)
         # Grain adds the epoch to the seed, so the seed is hashed first: epochs of neighbouring seeds would repeat.
-        seeds = np.random.SeedSequence(draw.seed, spawn_key=(number,) if number else ())
-        self._seed = int(seeds.generate_state(1)[0])
+        seed_sequence = np.random.SeedSequence(draw.seed, spawn_key=(number,) if number else ())
+        self._seed = int(seed_sequence.generate_state(1)[0])
 
     @cached_property
     def _orders(self) -> tuple["grain.MapDataset[int]", "grain.MapDataset[int]"]:
@@ -119,8 +119,8 @@ class Samples:
             return []
         rows = self.find(epoch_start)[0]
         spans = sorted(span for sample in range(epoch_start, samples) for span in rows.spans(self.find(sample)[1]))
-        edges = [0, *(edge for span in spans for edge in span), len(rows.store)]
-        gaps = zip(edges[::2], edges[1::2], strict=True)
+        token_edges = [0, *(edge for span in spans for edge in span), len(rows.store)]
+        gaps = zip(token_edges[::2], token_edges[1::2], strict=True)
         return [span for start, stop in gaps if start < stop for span in rows.store.in_file(start, stop)]
 
 
@@ -130,19 +130,19 @@ class SourcePattern:
     def __init__(self, shares: Sequence[float]) -> None:
         scale = 1 if all(share == int(share) for share in shares) else PATTERN / sum(shares)
         self.counts = [max(1, round(share * scale)) for share in shares]
-        times = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
-        order = np.argsort(times, kind="stable")
-        self.pattern = np.repeat(np.arange(len(shares)), self.counts)[order]
-        self._number = np.concatenate([np.arange(count) for count in self.counts])[order]
+        draw_times = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
+        time_order = np.argsort(draw_times, kind="stable")
+        self.pattern = np.repeat(np.arange(len(shares)), self.counts)[time_order]
+        self._number = np.concatenate([np.arange(count) for count in self.counts])[time_order]
 
     def find(self, sample: int) -> tuple[int, int]:
         """Returns the source of a sample, and its number among the samples of that source."""
-        repeats, place = divmod(sample, len(self.pattern))
-        source = int(self.pattern[place])
-        return source, repeats * self.counts[source] + int(self._number[place])
+        num_repeats, position = divmod(sample, len(self.pattern))
+        source_index = int(self.pattern[position])
+        return source_index, num_repeats * self.counts[source_index] + int(self._number[position])
 
     def drawn(self, samples: int) -> list[int]:
         """Returns how many of the first ``samples`` are of each source."""
-        repeats, place = divmod(samples, len(self.pattern))
-        rest_counts = np.bincount(self.pattern[:place], minlength=len(self.counts))
-        return [repeats * count + int(extra) for count, extra in zip(self.counts, rest_counts, strict=True)]
+        num_repeats, position = divmod(samples, len(self.pattern))
+        rest_counts = np.bincount(self.pattern[:position], minlength=len(self.counts))
+        return [num_repeats * count + int(extra) for count, extra in zip(self.counts, rest_counts, strict=True)]

@@ -96,47 +96,47 @@ def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, f
     # Raises the error of the trainer before any file is read.
     if given is None and vocab_size < SMALLEST_VOCAB:
         train_tokenizer((), vocab_size=vocab_size)
-    encoder = given.identity if given else f"bpe {tokenizers.__version__} {vocab_size} {TRAINED_CHARS}"
-    path = folder / hashlib.sha256(f"{FORMAT} {encoder} {corpus.identity()}".encode()).hexdigest()[:24]
+    encoder_text = given.identity if given else f"bpe {tokenizers.__version__} {vocab_size} {TRAINED_CHARS}"
+    path = folder / hashlib.sha256(f"{FORMAT} {encoder_text} {corpus.identity()}".encode()).hexdigest()[:24]
     if not path.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(path) as part:
+        with _alone(path) as part_folder:
             # Another process may have made it while this one waited.
             if not path.is_dir():
                 try:
-                    _build(corpus, given, vocab_size, part)
+                    _build(corpus, given, vocab_size, part_folder)
                 except (InputError, CannotRunError):
                     # No later try can use it: the store of a corrected text has another name.
-                    shutil.rmtree(part, ignore_errors=True)
+                    shutil.rmtree(part_folder, ignore_errors=True)
                     raise
                 try:
-                    os.rename(part, path)
+                    os.rename(part_folder, path)
                     sync(folder)
                 except OSError:
                     # Another process was faster: its store stays.
                     if not path.is_dir():
                         raise
-                    shutil.rmtree(part, ignore_errors=True)
+                    shutil.rmtree(part_folder, ignore_errors=True)
     return _open(path)
 
 
-def _build(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int, part: Path) -> None:
-    """Builds a whole store in the folder ``part``, and continues an earlier try there."""
-    part.mkdir(exist_ok=True)
-    file = part / TOKENIZER
-    if given is None and not file.is_file():
-        save_tokenizer(train_tokenizer(corpus.sample(TRAINED_CHARS), vocab_size=vocab_size), file)
-    elif given is not None:
-        save_tokenizer(given.tokenizer, file)
-    encoder = given or TextTokenizer(load_tokenizer(file), END_ID)
-    written = tokenise(corpus, encoder, folder=part)
-    if not written.documents:
+def _build(corpus: Corpus, given_tokenizer: AnyTokenizer | None, vocab_size: int, part_folder: Path) -> None:
+    """Builds a whole store in the folder ``part_folder``, and continues an earlier try there."""
+    part_folder.mkdir(exist_ok=True)
+    tokenizer_file = part_folder / TOKENIZER
+    if given_tokenizer is None and not tokenizer_file.is_file():
+        save_tokenizer(train_tokenizer(corpus.sample(TRAINED_CHARS), vocab_size=vocab_size), tokenizer_file)
+    elif given_tokenizer is not None:
+        save_tokenizer(given_tokenizer.tokenizer, tokenizer_file)
+    encoder = given_tokenizer or TextTokenizer(load_tokenizer(tokenizer_file), END_ID)
+    counts = tokenise(corpus, encoder, folder=part_folder)
+    if not counts.documents:
         raise InputError("every record is bad and left out. Run without --skip-bad-records to see why.")
-    skipped = len(corpus.bad or ()) + written.refused
-    meta = Meta(dtype=encoder.dtype, end_id=encoder.end_id, written=written, skipped_records=skipped)
-    write_json_whole(part / META, meta)
-    checksums(part / TOKENS).tofile(part / CHECKSUMS)
-    write_sums(part, [part / name for name in (TOKENS, STARTS, CHECKSUMS, META, TOKENIZER)])
+    num_skipped = len(corpus.bad or ()) + counts.refused
+    meta = Meta(dtype=encoder.dtype, end_id=encoder.end_id, written=counts, skipped_records=num_skipped)
+    write_json_whole(part_folder / META, meta)
+    checksums(part_folder / TOKENS).tofile(part_folder / CHECKSUMS)
+    write_sums(part_folder, [part_folder / name for name in (TOKENS, STARTS, CHECKSUMS, META, TOKENIZER)])
 
 
 @contextmanager
@@ -145,36 +145,36 @@ def _alone(path: Path) -> Iterator[Path]:
 
     The lock ends with its process. On a file system without locks each process makes the store in its own folder.
     """
-    lock = path.with_name(f".{path.name}.lock")
+    lock_path = path.with_name(f".{path.name}.lock")
     try:
-        handle = _locked(lock, path)
+        lock_file = _locked(lock_path, path)
     except OSError:
-        lock.unlink(missing_ok=True)
+        lock_path.unlink(missing_ok=True)
         yield Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
         return
-    with handle:
+    with lock_file:
         try:
             yield path.with_name(f".{path.name}.part")
         finally:
-            lock.unlink(missing_ok=True)
+            lock_path.unlink(missing_ok=True)
 
 
-def _locked(lock: Path, path: Path) -> IO[str]:
+def _locked(lock_path: Path, path: Path) -> IO[str]:
     """Waits for the lock and returns its file."""
     while True:
         with ExitStack() as stack:
-            handle = stack.enter_context(lock.open("w"))
+            lock_file = stack.enter_context(lock_path.open("w"))
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if sys.stderr.isatty():
                     print(f"waiting for another process that tokenises the same text into {path}", file=sys.stderr)
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                fcntl.flock(lock_file, fcntl.LOCK_EX)
             # The previous owner has removed the file: only a lock on the file that others will open counts.
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(handle.fileno()), lock.stat()):
+                if os.path.samestat(os.fstat(lock_file.fileno()), lock_path.stat()):
                     stack.pop_all()
-                    return handle
+                    return lock_file
 
 
 def _open(path: Path) -> Tokenised:
@@ -188,10 +188,10 @@ def _open(path: Path) -> Tokenised:
         meta = msgspec.json.decode((path / META).read_bytes(), type=Meta)
     except (OSError, *DAMAGED_JSON):
         raise InputError(f"{path} is not a store of tokens. Remove it, and it is made again.") from None
-    (tokens, size), (starts, index_size) = meta.written.files(path, meta.dtype)
+    (tokens_file, tokens_bytes), (starts_file, index_bytes) = meta.written.files(path, meta.dtype)
     # The last entry of the index is the number of tokens.
-    sizes = {tokens: size, starts: index_size + START_BYTES}
-    if not all(file.is_file() and file.stat().st_size == size for file, size in sizes.items()):
+    bytes_by_file = {tokens_file: tokens_bytes, starts_file: index_bytes + START_BYTES}
+    if not all(file.is_file() and file.stat().st_size == num_bytes for file, num_bytes in bytes_by_file.items()):
         raise InputError(f"{path} is damaged: its files do not fit {meta.written.tokens} tokens. Remove it.")
     store, tokenizer = TokenStore.open(path, dtype=meta.dtype), load_tokenizer(path / TOKENIZER)
     return Tokenised(store, tokenizer, meta.end_id, meta.skipped_records)
@@ -205,63 +205,63 @@ def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
 
     Continues an earlier call for the same folder that was stopped at any point.
     """
-    dtype, written = encoder.dtype, Written()
+    dtype, counts = encoder.dtype, Written()
     with suppress(OSError, *DAMAGED_JSON):
         journal = msgspec.json.decode((folder / JOURNAL).read_bytes(), type=Written)
         # else begins anew: after a loss of power the files may be shorter than the journal says
-        if all(path.is_file() and path.stat().st_size >= size for path, size in journal.files(folder, dtype)):
-            written = journal
+        if all(path.is_file() and path.stat().st_size >= num_bytes for path, num_bytes in journal.files(folder, dtype)):
+            counts = journal
     with ExitStack() as stack:
-        tokens, starts = (stack.enter_context(_opened(*file)) for file in written.files(folder, dtype))
+        tokens_file, starts_file = (stack.enter_context(_opened(*file)) for file in counts.files(folder, dtype))
         # shown on stderr, if that is a terminal
         console, label = Console(stderr=True, quiet=not sys.stderr.isatty()), TextColumn("{task.fields[tokens]} tokens")
-        columns = TextColumn("tokenising"), BarColumn(), label, TimeRemainingColumn()
-        bar = stack.enter_context(Progress(*columns, console=console, transient=True, disable=console.quiet))
-        task = bar.add_task("", total=max(corpus.total_bytes, 1), tokens="0")
-        for pieces in _batches(islice(corpus.pieces(), written.pieces, None)):
-            for piece, ids in zip(pieces, encoder.encode(pieces, skip_bad=corpus.bad is not None), strict=True):
-                written.pieces += 1
-                if ids is None:
-                    written.refused += 1
+        bar_columns = TextColumn("tokenising"), BarColumn(), label, TimeRemainingColumn()
+        bar = stack.enter_context(Progress(*bar_columns, console=console, transient=True, disable=console.quiet))
+        bar_task = bar.add_task("", total=max(corpus.total_bytes, 1), tokens="0")
+        for pieces in _batches(islice(corpus.pieces(), counts.pieces, None)):
+            for piece, token_ids in zip(pieces, encoder.encode(pieces, skip_bad=corpus.bad is not None), strict=True):
+                counts.pieces += 1
+                if token_ids is None:
+                    counts.refused += 1
                     continue
-                if not written.in_document:
-                    starts.write(np.uint64(written.tokens).tobytes())
-                    written.documents += 1
-                tokens.write(np.array(ids, dtype).tobytes())
-                written.tokens += len(ids)
-                written.in_document = not piece.ends_document
+                if not counts.in_document:
+                    starts_file.write(np.uint64(counts.tokens).tobytes())
+                    counts.documents += 1
+                tokens_file.write(np.array(token_ids, dtype).tobytes())
+                counts.tokens += len(token_ids)
+                counts.in_document = not piece.ends_document
             # The journal must not claim more than the files have on the disk.
-            for file in (tokens, starts):
+            for file in (tokens_file, starts_file):
                 file.flush()
                 os.fsync(file.fileno())
-            write_text_whole(folder / JOURNAL, msgspec.json.encode(written).decode())
-            bar.update(task, completed=pieces[-1].bytes_read, tokens=format_count(written.tokens))
+            write_text_whole(folder / JOURNAL, msgspec.json.encode(counts).decode())
+            bar.update(bar_task, completed=pieces[-1].bytes_read, tokens=format_count(counts.tokens))
         # The index ends with the number of tokens.
-        starts.write(np.uint64(written.tokens).tobytes())
-        for file in (tokens, starts):
+        starts_file.write(np.uint64(counts.tokens).tobytes())
+        for file in (tokens_file, starts_file):
             file.flush()
             # The rename of the folder must not reach the disk before its files.
             os.fsync(file.fileno())
     (folder / JOURNAL).unlink(missing_ok=True)
-    return written
+    return counts
 
 
 def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
     batch: list[TextPiece] = []
-    chars = 0
+    num_chars = 0
     for piece in pieces:
         batch.append(piece)
-        chars += len(piece.text)
-        if chars >= BATCH_CHARS:
+        num_chars += len(piece.text)
+        if num_chars >= BATCH_CHARS:
             yield batch
-            batch, chars = [], 0
+            batch, num_chars = [], 0
     if batch:
         yield batch
 
 
-def _opened(path: Path, size: int) -> BinaryIO:
-    """Opens a file to append after its first ``size`` bytes: a killed process may have written more."""
+def _opened(path: Path, num_bytes: int) -> BinaryIO:
+    """Opens a file to append after its first ``num_bytes``: a killed process may have written more."""
     file = path.open("r+b" if path.is_file() else "w+b")
-    file.truncate(size)
-    file.seek(size)
+    file.truncate(num_bytes)
+    file.seek(num_bytes)
     return file

@@ -113,9 +113,9 @@ class FileCorpus(NamedTuple):
 
     def sample(self, max_chars: int) -> Iterator[str]:
         """Yields about ``max_chars`` characters from the starts of all files, in proportion to their sizes."""
-        share = max_chars / max(self.total_bytes, 1)
+        sampled_share = max_chars / max(self.total_bytes, 1)
         for file in self.files:
-            chars_left = max_chars if share >= 1 else share * file.stat().st_size
+            chars_left = max_chars if sampled_share >= 1 else sampled_share * file.stat().st_size
             for piece in read_pieces(file, self.field, self.bad):
                 yield piece.text[: math.ceil(chars_left)]
                 chars_left -= len(piece.text)
@@ -139,10 +139,10 @@ class PydocCorpus(NamedTuple):
 
     def pieces(self) -> Iterator[TextPiece]:
         chars_read = 0
-        for text in self.texts:
-            chars_read += len(text)
-            for part, is_last in in_pieces([text]):
-                yield TextPiece(part, is_last, chars_read)
+        for topic_text in self.texts:
+            chars_read += len(topic_text)
+            for piece, is_last in in_pieces([topic_text]):
+                yield TextPiece(piece, is_last, chars_read)
 
     def sample(self, max_chars: int) -> Iterator[str]:
         yield from self.texts
@@ -172,12 +172,12 @@ def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
         raise InputError(f"data {data!r} is not there. {_WHAT}")
     files = _files(path)
     if not field:
-        records = [file for file in files if file.name.lower().endswith(RECORD_SUFFIXES)]
-        first_fields = _first_fields(records, skip_bad)
+        record_files = [file for file in files if file.name.lower().endswith(RECORD_SUFFIXES)]
+        first_fields = _first_fields(record_files, skip_bad)
         field = FIELD if FIELD in first_fields or not first_fields else ""
-        files = files if field else records
-    folder, bad = path if path.is_dir() else path.parent, set[str]() if skip_bad else None
-    return FileCorpus(data, folder, tuple(files), field, bad, is_tokens=first_fields == {"tokens"})
+        files = files if field else record_files
+    folder, bad_places = path if path.is_dir() else path.parent, set[str]() if skip_bad else None
+    return FileCorpus(data, folder, tuple(files), field, bad_places, is_tokens=first_fields == {"tokens"})
 
 
 def _first_fields(files: list[Path], skip_bad: bool) -> set[str]:
@@ -186,20 +186,20 @@ def _first_fields(files: list[Path], skip_bad: bool) -> set[str]:
     with suppress(InputError, CannotRunError, OSError, EOFError):  # raised again when the file is read
         for file in files:
             for record, _, _ in _records(file, "", set() if skip_bad else None):
-                fields = {FIELD, "messages", "prompt", "tokens"} & record.keys()
-                if fields or not skip_bad:
-                    return fields
+                known_fields = {FIELD, "messages", "prompt", "tokens"} & record.keys()
+                if known_fields or not skip_bad:
+                    return known_fields
     return set()
 
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = [f for f in path.rglob("*") if f.name.lower().endswith(SUFFIXES) and f.is_file()]
-    visible = [f for f in files if not any(part.startswith(".") for part in f.relative_to(path).parts)]
-    if not visible:
+    files = [file for file in path.rglob("*") if file.name.lower().endswith(SUFFIXES) and file.is_file()]
+    visible_files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    if not visible_files:
         raise InputError(f"folder {str(path)!r} has no {', '.join(SUFFIXES)} files. Name one that has.")
-    return sorted(visible)
+    return sorted(visible_files)
 
 
 # -- documents of one file -------------------------------------------------------------------------------
@@ -214,9 +214,9 @@ def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator
     """
     try:
         if not file.name.lower().endswith(RECORD_SUFFIXES):
-            with file.open("rb") as raw:
-                for text, is_last in in_pieces(_decoded(raw, file, bad)):
-                    yield TextPiece(text, is_last, raw.tell())
+            with file.open("rb") as raw_file:
+                for text, is_last in in_pieces(_decoded(raw_file, file, bad)):
+                    yield TextPiece(text, is_last, raw_file.tell())
             return
         for record, where, bytes_read in _records(file, field, bad):
             if field:
@@ -234,9 +234,9 @@ def _records(file: Path, field: str, bad: set[str] | None) -> Iterator[tuple[dic
     ``field``, if not "", is text or null. A record that cannot be read raises InputError, or its place joins ``bad``.
     """
     is_table = file.name.lower().endswith(".parquet")
-    for raw, where, bytes_read in _rows(file, field) if is_table else _lines(file):
+    for raw_record, where, bytes_read in _rows(file, field) if is_table else _lines(file):
         try:
-            record = _record(raw, where, field)
+            record = _record(raw_record, where, field)
         except InputError:
             if bad is None:
                 raise
@@ -269,48 +269,48 @@ def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
     text, is_first = "", True
     for chunk in chunks:
         text += chunk
-        start = 0
-        while len(text) - start > 2 * PIECE_CHARS:
-            end = text.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
-            yield text[start:end], False
-            start, is_first = end, False
-        text = text[start:]
+        start_char = 0
+        while len(text) - start_char > 2 * PIECE_CHARS:
+            end_char = text.rfind("\n", start_char, start_char + PIECE_CHARS) + 1 or start_char + PIECE_CHARS
+            yield text[start_char:end_char], False
+            start_char, is_first = end_char, False
+        text = text[start_char:]
     if not is_first or text.strip():
         yield text, True
 
 
 def _decoded(raw: BinaryIO, file: Path, bad: set[str] | None) -> Iterator[str]:
     """Yields the text of a file with every end of line as "\\n"."""
-    utf8 = codecs.getincrementaldecoder("utf-8")()
-    lines = io.IncrementalNewlineDecoder(utf8, translate=True)
+    utf8_decoder = codecs.getincrementaldecoder("utf-8")()
+    newline_decoder = io.IncrementalNewlineDecoder(utf8_decoder, translate=True)
     while True:
-        start = raw.tell() - len(utf8.getstate()[0])
+        start_byte = raw.tell() - len(utf8_decoder.getstate()[0])
         block = raw.read(PIECE_CHARS)
         try:
-            text = lines.decode(block, final=not block)
-            yield text if start else text.removeprefix(BOM)
+            text = newline_decoder.decode(block, final=not block)
+            yield text if start_byte else text.removeprefix(BOM)
         except UnicodeDecodeError as error:
             if bad is None:
                 raise InputError(
-                    f"{file} is not UTF-8 text (byte {start + error.start}). Convert it, or leave it out of the "
+                    f"{file} is not UTF-8 text (byte {start_byte + error.start}). Convert it, or leave it out of the "
                     f"folder; {SKIP}."
                 ) from None
             bad.add(str(file))
-            utf8.errors = "ignore"
-            yield lines.decode(block, final=not block)
+            utf8_decoder.errors = "ignore"
+            yield newline_decoder.decode(block, final=not block)
         if not block:
             return
 
 
 def _lines(file: Path) -> Iterator[tuple[bytes, str, int]]:
     """Yields the lines of a file, their places and the bytes read; of a line over `RECORD_BYTES` only its start."""
-    with file.open("rb") as raw, _unpacked(file, raw) as lines:
-        for number, line in enumerate(iter(partial(lines.readline, RECORD_BYTES + 1), b""), start=1):
-            line = line.removeprefix(BOM.encode()) if number == 1 else line
+    with file.open("rb") as raw_file, _unpacked(file, raw_file) as line_file:
+        for line_number, line in enumerate(iter(partial(line_file.readline, RECORD_BYTES + 1), b""), start=1):
+            line = line.removeprefix(BOM.encode()) if line_number == 1 else line
             if line.strip():
-                yield line, f"{file} line {number}", raw.tell()
+                yield line, f"{file} line {line_number}", raw_file.tell()
             while len(line) > RECORD_BYTES and not line.endswith(b"\n"):
-                line = lines.readline(RECORD_BYTES + 1) or b"\n"
+                line = line_file.readline(RECORD_BYTES + 1) or b"\n"
 
 
 def _unpacked(file: Path, raw: BinaryIO) -> Any:
@@ -339,10 +339,10 @@ def _rows(file: Path, field: str) -> Iterator[tuple[Any, str, int]]:
             columns = [field] if field else [name for name in (FIELD, *CHAT_FIELDS, *TOKEN_FIELDS) if name in names]
             if not set(columns) <= set(names):
                 raise InputError(f"{file} has no column {field!r}.{nearest(field, names)} Name it: data=FILE#COLUMN.")
-            size, num_read = file.stat().st_size, 0
+            num_bytes, num_read = file.stat().st_size, 0
             for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-                for place in range(len(batch)):
+                for i in range(len(batch)):
                     num_read += 1
-                    yield batch.slice(place, 1), f"{file} row {num_read}", size * num_read // table.metadata.num_rows
+                    yield batch.slice(i, 1), f"{file} row {num_read}", num_bytes * num_read // table.metadata.num_rows
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}. Mend it.") from None

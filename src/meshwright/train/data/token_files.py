@@ -26,20 +26,20 @@ def open_tokens(path: Path, *, vocab_size: int) -> TokenStore | None:
     InputError for a damaged file and for first tokens from ``vocab_size`` on; others are checked when they are read.
     """
     path = path.expanduser()
-    index = Path(f"{path.with_suffix('') if path.suffix in ('.bin', '.idx') else path}.idx")
+    index_path = Path(f"{path.with_suffix('') if path.suffix in ('.bin', '.idx') else path}.idx")
     try:
-        if index.is_file():
-            return _megatron(index, vocab_size)
+        if index_path.is_file():
+            return _megatron(index_path, vocab_size)
         files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
         files = [file for file in files if file.suffix in (".npy", ".bin")]
-        arrays = {file: _tokens(file) for file in files}
+        array_by_file = {file: _tokens(file) for file in files}
     except InputError:
         raise
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a corpus of tokens: {error}. Mend or remove that file.") from None
-    if not arrays:
+    if not array_by_file:
         return None
-    tokens = TokenFiles(arrays, vocab_size=vocab_size)
+    tokens = TokenFiles(array_by_file, vocab_size=vocab_size)
     return TokenStore(tokens, np.unique(tokens.edges).astype(np.uint64))
 
 
@@ -52,30 +52,30 @@ def _tokens(file: Path) -> np.ndarray:
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{file.name} has {array.dtype}{list(array.shape)}, not a 1-D array of integers")
         return array
-    size = file.stat().st_size
+    file_bytes = file.stat().st_size
     header = np.fromfile(file, "<i4", count=3)
     dtype = LLMC_HEADERS.get(tuple(header[:2].tolist()))
     if dtype is None:
         return np.memmap(file, "<u2", mode="r")
-    if size != LLMC_HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize:
+    if file_bytes != LLMC_HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize:
         raise ValueError(f"{file.name} does not have the {header[2]} tokens that its header says")
     return np.memmap(file, dtype, mode="r", offset=LLMC_HEADER_BYTES)
 
 
-def _megatron(index: Path, vocab_size: int) -> TokenStore:
-    raw, file = index.read_bytes(), index.with_suffix(".bin")
+def _megatron(index_path: Path, vocab_size: int) -> TokenStore:
+    raw, tokens_path = index_path.read_bytes(), index_path.with_suffix(".bin")
     if not raw.startswith(INDEX_MAGIC) or len(raw) < INDEX_HEADER_BYTES or raw[17] not in INDEX_DTYPES:
-        raise ValueError(f"{index.name} is not a Megatron index of version 1 with integer tokens")
-    num_sequences, num_documents = (int(number) for number in np.frombuffer(raw, "<u8", count=2, offset=18))
+        raise ValueError(f"{index_path.name} is not a Megatron index of version 1 with integer tokens")
+    num_sequences, num_documents = (int(count) for count in np.frombuffer(raw, "<u8", count=2, offset=18))
     if len(raw) < INDEX_HEADER_BYTES + 12 * num_sequences + 8 * num_documents:
-        raise ValueError(f"{index.name} is cut short")
-    lengths = np.frombuffer(raw, "<i4", count=num_sequences, offset=INDEX_HEADER_BYTES)
+        raise ValueError(f"{index_path.name} is cut short")
+    seq_lens = np.frombuffer(raw, "<i4", count=num_sequences, offset=INDEX_HEADER_BYTES)
     byte_offsets = np.frombuffer(raw, "<i8", count=num_sequences, offset=INDEX_HEADER_BYTES + 4 * num_sequences)
     first_seqs = np.frombuffer(raw, "<i8", count=num_documents, offset=INDEX_HEADER_BYTES + 12 * num_sequences)
-    tokens = np.memmap(file, INDEX_DTYPES[raw[17]], mode="r")
-    token_ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    tokens = np.memmap(tokens_path, INDEX_DTYPES[raw[17]], mode="r")
+    token_ends = np.concatenate([[0], np.cumsum(seq_lens, dtype=np.int64)])
     is_whole = token_ends[-1] == len(tokens) and not ((first_seqs < 0) | (first_seqs > num_sequences)).any()
-    if not is_whole or (lengths < 0).any() or not np.array_equal(byte_offsets, token_ends[:-1] * tokens.itemsize):
-        raise ValueError(f"{file.name} does not hold the sequences that {index.name} lists, in order")
-    starts = np.unique(np.concatenate([token_ends[first_seqs], token_ends[[0, -1]]])).astype(np.uint64)
-    return TokenStore(TokenFiles({file: tokens}, vocab_size=vocab_size), starts)
+    if not is_whole or (seq_lens < 0).any() or not np.array_equal(byte_offsets, token_ends[:-1] * tokens.itemsize):
+        raise ValueError(f"{tokens_path.name} does not hold the sequences that {index_path.name} lists, in order")
+    document_starts = np.unique(np.concatenate([token_ends[first_seqs], token_ends[[0, -1]]])).astype(np.uint64)
+    return TokenStore(TokenFiles({tokens_path: tokens}, vocab_size=vocab_size), document_starts)

@@ -28,8 +28,8 @@ class CheckedTokens:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.path, self.file, self.dtype = path, _mapped(path, dtype), np.dtype(dtype)
-        sums = path.with_name(CHECKSUMS)
-        self.sums = _mapped(sums, "uint32") if sums.is_file() else None  # older stores have none
+        sums_path = path.with_name(CHECKSUMS)
+        self.sums = _mapped(sums_path, "uint32") if sums_path.is_file() else None  # older stores have none
         self.checked = np.zeros(-(-self.file.nbytes // CHUNK_BYTES), bool)
         self.chunk = CHUNK_BYTES // self.file.itemsize
 
@@ -39,20 +39,20 @@ class CheckedTokens:
     def __getitem__(self, indices: np.ndarray | int) -> np.ndarray:
         """Returns the tokens at these indices of the file. Raises CannotRunError for a damaged chunk."""
         if self.sums is not None:
-            for number in np.unique(np.asarray(indices) % len(self) // self.chunk):
-                if not self.checked[number]:
-                    self._check(int(number), self.sums)
+            for chunk_index in np.unique(np.asarray(indices) % len(self) // self.chunk):
+                if not self.checked[chunk_index]:
+                    self._check(int(chunk_index), self.sums)
         return np.asarray(self.file[indices])
 
-    def _check(self, number: int, sums: np.ndarray) -> None:
-        first = number * self.chunk
-        if number >= len(sums) or zlib.crc32(self.file[first : first + self.chunk].tobytes()) != sums[number]:
-            last = min(first + self.chunk, len(self))
+    def _check(self, chunk_index: int, sums: np.ndarray) -> None:
+        start = chunk_index * self.chunk
+        if chunk_index >= len(sums) or zlib.crc32(self.file[start : start + self.chunk].tobytes()) != sums[chunk_index]:
+            stop = min(start + self.chunk, len(self))
             raise CannotRunError(
-                f"{self.path} is damaged: tokens {first} to {last - 1} are not as they were written. Remove the folder "
+                f"{self.path} is damaged: tokens {start} to {stop - 1} are not as they were written. Remove the folder "
                 f"{self.path.parent}, and it is made again."
             )
-        self.checked[number] = True
+        self.checked[chunk_index] = True
 
 
 def checksums(path: Path) -> np.ndarray:
@@ -69,8 +69,8 @@ class TokenFiles:
         self.edges = np.cumsum([0, *map(len, self.arrays)])
         # Not int32, which marks records (`TokenStore.is_records`).
         self.dtype = np.dtype(np.uint32)
-        for start, array in zip(self.edges, self.arrays, strict=False):
-            self[np.arange(start, start + min(len(array), CHECKED))]
+        for first_token, array in zip(self.edges, self.arrays, strict=False):
+            self[np.arange(first_token, first_token + min(len(array), CHECKED))]
 
     def __len__(self) -> int:
         return int(self.edges[-1])
@@ -78,19 +78,19 @@ class TokenFiles:
     def __getitem__(self, indices: np.ndarray | int) -> np.ndarray:
         """Returns the tokens at these indices. Raises InputError for one that the model does not embed."""
         positions = np.asarray(indices) % len(self)
-        files = np.searchsorted(self.edges, positions, side="right") - 1
-        result = np.zeros(positions.shape, np.int64)
-        for number in np.unique(files):
-            is_in_file = files == number
-            tokens = np.asarray(self.arrays[number][positions[is_in_file] - self.edges[number]], np.int64)
-            beyond = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
-            if len(beyond):
+        file_indices = np.searchsorted(self.edges, positions, side="right") - 1
+        all_tokens = np.zeros(positions.shape, np.int64)
+        for index in np.unique(file_indices):
+            is_in_file = file_indices == index
+            file_tokens = np.asarray(self.arrays[index][positions[is_in_file] - self.edges[index]], np.int64)
+            bad_ids = file_tokens[(file_tokens < 0) | (file_tokens >= self.vocab_size)]
+            if len(bad_ids):
                 raise InputError(
-                    f"{self.paths[number]} has the token {beyond[0]}, but the model has vocab_size={self.vocab_size}. "
+                    f"{self.paths[index]} has the token {bad_ids[0]}, but the model has vocab_size={self.vocab_size}. "
                     "Its tokenizer or its dtype is another. Give tokens of the model's own tokenizer."
                 )
-            result[is_in_file] = tokens
-        return result
+            all_tokens[is_in_file] = file_tokens
+        return all_tokens
 
 
 class TokenStore:
@@ -137,9 +137,9 @@ class TokenStore:
 
     def in_file(self, start: int, stop: int) -> Iterator[TokenSpan]:
         """Yields the spans of the file that hold the tokens from ``start`` to ``stop`` of the store."""
-        first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
-        for number in range(int(first), int(last) + 1):
-            shift, (begin, end) = int(self._shifts[number]), self.spans[number]
+        first_span, last_span = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
+        for span_index in range(int(first_span), int(last_span) + 1):
+            shift, (begin, end) = int(self._shifts[span_index]), self.spans[span_index]
             yield max(start + shift, begin), min(stop + shift, end)
 
     @property
@@ -150,9 +150,9 @@ class TokenStore:
 
     def read(self, indices: np.ndarray, column: str = "") -> np.ndarray:
         """Returns the tokens or a column at indices of the store, int32 of the same shape; only `read` reads tokens."""
-        span = np.searchsorted(self._edges[1:-1], indices, side="right")
+        span_indices = np.searchsorted(self._edges[1:-1], indices, side="right")
         array = self.columns[column] if column else self.tokens
-        return np.asarray(array[indices + self._shifts[span]], dtype=np.int32)
+        return np.asarray(array[indices + self._shifts[span_indices]], dtype=np.int32)
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Returns the indices in ``(start, stop]`` at which a document or a span starts or ends, int64.
@@ -162,26 +162,26 @@ class TokenStore:
         return np.concatenate([np.empty(0, np.int64), *self._boundaries(start, stop)])
 
     def _boundaries(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        first, last = np.searchsorted(self._edges, [start, stop], side="right") - 1
-        for number in range(int(first), min(int(last) + 1, len(self.spans))):
-            shift, end = int(self._shifts[number]), int(self._edges[number + 1])
-            low, high = max(start, int(self._edges[number])) + shift, min(stop, end - 1) + shift
-            yield self.starts[self._number_up_to(low) : self._number_up_to(high)].astype(np.int64) - shift
-            if start < end <= stop:
-                yield np.array([end])
+        first_span, last_span = np.searchsorted(self._edges, [start, stop], side="right") - 1
+        for span_index in range(int(first_span), min(int(last_span) + 1, len(self.spans))):
+            shift, span_end = int(self._shifts[span_index]), int(self._edges[span_index + 1])
+            low_index, high_index = max(start, int(self._edges[span_index])) + shift, min(stop, span_end - 1) + shift
+            yield self.starts[self._number_up_to(low_index) : self._number_up_to(high_index)].astype(np.int64) - shift
+            if start < span_end <= stop:
+                yield np.array([span_end])
 
-    def _number_up_to(self, index: int) -> np.intp:
+    def _number_up_to(self, token_index: int) -> np.intp:
         # NumPy compares uint64 with a signed number as floats, and would convert all of ``starts`` for it.
-        return np.searchsorted(self.starts, np.uint64(index), side="right")
+        return np.searchsorted(self.starts, np.uint64(token_index), side="right")
 
     def nearest_start(self, index: int) -> int:
         """Returns the start of a document, or the end of the file, nearest to an index; if two are, the earlier.
 
         These are indices of the file, not of the store.
         """
-        next_number = int(np.searchsorted(self.starts, np.uint64(index)))
-        around = self.starts[max(next_number - 1, 0) : next_number + 1]
-        return min(map(int, around), key=lambda start: abs(start - index))
+        next_document = int(np.searchsorted(self.starts, np.uint64(index)))
+        near_starts = self.starts[max(next_document - 1, 0) : next_document + 1]
+        return min(map(int, near_starts), key=lambda start: abs(start - index))
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
@@ -206,20 +206,20 @@ def split(store: TokenStore, share: float) -> tuple[TokenStore, TokenStore]:
     assert store.spans in ((), (whole_span,)), "a store with spans is not split: spans are indices of the file"
     num_held = int(len(store) * share)
     held_spans = _whole_documents(store, num_held, num_runs=min(max(int(store.num_documents * share), 1), MAX_RUNS))
-    num_tokens = sum(stop - start for start, stop in held_spans)
+    num_tokens = sum(stop - start_token for start_token, stop in held_spans)
     if not num_held / 2 <= num_tokens <= min(2 * num_held, len(store) - 1):
-        start = len(store) - num_held
-        held_spans = [(store.nearest_start(start) if store.is_records else start, len(store))]
-    edges = [0, *(edge for span in held_spans for edge in span), len(store)]
-    return store.part(zip(edges[::2], edges[1::2], strict=True)), store.part(held_spans)
+        start_token = len(store) - num_held
+        held_spans = [(store.nearest_start(start_token) if store.is_records else start_token, len(store))]
+    token_edges = [0, *(edge for span in held_spans for edge in span), len(store)]
+    return store.part(zip(token_edges[::2], token_edges[1::2], strict=True)), store.part(held_spans)
 
 
-def _whole_documents(store: TokenStore, wanted: int, *, num_runs: int) -> list[TokenSpan]:
-    """Returns the last documents of each of ``num_runs`` equal parts of the tokens, about ``wanted`` tokens in all."""
+def _whole_documents(store: TokenStore, num_wanted: int, *, num_runs: int) -> list[TokenSpan]:
+    """Returns the last documents of each of ``num_runs`` equal parts of the tokens, about ``num_wanted`` in all."""
     spans: list[TokenSpan] = []
-    for number in range(1, num_runs + 1):
-        stop = len(store) * number // num_runs
-        start, stop = (store.nearest_start(edge) for edge in (stop - wanted // num_runs, stop))
+    for run_number in range(1, num_runs + 1):
+        stop = len(store) * run_number // num_runs
+        start, stop = (store.nearest_start(edge) for edge in (stop - num_wanted // num_runs, stop))
         if start < stop and start >= (spans[-1][1] if spans else 0):
             spans.append((start, stop))
     return spans

@@ -46,8 +46,8 @@ class TextTokenizer(NamedTuple):
     def encode(self, pieces: Sequence[TextPiece], *, skip_bad: bool = False) -> Sequence[list[int] | None]:
         """Returns the tokens of each piece, and the end token after the last piece of a document."""
         encodings = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
-        ends = ([self.end_id] if piece.ends_document else [] for piece in pieces)
-        return [encoding.ids + end for encoding, end in zip(encodings, ends, strict=True)]
+        ending_ids = ([self.end_id] if piece.ends_document else [] for piece in pieces)
+        return [encoding.ids + ending for encoding, ending in zip(encodings, ending_ids, strict=True)]
 
 
 def train_tokenizer(documents: Iterable[str], *, vocab_size: int) -> Tokenizer:
@@ -98,8 +98,8 @@ def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
     That token is the ``eos_token`` of the special tokens beside the file, else the first of `END_NAMES` that the
     tokenizer has. Raises InputError if it has none, or more tokens than ``vocab_size``.
     """
-    place = as_folder(path.expanduser())
-    file = place / TOKENIZER if place.is_dir() else place
+    source_path = as_folder(path.expanduser())
+    file = source_path / TOKENIZER if source_path.is_dir() else source_path
     if not file.is_file():
         raise InputError(f"tokenizer {str(path)!r} is not there. Give a tokenizer.json or the folder of one.")
     tokenizer = load_tokenizer(file)
@@ -108,9 +108,9 @@ def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
             f"tokenizer {str(path)!r} has {num_ids(tokenizer)} tokens, but the model has vocab_size={vocab_size}. "
             f"Set model.vocab_size={num_ids(tokenizer)} or more, or leave the tokenizer out to train one."
         )
-    name = special_tokens(file.parent).get("eos_token")
-    end_id = end_token(tokenizer, name)
+    end_name = special_tokens(file.parent).get("eos_token")
+    end_id = end_token(tokenizer, end_name)
     if end_id is None:
-        lacked = f"eos_token {name!r}" if name else f"any of {', '.join(END_NAMES)}"
-        raise InputError(f"{file} has no end-of-text token: it lacks {lacked}. Name one in {TOKENIZER_CONFIG}.")
+        lacked_text = f"eos_token {end_name!r}" if end_name else f"any of {', '.join(END_NAMES)}"
+        raise InputError(f"{file} has no end-of-text token: it lacks {lacked_text}. Name one in {TOKENIZER_CONFIG}.")
     return TextTokenizer(tokenizer, end_id)

@@ -65,10 +65,10 @@ class DerivedUpdate:
     """
 
     def __init__(self, model: Model, settings: TrainSettings) -> None:
-        derived = derive(transformer(model), Strategy(mesh={}), optimizer=settings.optimizer)
+        derived_program = derive(transformer(model), Strategy(mesh={}), optimizer=settings.optimizer)
         self.settings, self.rate_of, self.sizes = settings, learning_rate(settings), {"V": model.vocab_size}
-        self.steps = {name: parts.update for name, parts in weight_updates(derived).items()}
-        self.decays = {name: settings.weight_decay for name, weight in derived.weights.items() if weight.inputs}
+        self.steps = {name: weight_steps.update for name, weight_steps in weight_updates(derived_program).items()}
+        self.decays = {name: settings.weight_decay for name, weight in derived_program.weights.items() if weight.inputs}
         # each running mean of a weight, and the axes of the weight that it is over, which have size 1 in the state
         self.means = {
             name: {
@@ -77,25 +77,25 @@ class DerivedUpdate:
                 )
                 for array in state_of_layer(weight, self.steps[name])
             }
-            for name, weight in derived.weights.items()
+            for name, weight in derived_program.weights.items()
         }
 
     def init(self, params: Params) -> Tree:
         """Returns the state before the first update."""
-        fields: dict[str, Params] = defaultdict(dict)
+        params_by_field: dict[str, Params] = defaultdict(dict)
         for name, param in params.items():
-            for array, axes in self.means[name].items():
+            for array_name, axes in self.means[name].items():
                 shape = [1 if axis in axes else size for axis, size in enumerate(param.shape)]
-                fields[array.split(".")[1]][name] = jnp.zeros(shape, jnp.float32)
+                params_by_field[array_name.split(".")[1]][name] = jnp.zeros(shape, jnp.float32)
 
         def chain(kind: str) -> tuple[Any, ...]:
-            means = (fields[field] for field in STATES[kind]._fields[1:])
-            count, schedule_count = (jnp.zeros((), jnp.int32) for _ in range(2))
-            scaled, masked = STATES[kind](count, *means), optax.MaskedState(optax.EmptyState())
-            return scaled, masked, optax.ScaleByScheduleState(schedule_count)
+            field_means = (params_by_field[field] for field in STATES[kind]._fields[1:])
+            update_count, schedule_count = (jnp.zeros((), jnp.int32) for _ in range(2))
+            scale_state, mask_state = STATES[kind](update_count, *field_means), optax.MaskedState(optax.EmptyState())
+            return scale_state, mask_state, optax.ScaleByScheduleState(schedule_count)
 
         kind = self.settings.optimizer
-        return {part: chain(part) for part in ("muon", "adamw")} if kind == "muon" else chain(kind)
+        return {state_kind: chain(state_kind) for state_kind in ("muon", "adamw")} if kind == "muon" else chain(kind)
 
     def update(
         self, grads: Params, state: Tree, params: Params, layout: UpdateLayout | None = None, /
@@ -103,9 +103,9 @@ class DerivedUpdate:
         """Returns new weights and the new state; without a layout on one device."""
         body: Callable[..., tuple[Params, Tree]] = partial(self._update_shards, layout.steps if layout else self.steps)
         if layout is not None:
-            specs = {name: layout.specs[name] for name in params}
-            of_state = state_specs(state, params, specs)
-            in_specs, out_specs = (specs, of_state, specs), (specs, of_state)
+            param_specs = {name: layout.specs[name] for name in params}
+            opt_state_specs = state_specs(state, params, param_specs)
+            in_specs, out_specs = (param_specs, opt_state_specs, param_specs), (param_specs, opt_state_specs)
             body = jax.shard_map(body, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return body(grads, state, params)
 
@@ -113,8 +113,8 @@ class DerivedUpdate:
         self, steps: Mapping[str, Sequence[Step]], grads: Params, state: Tree, params: Params
     ) -> tuple[Params, Tree]:
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-        names = [state_name(path, params) for path, _ in leaves]
-        leaf_of = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
+        leaf_names = [state_name(path, params) for path, _ in leaves]
+        leaf_of = {name: leaf for name, (_, leaf) in zip(leaf_names, leaves, strict=True)}
         context = UpdateContext(
             number=leaf_of[""] + 1,
             rate=self.rate_of(leaf_of[""]),
@@ -127,17 +127,17 @@ class DerivedUpdate:
         )
         new_params, new_leaf_of = Params(), Params()
         for name, param in params.items():
-            before = {array: leaf_of[array].squeeze(axes) for array, axes in self.means[name].items()}
-            arrays = {name: param, f"d{name}": grads[name], **before}
-            after = run_update(context, steps[name], arrays, attrgetter("name"))
-            new_params[name] = after[name]
-            new_leaf_of |= {array: jnp.expand_dims(after[array], axes) for array, axes in self.means[name].items()}
-        new_leaves = [new_leaf_of.get(name, leaf + 1) for name, (_, leaf) in zip(names, leaves, strict=True)]
+            old_arrays = {array: leaf_of[array].squeeze(axes) for array, axes in self.means[name].items()}
+            arrays = {name: param, f"d{name}": grads[name], **old_arrays}
+            new_arrays = run_update(context, steps[name], arrays, attrgetter("name"))
+            new_params[name] = new_arrays[name]
+            new_leaf_of |= {array: jnp.expand_dims(new_arrays[array], axes) for array, axes in self.means[name].items()}
+        new_leaves = [new_leaf_of.get(name, leaf + 1) for name, (_, leaf) in zip(leaf_names, leaves, strict=True)]
         return new_params, jax.tree.unflatten(structure, new_leaves)
 
 
 def state_name(path: KeyPath, params: Params) -> str:
     """Returns the name of an array of a state in the derived steps, "" for a counter."""
-    name = weight_of(path, params)
+    weight_name = weight_of(path, params)
     field = next((key.name for key in reversed(path) if isinstance(key, GetAttrKey)), "")
-    return f"{name}.{field}.state" if name else ""
+    return f"{weight_name}.{field}.state" if weight_name else ""

@@ -28,16 +28,16 @@ def round_to(values: Array, dtype: Any, *, words: Array | None = None) -> Array:
     # Adding uniform low bits carries into the kept bits with the probability of the dropped share. NaNs and infinities
     # must not carry, and a NaN with low bits only would become an infinity. All of this is on integers: with `isfinite`
     # of the values, XLA's CPU compiler takes minutes for the update that computes them.
-    not_carried = bits | jnp.where(magnitude > _INFINITY, jnp.uint32(_QUIET), jnp.uint32(0))
-    carried = jnp.where(magnitude < _INFINITY, bits + random_bits(values.shape, words), not_carried)
-    return lax.bitcast_convert_type((carried >> _DROPPED).astype(jnp.uint16), jnp.bfloat16)
+    uncarried_bits = bits | jnp.where(magnitude > _INFINITY, jnp.uint32(_QUIET), jnp.uint32(0))
+    carried_bits = jnp.where(magnitude < _INFINITY, bits + random_bits(values.shape, words), uncarried_bits)
+    return lax.bitcast_convert_type((carried_bits >> _DROPPED).astype(jnp.uint16), jnp.bfloat16)
 
 
 def round_tree(tree: Any, like: Any, *, key: Array | None = None) -> Any:
     """Casts every array of ``tree`` to the dtype of its partner in ``like``; each has its own random bits."""
     values, structure = jax.tree.flatten(tree)
-    words = [None] * len(values) if key is None else list(jax.random.bits(key, (len(values), 2), jnp.uint32))
-    partners = zip(values, jax.tree.leaves(like), words, strict=True)
+    word_pairs = [None] * len(values) if key is None else list(jax.random.bits(key, (len(values), 2), jnp.uint32))
+    partners = zip(values, jax.tree.leaves(like), word_pairs, strict=True)
     return jax.tree.unflatten(structure, [round_to(value, leaf.dtype, words=word) for value, leaf, word in partners])
 
 
@@ -47,11 +47,11 @@ def random_bits(shape: tuple[int, ...], words: Array) -> Array:
     JAX's own generator takes several times as long on a CPU; rounding only needs fair and uncorrelated bits.
     Elements whose indices are 2^32 apart have the same bits.
     """
-    number, stride = jnp.zeros(shape, jnp.uint32), 1
+    flat_index, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):
-        number += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
+        flat_index += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
         stride = stride * shape[dim] % 2**32
-    return _mixed(_mixed(number + words[0]) ^ words[1]) >> (32 - _DROPPED)
+    return _mixed(_mixed(flat_index + words[0]) ^ words[1]) >> (32 - _DROPPED)
 
 
 def _mixed(h: Array) -> Array:

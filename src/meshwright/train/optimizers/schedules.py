@@ -22,31 +22,31 @@ def learning_rate(settings: TrainSettings) -> Rate:
 
     def rate(count: Any) -> Any:
         xp: Any = jnp if isinstance(count, Array) else np
-        number = xp.asarray(count, dtype=xp.float32)
-        warmup = settings.warmup_steps
-        rising = (number + 1) / max(1, warmup)
-        return settings.learning_rate * xp.where(number < warmup, rising, _share_of_peak(number, settings, xp))
+        update = xp.asarray(count, dtype=xp.float32)
+        warmup_steps = settings.warmup_steps
+        rising = (update + 1) / max(1, warmup_steps)
+        return settings.learning_rate * xp.where(update < warmup_steps, rising, _share_of_peak(update, settings, xp))
 
     return rate
 
 
-def _share_of_peak(number: Any, settings: TrainSettings, xp: Any) -> Any:
+def _share_of_peak(update: Any, settings: TrainSettings, xp: Any) -> Any:
     """Returns the schedule after the warm-up, as a share of the peak.
 
     "rsqrt" is sqrt(warmup / update), which meets the warm-up at its end. Source: Vaswani et al., Attention Is All You
     Need (2017), section 5.3. "wsd" (warm-up, stable, decay) stays at the peak until the last ``decay_fraction`` of the
     steps. Source: Hu et al., MiniCPM (2024), section 4.
     """
-    kind, floor = settings.schedule, settings.min_learning_rate_ratio
-    start, steps = settings.warmup_steps, settings.steps
+    kind, min_share = settings.schedule, settings.min_learning_rate_ratio
+    start_step, num_steps = settings.warmup_steps, settings.steps
     if kind == "constant":
-        return xp.ones_like(number)
+        return xp.ones_like(update)
     if kind == "rsqrt":
-        warmup = max(1, start)
-        return xp.sqrt(warmup / xp.maximum(number + 1, warmup))
+        warmup_steps = max(1, start_step)
+        return xp.sqrt(warmup_steps / xp.maximum(update + 1, warmup_steps))
     if kind == "wsd":
-        start = max(start, steps - round(settings.decay_fraction * steps))
-    progress = xp.clip((number - start) / max(1, steps - start), 0.0, 1.0)
+        start_step = max(start_step, num_steps - round(settings.decay_fraction * num_steps))
+    progress = xp.clip((update - start_step) / max(1, num_steps - start_step), 0.0, 1.0)
     if kind == "cosine":
-        return floor + (1 - floor) * 0.5 * (1 + xp.cos(np.pi * progress))
-    return 1 + (floor - 1) * progress
+        return min_share + (1 - min_share) * 0.5 * (1 + xp.cos(np.pi * progress))
+    return 1 + (min_share - 1) * progress

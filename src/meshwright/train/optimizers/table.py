@@ -44,9 +44,9 @@ class OptState(NamedTuple):
 
 def make_optimizer(model: Model, settings: TrainSettings, strategy_state: str = "fp32") -> Optimizer:
     """Returns the optimizer that the settings name, for a training state of `spec.strategy.STATE_BYTES`."""
-    derived = DerivedUpdate(model, settings)
+    derived_update = DerivedUpdate(model, settings)
     return in_state(
-        Optimizer(derived.init, derived.update, settings.optimizer),
+        Optimizer(derived_update.init, derived_update.update, settings.optimizer),
         strategy_state,
         rounding=settings.rounding,
         seed=settings.seed,
@@ -76,8 +76,8 @@ def in_state(
         moments = inner.init(_float32(params))
         if state == "pure-16bit":  # counters and constants stay
             moments = jax.tree_util.tree_map_with_path(narrow, moments)
-        copies = start_average(params) if keeps_master else {}
-        return OptState(jnp.zeros((), jnp.int32), moments, copies, start_average(params) if average else {})
+        master_copies = start_average(params) if keeps_master else {}
+        return OptState(jnp.zeros((), jnp.int32), moments, master_copies, start_average(params) if average else {})
 
     def update(grads: Params, old: OptState, params: Params, *layout: UpdateLayout) -> tuple[Params, OptState]:
         master = old.master or _float32(params)
@@ -85,19 +85,19 @@ def in_state(
         weight_key = moment_key = None
         if rounding == "stochastic":
             weight_key, moment_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), old.count))
-        new = round_tree(new_master, params, key=None if keeps_master else weight_key)
-        count, stored = old.count + 1, new_master if keeps_master else new
-        mean = update_average(old.average, stored, decay=average, count=count) if average else {}
+        new_params = round_tree(new_master, params, key=None if keeps_master else weight_key)
+        num_updates, stored_params = old.count + 1, new_master if keeps_master else new_params
+        mean_params = update_average(old.average, stored_params, decay=average, count=num_updates) if average else {}
         moments = round_tree(moments, old.inner, key=moment_key)
-        return new, OptState(count, moments, new_master if keeps_master else {}, mean)
+        return new_params, OptState(num_updates, moments, new_master if keeps_master else {}, mean_params)
 
     return Optimizer(init, update, inner.kind)
 
 
 def averaged(state: OptState, params: Params) -> Params:
     """Returns the running mean in the dtypes of the weights; weights, and buffers, without a mean as they are."""
-    means = {name: round_to(mean, params[name].dtype) for name, mean in state.average.items()}
-    return {**params, **means} if means else params
+    mean_by_name = {name: round_to(mean, params[name].dtype) for name, mean in state.average.items()}
+    return {**params, **mean_by_name} if mean_by_name else params
 
 
 def _float32(tree: Any) -> Any:
@@ -117,11 +117,11 @@ def average_decay(decay: float, count: Any) -> Any:
     Without this warm-up the untrained weights would stay in the mean for about 1 / (1 - decay) updates; with it the
     mean needs no bias correction. Source: TensorFlow's ExponentialMovingAverage (num_updates).
     """
-    number = jnp.asarray(count, jnp.float32)
-    return jnp.minimum(decay, (1 + number) / (10 + number))
+    update = jnp.asarray(count, jnp.float32)
+    return jnp.minimum(decay, (1 + update) / (10 + update))
 
 
 def update_average(average: Params, params: Params, *, decay: float, count: Any) -> Params:
     """Moves the mean towards the new weights by 1 - `average_decay`."""
-    share = 1 - average_decay(decay, count)
-    return jax.tree.map(lambda mean, new: mean + share * (new.astype(jnp.float32) - mean), average, params)
+    new_share = 1 - average_decay(decay, count)
+    return jax.tree.map(lambda mean, new: mean + new_share * (new.astype(jnp.float32) - mean), average, params)

@@ -23,12 +23,12 @@ def where_not_finite(step: TrainStep, state: State, batch: Any) -> str:
     Checks the weights after the step; if they are finite, computes and checks the gradients of the batch again. Layers
     are numbered as in the model, whatever their order in the stages of a pipeline.
     """
-    weights = non_finite(step.to_canonical(state.params), step.model)
-    if weights:
-        return f"after the step the weight {weights}"
-    gradients = non_finite(step.to_canonical(step.gradients(state.params, batch)[1]), step.model)
-    if gradients:
-        return f"all weights are finite; of the gradients computed again, {gradients}"
+    bad_weight = non_finite(step.to_canonical(state.params), step.model)
+    if bad_weight:
+        return f"after the step the weight {bad_weight}"
+    bad_gradient = non_finite(step.to_canonical(step.gradients(state.params, batch)[1]), step.model)
+    if bad_gradient:
+        return f"all weights are finite; of the gradients computed again, {bad_gradient}"
     return "weights and gradients are finite"
 
 
@@ -38,21 +38,21 @@ def non_finite(tree: Any, model: Model) -> str | None:
     Arrays of weights come first, in the order of the weight table; of layers the first is named.
     """
     weights = rows(model)
-    order = {name: index for index, name in enumerate(weights)}
-    arrays = [
-        (weight_of(path, order), path, leaf)
+    index_by_name = {name: index for index, name in enumerate(weights)}
+    named_leaves = [
+        (weight_of(path, index_by_name), path, leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
-    if not arrays:
+    if not named_leaves:
         return None
-    arrays.sort(key=lambda array: order.get(array[0] or "", len(order)))
-    stacked = tuple(bool(name and weights[name].layers) and leaf.ndim > 0 for name, _, leaf in arrays)
-    mesh = getattr(getattr(arrays[0][2], "sharding", None), "mesh", None)
-    flags = _flags_on(mesh if isinstance(mesh, Mesh) else None)([leaf for *_, leaf in arrays], stacked)
-    for (name, path, _), flag in zip(arrays, flags, strict=True):
-        nan, infinite = np.asarray(flag)
-        is_bad = nan | infinite
+    named_leaves.sort(key=lambda entry: index_by_name.get(entry[0] or "", len(index_by_name)))
+    is_stacked = tuple(bool(name and weights[name].layers) and leaf.ndim > 0 for name, _, leaf in named_leaves)
+    mesh = getattr(getattr(named_leaves[0][2], "sharding", None), "mesh", None)
+    flags = _flags_on(mesh if isinstance(mesh, Mesh) else None)([leaf for *_, leaf in named_leaves], is_stacked)
+    for (name, path, _), leaf_flags in zip(named_leaves, flags, strict=True):
+        nan, is_infinite = np.asarray(leaf_flags)
+        is_bad = nan | is_infinite
         if is_bad.any():
             index = int(is_bad.argmax())
             return f"{_words(path, name, weights.get(name or ''), index)} holds {'NaN' if nan[index] else 'infinity'}"
@@ -76,5 +76,5 @@ def _flags_on(mesh: Mesh | None) -> Any:
         axes = tuple(range(by_layer, array.ndim))
         return jnp.stack([jnp.isnan(array).any(axes), jnp.isinf(array).any(axes)]).reshape(2, -1)
 
-    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda *trees: list(map(flags, *trees)), static_argnums=1, out_shardings=replicated)
+    replicated_sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda *trees: list(map(flags, *trees)), static_argnums=1, out_shardings=replicated_sharding)

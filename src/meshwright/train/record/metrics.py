@@ -112,11 +112,11 @@ class LiveLine:
 
     def _bar(self, record: StepRecord) -> RenderableType:
         left_s = (self.steps - record.step) * statistics.median(self._recent_s)
-        line = describe(record, self.steps) + (f"  {format_seconds(left_s)} left" if left_s else "")
+        line_text = describe(record, self.steps) + (f"  {format_seconds(left_s)} left" if left_s else "")
         grid = Table.grid(padding=(0, 1))
         grid.add_column(width=BAR_WIDTH)
         grid.add_column(no_wrap=True, overflow="ellipsis")
-        grid.add_row(ProgressBar(total=self.steps, completed=record.step, width=BAR_WIDTH), Text(line))
+        grid.add_row(ProgressBar(total=self.steps, completed=record.step, width=BAR_WIDTH), Text(line_text))
         return grid
 
 
@@ -124,21 +124,21 @@ def describe(record: StepRecord, steps: int) -> str:
     """Returns ``step 20/100  loss 4.812  6.1 k tokens/s  step 336 ms (predicted 310 ms)  MFU 41.0%``; with experts
     also the largest load over the mean, and the share of choices without a slot; and the loss of the token after the
     next, if a layer predicts it."""
-    parts = [
+    phrases = [
         f"step {record.step}/{steps}",
         f"loss {record.loss:.3f}",
         f"{format_count(round(record.tokens_per_s, 1))} tokens/s",
         f"step {format_seconds(record.step_s)}",
     ]
     if record.predicted_step_s is not None:
-        parts[-1] += f" (predicted {format_seconds(record.predicted_step_s)})"
+        phrases[-1] += f" (predicted {format_seconds(record.predicted_step_s)})"
     if record.mfu is not None:
         causal_mfu = unmasked(record)
-        parts.append(f"MFU {record.mfu:.1%}" + (f" ({causal_mfu:.1%} without masked scores)" if causal_mfu else ""))
+        phrases.append(f"MFU {record.mfu:.1%}" + (f" ({causal_mfu:.1%} without masked scores)" if causal_mfu else ""))
     if "load_max_over_mean" in record.extras:
-        parts.append(f"busiest expert {record.extras['load_max_over_mean']:.2f}x")
+        phrases.append(f"busiest expert {record.extras['load_max_over_mean']:.2f}x")
     if record.extras.get("dropped_share"):
-        parts.append(f"dropped {record.extras['dropped_share']:.1%}")
+        phrases.append(f"dropped {record.extras['dropped_share']:.1%}")
     if "mtp_loss" in record.extras:
-        parts.insert(2, f"second token {record.extras['mtp_loss']:.3f}")
-    return "  ".join(parts)
+        phrases.insert(2, f"second token {record.extras['mtp_loss']:.3f}")
+    return "  ".join(phrases)

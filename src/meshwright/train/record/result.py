@@ -113,8 +113,8 @@ def measured_memory(state: Any, batch: Any, compiled: Any) -> MemoryUse:
 
 def peak_bytes() -> int | None:
     """Returns the peak memory of the first device of this process; None if it does not report that."""
-    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return int(peak) if peak else None
+    num_bytes = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return int(num_bytes) if num_bytes else None
 
 
 GoodputPart = Literal["compile", "checkpoint", "evaluation", "data"]
@@ -130,13 +130,13 @@ class Stopwatch:
     @contextmanager
     def timed(self, part: GoodputPart) -> Iterator[None]:
         """Counts the time of its context as ``part``; for "checkpoint" also the part for digests."""
-        start, digest_s = time.perf_counter(), digest_seconds()
+        start_s, digest_start_s = time.perf_counter(), digest_seconds()
         try:
             yield
         finally:
-            self.add(part, time.perf_counter() - start)
+            self.add(part, time.perf_counter() - start_s)
             if part == "checkpoint":
-                self._digest_s += digest_seconds() - digest_s
+                self._digest_s += digest_seconds() - digest_start_s
 
     def add(self, part: GoodputPart, seconds: float) -> None:
         """Counts these seconds as ``part``."""

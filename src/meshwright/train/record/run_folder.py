@@ -35,13 +35,13 @@ def create_run_folder(root: Path, name: str) -> Path:
     stem = _stem(name)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        number = 1 + max((_number(path.name, stem) for path in root.iterdir()), default=0)
+        run_number = 1 + max((_number(path.name, stem) for path in root.iterdir()), default=0)
         while True:
-            folder = root / f"{stem}-{number:03d}"
+            folder = root / f"{stem}-{run_number:03d}"
             try:
                 folder.mkdir()
             except FileExistsError:  # another run took the number meanwhile
-                number += 1
+                run_number += 1
             else:
                 return folder
     except OSError as error:
@@ -55,11 +55,11 @@ def held_alone(run: Path) -> Iterator[None]:
     The lock ends with its process; a file system without locks gives none. Raises CannotRunError when another
     process has the lock.
     """
-    handle = os.open(run, os.O_RDONLY)
+    folder_fd = os.open(run, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(handle)
+        os.close(folder_fd)
         raise CannotRunError(
             f"{run} is in use: another process trains in it. Wait for its end, or leave --resume out for a new run."
         ) from None
@@ -68,7 +68,7 @@ def held_alone(run: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(handle)
+        os.close(folder_fd)
 
 
 def newest_run(root: Path, name: str) -> Path:
@@ -77,11 +77,11 @@ def newest_run(root: Path, name: str) -> Path:
     A run that ended before it wrote its settings does not count.
     """
     stem = _stem(name)
-    folders = [path for path in root.iterdir() if (path / RESOLVED).is_file()] if root.is_dir() else []
-    runs = {number: path for path in folders if (number := _number(path.name, stem))}
-    if not runs:
+    run_folders = [path for path in root.iterdir() if (path / RESOLVED).is_file()] if root.is_dir() else []
+    run_by_number = {run_number: path for path in run_folders if (run_number := _number(path.name, stem))}
+    if not run_by_number:
         raise InputError(f"there is no run of {stem} in {root} to resume. Leave --resume out, or give its folder.")
-    return runs[max(runs)]
+    return run_by_number[max(run_by_number)]
 
 
 def _stem(name: str) -> str:
@@ -99,14 +99,14 @@ def read_resolved(run: Path) -> dict[str, Any]:
     Raises InputError when the folder is not that of a run.
     """
     try:
-        file = read_toml(run / RESOLVED)
+        toml = read_toml(run / RESOLVED)
     except InputError:
         raise InputError(f"{run} is not the folder of a run: it has no readable {RESOLVED}. Give another.") from None
-    if file.is_changed:
+    if toml.is_changed:
         raise InputError(
-            f"{file.path} is not as it was written. Put it back, or remove its first line where the change is yours."
+            f"{toml.path} is not as it was written. Put it back, or remove its first line where the change is yours."
         )
-    return file.data
+    return toml.data
 
 
 def require_same_model(run: Path, model: Model) -> None:
@@ -166,12 +166,12 @@ class RunFolder:
         if step is not None:
             records, faults = _cut(path / METRICS, step, "loss", "step_s")
             self.lost_s = [record["step_s"] for record in records if record["step"] > step]
-            losses = {record["step"]: record["loss"] for record in records}
-            missing = [number for number in range(1, step + 1) if number not in losses]
-            if missing:
-                steps_text = ", ".join(map(str, missing[:3])) + ", ..." * (len(missing) > 3)
-                faults.append(f"{METRICS} has no line of step{'s' * (len(missing) > 1)} {steps_text}")
-            self.losses = [losses.get(number, math.nan) for number in range(1, step + 1)]
+            loss_by_step = {record["step"]: record["loss"] for record in records}
+            missing_steps = [past_step for past_step in range(1, step + 1) if past_step not in loss_by_step]
+            if missing_steps:
+                steps_text = ", ".join(map(str, missing_steps[:3])) + ", ..." * (len(missing_steps) > 3)
+                faults.append(f"{METRICS} has no line of step{'s' * (len(missing_steps) > 1)} {steps_text}")
+            self.losses = [loss_by_step.get(past_step, math.nan) for past_step in range(1, step + 1)]
             self.notes = [*faults, *_cut(path / EVALUATIONS, step, "loss")[1]]
             # The summary first: without it the run does not count as ended. Then the digests, which list the others.
             for pattern in (SUMMARY, SUMS, "config.json", "*.safetensors", "*.safetensors.index.json"):
@@ -206,24 +206,24 @@ class RunFolder:
             write_sums(self.path, [self.path / SUMMARY, *files_beside(self.path)])
 
 
-def _cut(path: Path, step: int, *numbers: str) -> tuple[list[dict[str, Any]], list[str]]:
+def _cut(path: Path, step: int, *fields: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns all records of a file by step, and cuts the file after ``step``.
 
-    Lines that are not as they were written, or lack one of the ``numbers``, are left out; the second list says which. A
+    Lines that are not as they were written, or lack one of the ``fields``, are left out; the second list says which. A
     last line without an end, which a killed process leaves, is not counted among them.
     """
     if not path.exists():
         return [], []
-    line_of_step, bad_numbers = {}, []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    entry_by_step, bad_lines = {}, []
+    for line_number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         record = read_line(line)
-        valid = record is not None and all(isinstance(record.get(name, ""), int | float | None) for name in numbers)
-        if record is not None and valid and isinstance(record.get("step"), int):
-            line_of_step[record["step"]] = (line, record)
+        is_valid = record is not None and all(isinstance(record.get(name, ""), int | float | None) for name in fields)
+        if record is not None and is_valid and isinstance(record.get("step"), int):
+            entry_by_step[record["step"]] = (line, record)
         else:
-            bad_numbers.append(number)
-    line_of_step = dict(sorted(line_of_step.items()))
-    text = b"".join(line + b"\n" for number, (line, _) in line_of_step.items() if number <= step)
-    write_text_whole(path, text.decode())
-    faults = [f"{path.name}: line {number} is not as it was written and left out" for number in bad_numbers]
-    return [record for _, record in line_of_step.values()], faults
+            bad_lines.append(line_number)
+    entry_by_step = dict(sorted(entry_by_step.items()))
+    text_bytes = b"".join(line + b"\n" for record_step, (line, _) in entry_by_step.items() if record_step <= step)
+    write_text_whole(path, text_bytes.decode())
+    faults = [f"{path.name}: line {line_number} is not as it was written and left out" for line_number in bad_lines]
+    return [record for _, record in entry_by_step.values()], faults

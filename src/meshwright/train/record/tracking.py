@@ -39,14 +39,14 @@ def _weights_and_biases(run: Path, config: Mapping[str, Any]) -> Tracker:
     """
     import wandb
 
-    file = run / WANDB_ID
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text_whole(file, f"{run.name}-{secrets.token_hex(4)}\n")
+    id_file = run / WANDB_ID
+    if not id_file.is_file():
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        write_text_whole(id_file, f"{run.name}-{secrets.token_hex(4)}\n")
     wandb_run = wandb.init(
         project="meshwright",
         name=run.name,
-        id=file.read_text(encoding="utf-8").strip(),
+        id=id_file.read_text(encoding="utf-8").strip(),
         resume="allow",
         dir=str(run),
         config=dict(config),
@@ -71,8 +71,8 @@ class Tracking:
 
     def record(self, record: StepRecord) -> None:
         """Logs the numbers of a step that are not None."""
-        numbers = {name: value for name in SHOWN if (value := getattr(record, name)) is not None}
-        self._log({**numbers, **record.extras}, record.step)
+        number_by_name = {name: value for name in SHOWN if (value := getattr(record, name)) is not None}
+        self._log({**number_by_name, **record.extras}, record.step)
 
     def evaluated(self, record: EvaluationRecord) -> None:
         """Logs the loss on held-out text."""

@@ -21,9 +21,9 @@ _SEED, _DROPOUT, _NO_BIAS = 42, 0.0, (False, False)
 def _mask(call: AttentionCall) -> dict[str, Any]:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType
 
-    window = call.terms.get("window")
+    window_args = call.terms.get("window")
     mask_type = MaskType.CAUSAL if call.terms else MaskType.NO_MASK
-    return {"mask_type": mask_type, "sliding_window_length": window[0] if window else None}
+    return {"mask_type": mask_type, "sliding_window_length": window_args[0] if window_args else None}
 
 
 def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
@@ -42,12 +42,12 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     dout, o, lse = given
-    unused = jnp.zeros(0, q.dtype)
+    no_array = jnp.zeros(0, q.dtype)
     # bias, lengths and offsets of packed sequences for queries and keys, pages of keys and values
-    arrays = (q, k, v, *[unused] * 7, jnp.swapaxes(lse, 1, 2), o.astype(q.dtype))
+    residuals = (q, k, v, *[no_array] * 7, jnp.swapaxes(lse, 1, 2), o.astype(q.dtype))
     mask_type, window = _mask(call).values()
     dq, dk, dv, *_ = cudnn._dot_product_attention_bwd_rule(
         call.scale, _SEED, _DROPOUT, _NO_BIAS, mask_type, cudnn.AttentionLayout.BTNH.value, window,
-        True, False, arrays, dout.astype(q.dtype),
+        True, False, residuals, dout.astype(q.dtype),
     )  # fmt: skip
     return dq, dk, dv

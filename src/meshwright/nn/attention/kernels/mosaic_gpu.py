@@ -94,45 +94,45 @@ def forward(
             plgpu.barrier_wait(program.turns)
 
         def body(step: _Step, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            acc, peak, total = carry
+            acc, peak, exp_sum = carry
             k_s, v_s = step.tiles
             scores = _product(q_s, k_s, interpret, take_turn)
-            factor = scale * _LOG2E  # makes powers of 2 of scores
+            exp2_factor = scale * _LOG2E  # makes powers of 2 of scores
             if rule.score:
-                scores, factor = rule.score(scores * scale, step.tile()), _LOG2E
+                scores, exp2_factor = rule.score(scores * scale, step.tile()), _LOG2E
             if step.seen:
                 scores = jnp.where(step.seen(step.tile()), scores, -jnp.inf)
             # the place of the keys is free once their scores are there, before the values are needed
             step.release(0)
-            new_peak = jnp.maximum(peak, scores.max(axis=1) * factor)
-            p = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
+            new_peak = jnp.maximum(peak, scores.max(axis=1) * exp2_factor)
+            p = jnp.exp2(scores * exp2_factor - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
             shrink = jnp.exp2(peak - new_peak)
             acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
-            total *= shrink
+            exp_sum *= shrink
             p_narrow = p.astype(v.dtype)
             if H <= 128:
-                total += p.sum(axis=1)
-                acc, total, new_peak, p_narrow = lax.optimization_barrier((acc, total, new_peak, p_narrow))
+                exp_sum += p.sum(axis=1)
+                acc, exp_sum, new_peak, p_narrow = lax.optimization_barrier((acc, exp_sum, new_peak, p_narrow))
             plgpu.barrier_arrive(program.turns)
             step.wait(1)
             plgpu.barrier_wait(program.turns)
             if H > 128:  # the sum overlaps the product: fewer registers are live
-                total += p.sum(axis=1)
+                exp_sum += p.sum(axis=1)
             acc = _added(acc, p_narrow, v_s, interpret, step.wait_next)
             step.release(1)
-            return acc, new_peak, total
+            return acc, new_peak, exp_sum
 
         num_rows = q_s.shape[0]
-        start = jnp.zeros((num_rows, H)), jnp.full((num_rows,), LOWEST), jnp.zeros((num_rows,))
+        start_carry = jnp.zeros((num_rows, H)), jnp.full((num_rows,), LOWEST), jnp.zeros((num_rows,))
         # the second warpgroup stays a turn behind the first
         pl.when(program.warpgroup == 1)(take_turn)
-        acc, peak, total = program.loop(body, tuple(_laid(x, interpret) for x in start))
+        acc, peak, exp_sum = program.loop(body, tuple(_laid(x, interpret) for x in start_carry))
         # so both arrive at the barrier equally often
         pl.when(program.warpgroup == 0)(take_turn)
-        lse_s[...] = (peak + jnp.log(total) * _LOG2E) * (1 / _LOG2E)
-        inverse = 1 / jnp.where(total > 0, total, 1.0)
+        lse_s[...] = (peak + jnp.log(exp_sum) * _LOG2E) * (1 / _LOG2E)
+        inverse_sum = 1 / jnp.where(exp_sum > 0, exp_sum, 1.0)
         # nobody reads the queries any more, so the result leaves through their place
-        q_s[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q.dtype)
+        q_s[...] = (acc * lax.broadcast_in_dim(inverse_sum, acc.shape, [0])).astype(q.dtype)
         # only committed writes are visible to the copies that follow
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_s, o_ref.at[program.at])
@@ -140,10 +140,10 @@ def forward(
         plgpu.wait_smem_to_gmem(0)
 
     # the kernel writes its log-sum-exp through the place of a vector of zeros
-    rows = _Arrays((q,), (jnp.zeros((1, 1, T), jnp.float32),), rule.rows)
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    row_arrays = _Arrays((q,), (jnp.zeros((1, 1, T), jnp.float32),), rule.rows)
+    outs = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     sizes = *blocks, tile or blocks[1]
-    o, lse = _sweep(rule, lists, sizes, rows, _Arrays((k, v), (), rule.columns), compute, out, stages, interpret)
+    o, lse = _sweep(rule, lists, sizes, row_arrays, _Arrays((k, v), (), rule.columns), compute, outs, stages, interpret)
     return o, jnp.swapaxes(lse, 1, 2)
 
 
@@ -166,31 +166,31 @@ def backward(
     dout = dout.astype(q.dtype)
     delta = jnp.einsum("btnh,btnh->bnt", dout, o, preferred_element_type=jnp.float32)
     # exp2 of a score less this is 0 in rows that see no key
-    tops = jnp.swapaxes(jnp.where(jnp.isneginf(lse), -LOWEST, lse * _LOG2E), 1, 2)
+    log2_lse = jnp.swapaxes(jnp.where(jnp.isneginf(lse), -LOWEST, lse * _LOG2E), 1, 2)
 
-    def probabilities(step: _Step, raw: Array, tops_ref: _Ref, dim: int) -> tuple[Array, Callable[[Array], Array]]:
+    def probabilities(step: _Step, products: Array, lse_ref: _Ref, dim: int) -> tuple[Array, Callable[[Array], Array]]:
         """The probabilities of a tile, and what turns a cotangent of scores into one of scaled products."""
-        scores, factor, pull = raw, scale * _LOG2E, lambda x: x
+        scores, factor, pull_back = products, scale * _LOG2E, lambda x: x
         if rule.score:
             _lower_sums_of_cotangents()
             tile = step.tile()
             score = rule.score
-            scores, pulled = jax.vjp(lambda x: score(x, tile), raw * scale)
-            factor, pull = _LOG2E, lambda x: pulled(x)[0]
-        p = jnp.exp2(scores * factor - _across(tops_ref, raw.shape, dim, interpret))
-        return (jnp.where(step.seen(step.tile()), p, 0.0) if step.seen else p), pull
+            scores, pull_score = jax.vjp(lambda x: score(x, tile), products * scale)
+            factor, pull_back = _LOG2E, lambda x: pull_score(x)[0]
+        p = jnp.exp2(scores * factor - _across(lse_ref, products.shape, dim, interpret))
+        return (jnp.where(step.seen(step.tile()), p, 0.0) if step.seen else p), pull_back
 
     def compute_dq(program: _Program, dq_ref: _Ref) -> None:
-        (q_s, dout_s), (tops_s, delta_s) = program.held, program.vectors[:2]
+        (q_s, dout_s), (log2_lse_s, delta_s) = program.held, program.vectors[:2]
 
         def body(step: _Step, dq: Array) -> Array:
             k_s, v_s = step.tiles
-            raw = _product(q_s, k_s, interpret)
-            p, pull = probabilities(step, raw, tops_s, 0)
+            products = _product(q_s, k_s, interpret)
+            p, pull_back = probabilities(step, products, log2_lse_s, 0)
             step.wait(1)
             dp = _product(dout_s, v_s, interpret)
             step.release(1)
-            ds = pull(p * (dp - _across(delta_s, p.shape, 0, interpret)))
+            ds = pull_back(p * (dp - _across(delta_s, p.shape, 0, interpret)))
             # the wait for the next tile hides behind the product
             dq = _added(dq, ds.astype(q.dtype), k_s, interpret, step.wait_next)
             step.release(0)
@@ -204,29 +204,29 @@ def backward(
 
         def body(step: _Step, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             dk, dv = carry
-            (q_s, dout_s), (tops_s, delta_s) = step.tiles, step.vectors[:2]
-            raw = _product(k_s, q_s, interpret)
-            p, pull = probabilities(step, raw, tops_s, 1)
+            (q_s, dout_s), (log2_lse_s, delta_s) = step.tiles, step.vectors[:2]
+            products = _product(k_s, q_s, interpret)
+            p, pull_back = probabilities(step, products, log2_lse_s, 1)
             step.wait(1)
             dv = _added(dv, p.astype(q.dtype), dout_s, interpret)
             dp = _product(v_s, dout_s, interpret)
             step.release(1)
-            ds = pull(p * (dp - _across(delta_s, p.shape, 1, interpret)))
+            ds = pull_back(p * (dp - _across(delta_s, p.shape, 1, interpret)))
             dk = _added(dk, ds.astype(q.dtype), q_s, interpret, step.wait_next)
             step.release(0)
             return dk, dv
 
-        zeros = _laid(jnp.zeros(k_s.shape), interpret)
-        dk, dv = program.loop(body, (zeros, zeros))
+        zero_acc = _laid(jnp.zeros(k_s.shape), interpret)
+        dk, dv = program.loop(body, (zero_acc, zero_acc))
         _write(program, [(dk * scale, k_s, dk_ref), (dv, v_s, dv_ref)])
 
-    queries = _Arrays((q, dout), (tops, delta), rule.rows)
-    keys = _Arrays((k, v), (), rule.columns)
+    q_arrays = _Arrays((q, dout), (log2_lse, delta), rule.rows)
+    k_arrays = _Arrays((k, v), (), rule.columns)
     struct_like = lambda x: jax.ShapeDtypeStruct((*x.shape[:2], N, H), x.dtype)  # noqa: E731
     run = partial(_sweep, rule, stages=stages, interpret=interpret)
-    (dq,) = run(lists[0], (*blocks, min(tiles[1], blocks[1])), queries, keys, compute_dq, (struct_like(q),))
+    (dq,) = run(lists[0], (*blocks, min(tiles[1], blocks[1])), q_arrays, k_arrays, compute_dq, (struct_like(q),))
     sizes = *blocks[::-1], min(tiles[0], blocks[0])
-    dk, dv = run(lists[1], sizes, keys, queries, compute_dkv, (struct_like(k), struct_like(v)), by_query=False)
+    dk, dv = run(lists[1], sizes, k_arrays, q_arrays, compute_dkv, (struct_like(k), struct_like(v)), by_query=False)
     if N != K:
         # without atomics every head of a group writes cotangents of its own, which XLA adds
         dk, dv = (
@@ -246,7 +246,7 @@ def _lower_sums_of_cotangents() -> None:
 
 
 def _sweep(
-    rule: TileRule, lists: BlockLists, sizes: tuple[int, int, int], rows: _Arrays, columns: _Arrays,
+    rule: TileRule, lists: BlockLists, sizes: tuple[int, int, int], row_arrays: _Arrays, column_arrays: _Arrays,
     compute: Callable[..., None], out: Sequence[jax.ShapeDtypeStruct], stages: int, interpret: bool,
     *, by_query: bool = True,
 ) -> tuple[Array, ...]:  # fmt: skip
@@ -255,149 +255,149 @@ def _sweep(
     Blocks of one head run side by side, so that they share its tiles in the cache; the last queries, which a causal
     mask shows most keys, start first.
     """
-    block, width, tile = sizes
-    group_rows, num_tiles = block // WARPGROUPS, width // tile
-    B, L = rows.tiles[0].shape[:2]
-    N = max(x.shape[2] for x in rows.tiles + columns.tiles)
-    stages = min(stages, columns.tiles[0].shape[1] // tile)
-    grid = B, N, L // block
+    block_rows, width, tile = sizes
+    group_rows, num_tiles = block_rows // WARPGROUPS, width // tile
+    B, L = row_arrays.tiles[0].shape[:2]
+    N = max(x.shape[2] for x in row_arrays.tiles + column_arrays.tiles)
+    stages = min(stages, column_arrays.tiles[0].shape[1] // tile)
+    grid = B, N, L // block_rows
     query_dim = 0 if by_query else 1
 
     def kernel(
         row_refs: _Arrays, column_refs: _Arrays, heads: tuple[_Ref, ...], list_refs: tuple[_Ref, ...], *rest: Any
     ) -> None:
-        *outs, scratch = rest
-        held, held_vectors, passing, passing_vectors, arrived, filled, freed, turns = scratch
-        b, n, i = (lax.axis_index(name) for name in ("batch", "head", "block"))
+        *out_refs, scratch = rest
+        row_tiles, row_vecs, column_tiles, column_vecs, rows_arrived, slots_filled, slots_freed, turns = scratch
+        b, n, row_block = (lax.axis_index(name) for name in ("batch", "head", "block"))
         warpgroup = lax.axis_index("warpgroup")
         if by_query:
-            i = grid[2] - 1 - i
-        num_partial, total, index = (_of(ref, b, n).at[i] for ref in list_refs)
-        num_steps = total[...] * num_tiles
+            row_block = grid[2] - 1 - row_block
+        num_partial_ref, num_blocks_ref, blocks = (_of(ref, b, n).at[row_block] for ref in list_refs)
+        num_steps = num_blocks_ref[...] * num_tiles
         slot_of = lambda step: lax.rem(step, jnp.int32(stages))  # noqa: E731
 
         def start_of(step: DynamicInt) -> Array:
             if num_tiles == 1:
-                return index[step] * width
-            return index[lax.div(step, jnp.int32(num_tiles))] * width + lax.rem(step, jnp.int32(num_tiles)) * tile
+                return blocks[step] * width
+            return blocks[lax.div(step, jnp.int32(num_tiles))] * width + lax.rem(step, jnp.int32(num_tiles)) * tile
 
         def tile_at(ref: _Ref, start: DynamicInt, size: int) -> _Ref:
-            head = n if ref.shape[2] == N else lax.div(n, jnp.int32(N // ref.shape[2]))
-            return ref.at[b, pl.ds(start, size), head]
+            own_head = n if ref.shape[2] == N else lax.div(n, jnp.int32(N // ref.shape[2]))
+            return ref.at[b, pl.ds(start, size), own_head]
 
         @pl.when(warpgroup < WARPGROUPS)
         def _() -> None:
             # (2 x 232 + 40) x 128 threads fit in an SM's 65,536 registers, and copies need few
             plgpu.set_max_registers(232, action="increase")
-            first_row = i * block + warpgroup * group_rows
-            barrier = arrived.at[warpgroup]
-            own_refs, my_vectors = (tuple(x.at[warpgroup] for x in refs) for refs in (held, held_vectors))
-            for ref, into in zip(row_refs.tiles, own_refs, strict=True):
-                plgpu.copy_gmem_to_smem(tile_at(ref, first_row, group_rows), into, barrier)
-            for ref, into in zip(row_refs.vectors, my_vectors, strict=True):
-                plgpu.copy_gmem_to_smem(_of(ref, b, n).at[pl.ds(first_row, group_rows)], into, barrier)
+            first_row = row_block * block_rows + warpgroup * group_rows
+            barrier = rows_arrived.at[warpgroup]
+            my_tiles, my_vectors = (tuple(x.at[warpgroup] for x in refs) for refs in (row_tiles, row_vecs))
+            for ref, target in zip(row_refs.tiles, my_tiles, strict=True):
+                plgpu.copy_gmem_to_smem(tile_at(ref, first_row, group_rows), target, barrier)
+            for ref, target in zip(row_refs.vectors, my_vectors, strict=True):
+                plgpu.copy_gmem_to_smem(_of(ref, b, n).at[pl.ds(first_row, group_rows)], target, barrier)
             plgpu.barrier_wait(barrier)
             scalars = tuple(_of(ref, b, n)[...] for ref in heads)
 
             def loop(body: Callable[[_Step, _Carry], _Carry], carry: _Carry) -> _Carry:
-                def run(number: Array, carry: _Carry, *, masked: bool) -> _Carry:
-                    slot = slot_of(number)
-                    vectors = tuple(x.at[slot] for x in passing_vectors)
+                def run(step_index: Array, carry: _Carry, *, masked: bool) -> _Carry:
+                    slot = slot_of(step_index)
+                    slot_vectors = tuple(x.at[slot] for x in column_vecs)
 
                     def make_tile() -> Tile:
                         shape = group_rows, tile
                         iota = [_laid(lax.broadcasted_iota(jnp.int32, shape, d), interpret) for d in (0, 1)]
-                        indices = iota[0] + first_row, iota[1] + start_of(number)
-                        values = [
+                        indices = iota[0] + first_row, iota[1] + start_of(step_index)
+                        values_by_dim = [
                             tuple(_across(ref, shape, dim, interpret) for ref in refs)
                             for dim, refs in enumerate(
-                                (my_vectors[len(rows.own) :], vectors[len(columns.own) :])
+                                (my_vectors[len(row_arrays.own) :], slot_vectors[len(column_arrays.own) :])
                             )
                         ]  # fmt: skip
-                        q, k = query_dim, 1 - query_dim
-                        return Tile(indices[q], indices[k], scalars, values[q], values[k])
+                        q_dim, k_dim = query_dim, 1 - query_dim
+                        return Tile(indices[q_dim], indices[k_dim], scalars, values_by_dim[q_dim], values_by_dim[k_dim])
 
                     step = _Step(
-                        tuple(x.at[slot] for x in passing), vectors, rule.mask if masked else None, make_tile,
-                        lambda j: plgpu.barrier_wait(filled[j].at[slot]),
-                        lambda: pl.when(number + 1 < num_steps)(
-                            lambda: plgpu.barrier_wait(filled[0].at[slot_of(number + 1)])
+                        tuple(x.at[slot] for x in column_tiles), slot_vectors, rule.mask if masked else None, make_tile,
+                        lambda j: plgpu.barrier_wait(slots_filled[j].at[slot]),
+                        lambda: pl.when(step_index + 1 < num_steps)(
+                            lambda: plgpu.barrier_wait(slots_filled[0].at[slot_of(step_index + 1)])
                         ),
-                        lambda j: plgpu.barrier_arrive(freed[j].at[slot]),
+                        lambda j: plgpu.barrier_arrive(slots_freed[j].at[slot]),
                     )  # fmt: skip
                     return body(step, carry)
 
-                pl.when(num_steps > 0)(lambda: plgpu.barrier_wait(filled[0].at[0]))
+                pl.when(num_steps > 0)(lambda: plgpu.barrier_wait(slots_filled[0].at[0]))
                 num_masked: DynamicInt = 0
                 if rule.mask:
-                    num_masked = num_partial[...] * num_tiles
+                    num_masked = num_partial_ref[...] * num_tiles
                     carry = lax.fori_loop(0, num_masked, partial(run, masked=True), carry)
                 return lax.fori_loop(num_masked, num_steps, partial(run, masked=False), carry)
 
             span = pl.ds(first_row, group_rows)
-            compute(_Program((b, span, n), (b, n, span), own_refs, my_vectors, loop, warpgroup, turns.at[0]), *outs)
+            compute(_Program((b, span, n), (b, n, span), my_tiles, my_vectors, loop, warpgroup, turns.at[0]), *out_refs)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
             plgpu.set_max_registers(40, action="decrease")
 
             @pl.loop(0, num_steps)
-            def _(number: Array) -> None:
-                slot, start = slot_of(number), start_of(number)
-                for j, (ref, into) in enumerate(zip(column_refs.tiles, passing, strict=True)):
-                    pl.when(number >= stages)(partial(plgpu.barrier_wait, freed[j].at[slot]))
-                    plgpu.copy_gmem_to_smem(tile_at(ref, start, tile), into.at[slot], filled[j].at[slot])
+            def _(step_index: Array) -> None:
+                slot, start = slot_of(step_index), start_of(step_index)
+                for j, (ref, target) in enumerate(zip(column_refs.tiles, column_tiles, strict=True)):
+                    pl.when(step_index >= stages)(partial(plgpu.barrier_wait, slots_freed[j].at[slot]))
+                    plgpu.copy_gmem_to_smem(tile_at(ref, start, tile), target.at[slot], slots_filled[j].at[slot])
                     if j == 0:
-                        for vector, place in zip(column_refs.vectors, passing_vectors, strict=True):
-                            part = _of(vector, b, n).at[pl.ds(start, tile)]
-                            plgpu.copy_gmem_to_smem(part, place.at[slot], filled[0].at[slot])
+                        for vector_ref, target_ref in zip(column_refs.vectors, column_vecs, strict=True):
+                            tile_vector = _of(vector_ref, b, n).at[pl.ds(start, tile)]
+                            plgpu.copy_gmem_to_smem(tile_vector, target_ref.at[slot], slots_filled[0].at[slot])
 
             @pl.loop(jnp.maximum(num_steps - stages, 0), num_steps)
-            def _(number: Array) -> None:
-                for barrier in freed:
-                    plgpu.barrier_wait(barrier.at[slot_of(number)])
+            def _(step_index: Array) -> None:
+                for barrier in slots_freed:
+                    plgpu.barrier_wait(barrier.at[slot_of(step_index)])
 
     def entry(*refs: _Ref) -> None:
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch), *scratch, collective_axes="warpgroup")
 
     # as the tensor cores read shared memory: 8 rows of 128 bytes, swizzled, of numbers of 2 bytes
     transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-    place = lambda count, size, x: plgpu.SMEM((count, size, x.shape[3]), x.dtype, transforms=transforms)  # noqa: E731
-    vector = lambda count, size, x: plgpu.SMEM((count, size), x.dtype)  # noqa: E731
+    smem = lambda count, size, x: plgpu.SMEM((count, size, x.shape[3]), x.dtype, transforms=transforms)  # noqa: E731
+    vector_smem = lambda count, size, x: plgpu.SMEM((count, size), x.dtype)  # noqa: E731
     # vectors arrive at the barrier of the first array
-    arrivals = 1 + len(columns.vectors), *[1] * (len(columns.tiles) - 1)
+    num_arrivals = 1 + len(column_arrays.vectors), *[1] * (len(column_arrays.tiles) - 1)
     scratch = (
-        tuple(place(WARPGROUPS, group_rows, x) for x in rows.tiles),
-        tuple(vector(WARPGROUPS, group_rows, x) for x in rows.vectors),
-        tuple(place(stages, tile, x) for x in columns.tiles),
-        tuple(vector(stages, tile, x) for x in columns.vectors),
-        plgpu.Barrier(num_arrivals=len(rows.tiles + rows.vectors), num_barriers=WARPGROUPS),
-        tuple(plgpu.Barrier(num_arrivals=count, num_barriers=stages) for count in arrivals),
-        tuple(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages) for _ in arrivals),
+        tuple(smem(WARPGROUPS, group_rows, x) for x in row_arrays.tiles),
+        tuple(vector_smem(WARPGROUPS, group_rows, x) for x in row_arrays.vectors),
+        tuple(smem(stages, tile, x) for x in column_arrays.tiles),
+        tuple(vector_smem(stages, tile, x) for x in column_arrays.vectors),
+        plgpu.Barrier(num_arrivals=len(row_arrays.tiles + row_arrays.vectors), num_barriers=WARPGROUPS),
+        tuple(plgpu.Barrier(num_arrivals=count, num_barriers=stages) for count in num_arrivals),
+        tuple(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages) for _ in num_arrivals),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=1),
     )
-    params: Any = None
+    interpret_params: Any = None
     if interpret:
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-        params = InterpretGPUParams()
+        interpret_params = InterpretGPUParams()
     run = plgpu.kernel(
         entry, out_type=tuple(out), grid=grid, grid_names=("batch", "head", "block"), num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup", interpret=params,
+        thread_name="warpgroup", interpret=interpret_params,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=1024, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )  # fmt: skip
-    return run(rows, columns, rule.heads, tuple(lists[:3]))
+    return run(row_arrays, column_arrays, rule.heads, tuple(lists[:3]))
 
 
 def _write(program: _Program, results: Sequence[tuple[Array, _Ref, _Ref]]) -> None:
     """Writes accumulators to global memory through the places of the rows that they have replaced."""
-    for value, place, _ in results:
-        place[...] = value.astype(place.dtype)
+    for acc, smem_ref, _ in results:
+        smem_ref[...] = acc.astype(smem_ref.dtype)
     plgpu.commit_smem()
-    for _, place, ref in results:
-        plgpu.copy_smem_to_gmem(place, ref.at[program.at])
+    for _, smem_ref, out_ref in results:
+        plgpu.copy_smem_to_gmem(smem_ref, out_ref.at[program.at])
     plgpu.wait_smem_to_gmem(0)
 
 

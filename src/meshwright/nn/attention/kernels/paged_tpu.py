@@ -50,51 +50,51 @@ def attend_on_tpu(
     from jax.experimental import pallas as pl  # Pallas takes time to import
     from jax.experimental.pallas import tpu as pltpu
 
-    call, (page_len, kv_heads, width) = tiles.call, mixed.values.shape[1:]
+    call, (page_len, kv_heads, v_width) = tiles.call, mixed.values.shape[1:]
     num_pages, num_blocks = tiles.num_pages, len(tiles.starts)
     heads, dtype = parts[0].queries.shape[1], parts[0].queries.dtype
-    rows = tiles.block * heads
+    num_rows = tiles.block * heads
     max_tiles = num_blocks * -(-call.pages.shape[1] // num_pages)
     owner = jnp.minimum(jnp.searchsorted(tiles.ends, jnp.arange(max_tiles), side="right"), num_blocks - 1)
     # a tile's last pages may be beyond the table, and entries without a page may be any number
-    table = jnp.clip(call.pages, 0, len(mixed.values) - 1)
-    position = (call.lengths - call.counts)[tiles.sequence] + tiles.row
-    position = position if call.known is None else (call.known - 1)[tiles.sequence]
-    position = position - (call.spread.first if call.spread else 0)
-    scalars = [owner, tiles.starts, tiles.chunk, position]
-    scalars = [x.astype(jnp.int32) for x in (*scalars, tiles.sequence * table.shape[1], table.reshape(-1))]
+    page_table = jnp.clip(call.pages, 0, len(mixed.values) - 1)
+    query_pos = (call.lengths - call.counts)[tiles.sequence] + tiles.row
+    query_pos = query_pos if call.known is None else (call.known - 1)[tiles.sequence]
+    query_pos = query_pos - (call.spread.first if call.spread else 0)
+    scalars = [owner, tiles.starts, tiles.chunk, query_pos]
+    scalars = [x.astype(jnp.int32) for x in (*scalars, tiles.sequence * page_table.shape[1], page_table.reshape(-1))]
 
-    def page(number: int) -> Any:
+    def page(page_in_tile: int) -> Any:
         def index(tile: Array, *scalars: Any) -> Any:
-            owner, starts, chunk, _, first, entries = scalars
-            block = owner[tile]
-            column = (chunk[block] + tile - starts[block]) * num_pages + number
-            return entries[first[block] + jnp.minimum(column, table.shape[1] - 1)], 0, 0
+            owner, starts, chunk, _, table_starts, table_entries = scalars
+            block_index = owner[tile]
+            page_column = (chunk[block_index] + tile - starts[block_index]) * num_pages + page_in_tile
+            return table_entries[table_starts[block_index] + jnp.minimum(page_column, page_table.shape[1] - 1)], 0, 0
 
         return index
 
-    def of_block(tile: Array, own: Any, *_: Any) -> Any:
-        return own[tile], 0, 0
+    def of_block(tile: Array, block_of_tile: Any, *_: Any) -> Any:
+        return block_of_tile[tile], 0, 0
 
-    query, head = np.divmod(np.arange(rows), heads)
+    query, head = np.divmod(np.arange(num_rows), heads)
     query = query * (call.known is None)
     heads_first = has_heads_first("tpu", mixed.values, kv_heads)
-    grid = np.indices((num_pages, kv_heads, page_len))
-    page_number, key_head, slot = (grid if heads_first else np.swapaxes(grid, 2, 3)).reshape(3, -1)
+    index_grid = np.indices((num_pages, kv_heads, page_len))
+    page_number, key_head, slot = (index_grid if heads_first else np.swapaxes(index_grid, 2, 3)).reshape(3, -1)
     slot += page_number * tiles.span
     # all heads are multiplied with the keys of all key heads, and see those of their own
     back = np.where((head // (heads // kv_heads))[:, None] == key_head, query[:, None] - slot, UNSEEN).astype(np.int32)
     sinks = jnp.full(heads, LOWEST) if call.sinks is None else call.sinks.astype(jnp.float32)
-    start_peak = jnp.broadcast_to(jnp.tile(jnp.maximum(sinks, LOWEST), tiles.block)[:, None], (rows, LANE))
+    start_peak = jnp.broadcast_to(jnp.tile(jnp.maximum(sinks, LOWEST), tiles.block)[:, None], (num_rows, LANE))
     row_index, _ = tiles.query_rows(jnp.arange(num_blocks))
-    queries = [part.queries.at[row_index].get(mode="clip").reshape(num_blocks, rows, -1) for part in parts]
+    queries = [part.queries.at[row_index].get(mode="clip").reshape(num_blocks, num_rows, -1) for part in parts]
     is_latent = mixed.values is parts[0].keys
 
     def of_tiles(scale: Array) -> Array:
         """Returns [tiles, 1, columns], gathered by XLA: a page of scales is not a whole number of registers."""
         page_number = (tiles.chunk[owner] + jnp.arange(max_tiles) - tiles.starts[owner])[:, None] * num_pages
-        page_number = jnp.minimum(page_number + jnp.arange(num_pages)[None], table.shape[1] - 1)
-        factors = in_memory("tpu", scale)[table[tiles.sequence[owner][:, None], page_number]]
+        page_number = jnp.minimum(page_number + jnp.arange(num_pages)[None], page_table.shape[1] - 1)
+        factors = in_memory("tpu", scale)[page_table[tiles.sequence[owner][:, None], page_number]]
         return (factors if kv_heads == 1 or heads_first else jnp.swapaxes(factors, 2, 3)).reshape(max_tiles, 1, -1)
 
     has_scales, scales = mixed.scale is not None, [*(part.scale for part in parts), mixed.scale]
@@ -102,59 +102,59 @@ def attend_on_tpu(
     pools = [part.keys for part in parts] + ([] if is_latent else [mixed.values])
     pools = [in_memory("tpu", pool).reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
     # what all heads share beside latents is narrow and has its slots in the lanes, see `nn.cache.cache_layout`
-    is_turned = [is_latent and number > 0 and pool.shape[-1] < LANE for number, pool in enumerate(pools)]
+    is_turned = [is_latent and pool_id > 0 and pool.shape[-1] < LANE for pool_id, pool in enumerate(pools)]
     pools = [jnp.swapaxes(pool, 1, 2) if turn else pool for pool, turn in zip(pools, is_turned, strict=True)]
 
     def kernel(*refs: Any) -> None:
-        owner, starts, chunk, position, _, _, begin_ref, back_ref, *arrays = refs
-        query_refs, scale_refs = arrays[: len(parts)], arrays[len(parts) :][: len(gathered)]
-        *page_refs, peak_ref, total_ref, sums_ref = arrays[len(parts) + len(gathered) :]
-        page_refs, out_refs = page_refs[: -len(widths)], page_refs[-len(widths) :]
+        owner, starts, chunk, query_pos, _, _, start_peak_ref, back_ref, *array_refs = refs
+        query_refs, scale_refs = array_refs[: len(parts)], array_refs[len(parts) :][: len(gathered)]
+        *page_refs, peak_ref, exp_sum_ref, sums_ref = array_refs[len(parts) + len(gathered) :]
+        page_refs, out_refs = page_refs[: -len(out_widths)], page_refs[-len(out_widths) :]
         tile = pl.program_id(0)
         block = owner[tile]
 
         @pl.when(tile == starts[block])
         def begin_block() -> None:
-            peak_ref[...] = begin_ref[...]
+            peak_ref[...] = start_peak_ref[...]
             # a sink counts as a score from before the first key
-            total_ref[...] = jnp.where(begin_ref[...] > LOWEST, 1.0, 0.0)
-            sums_ref[...] = jnp.zeros((rows, width), jnp.float32)
+            exp_sum_ref[...] = jnp.where(start_peak_ref[...] > LOWEST, 1.0, 0.0)
+            sums_ref[...] = jnp.zeros((num_rows, v_width), jnp.float32)
 
-        def read(pool: int) -> Array:
-            pages = [ref[0] for ref in page_refs[pool * num_pages : (pool + 1) * num_pages]]
+        def read(pool_index: int) -> Array:
+            page_blocks = [ref[0] for ref in page_refs[pool_index * num_pages : (pool_index + 1) * num_pages]]
             # TPUs have casts of bytes to float32 alone
-            pages = [x.astype(jnp.float32) if x.dtype.itemsize == 1 else x for x in pages]
-            return jnp.concatenate(pages, axis=int(is_turned[pool])).astype(dtype)
+            page_blocks = [x.astype(jnp.float32) if x.dtype.itemsize == 1 else x for x in page_blocks]
+            return jnp.concatenate(page_blocks, axis=int(is_turned[pool_index])).astype(dtype)
 
-        keys = [read(number) for number in range(len(parts))]
+        tile_keys = [read(pool_id) for pool_id in range(len(parts))]
         products = (
-            lax.dot_general(ref[0], key, (((1,), (int(not turn),)), ((), ())), preferred_element_type=jnp.float32)
-            for ref, key, turn in zip(query_refs, keys, is_turned, strict=False)
+            lax.dot_general(ref[0], pool_keys, (((1,), (int(not turn),)), ((), ())), preferred_element_type=jnp.float32)
+            for ref, pool_keys, turn in zip(query_refs, tile_keys, is_turned, strict=False)
         )
         if has_scales:
             products = (product * ref[0] for product, ref in zip(products, scale_refs, strict=False))
         scores = capped(call.scale * sum(products, start=jnp.zeros(back.shape, jnp.float32)), call.softcap)
-        distance = back_ref[...] + (position[block] - (chunk[block] + tile - starts[block]) * tiles.positions)
+        distance = back_ref[...] + (query_pos[block] - (chunk[block] + tile - starts[block]) * tiles.positions)
         is_seen = distance >= 0 if call.window is None else (distance >= 0) & (distance < call.window)
         scores = jnp.where(is_seen, scores, -jnp.inf)
         old_peak = peak_ref[:, :1]
         peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))
         weights, fade = jnp.exp(scores - peak), jnp.exp(old_peak - peak)
-        total = total_ref[:, :1] * fade + jnp.sum(weights, axis=1, keepdims=True)
-        values = keys[0] if is_latent else read(len(parts))
+        exp_sum = exp_sum_ref[:, :1] * fade + jnp.sum(weights, axis=1, keepdims=True)
+        values = tile_keys[0] if is_latent else read(len(parts))
         weights = weights * scale_refs[-1][0] if has_scales else weights
-        sums = sums_ref[...] * fade + jnp.dot(weights.astype(dtype), values, preferred_element_type=jnp.float32)
-        peak_ref[...] = jnp.broadcast_to(peak, (rows, LANE))
-        total_ref[...] = jnp.broadcast_to(total, (rows, LANE))
-        sums_ref[...] = sums
+        out_sums = sums_ref[...] * fade + jnp.dot(weights.astype(dtype), values, preferred_element_type=jnp.float32)
+        peak_ref[...] = jnp.broadcast_to(peak, (num_rows, LANE))
+        exp_sum_ref[...] = jnp.broadcast_to(exp_sum, (num_rows, LANE))
+        sums_ref[...] = out_sums
         # by every tile: what the last one of a block writes stays
-        out_refs[0][0] = sums / jnp.where(total > 0, total, 1.0)
-        for ref, statistic in zip(out_refs[1:], (peak, total), strict=False):
-            ref[0] = jnp.broadcast_to(statistic, (rows, LANE))
+        out_refs[0][0] = out_sums / jnp.where(exp_sum > 0, exp_sum, 1.0)
+        for ref, statistic in zip(out_refs[1:], (peak, exp_sum), strict=False):
+            ref[0] = jnp.broadcast_to(statistic, (num_rows, LANE))
 
-    widths = (width, LANE, LANE) if call.spread else (width,)
-    scratch = [pltpu.VMEM((rows, size), jnp.float32) for size in (LANE, LANE, width)]
-    results = pl.pallas_call(
+    out_widths = (v_width, LANE, LANE) if call.spread else (v_width,)
+    scratch = [pltpu.VMEM((num_rows, num_cols), jnp.float32) for num_cols in (LANE, LANE, v_width)]
+    kernel_outputs = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -164,14 +164,14 @@ def attend_on_tpu(
                 *(pl.BlockSpec((1, *array.shape[1:]), of_block) for array in queries),
                 *(pl.BlockSpec((1, *array.shape[1:]), lambda tile, *_: (tile, 0, 0)) for array in gathered),
                 # pages of a tile lie anywhere in a pool, so that each is an operand of its own
-                *(pl.BlockSpec((1, *pool.shape[1:]), page(number)) for pool in pools for number in range(num_pages)),
+                *(pl.BlockSpec((1, *pool.shape[1:]), page(i)) for pool in pools for i in range(num_pages)),
             ],
-            out_specs=[pl.BlockSpec((1, rows, size), of_block) for size in widths],
+            out_specs=[pl.BlockSpec((1, num_rows, num_cols), of_block) for num_cols in out_widths],
             scratch_shapes=scratch,
         ),
-        out_shape=[jax.ShapeDtypeStruct((num_blocks, rows, size), jnp.float32) for size in widths],
+        out_shape=[jax.ShapeDtypeStruct((num_blocks, num_rows, num_cols), jnp.float32) for num_cols in out_widths],
         interpret=interpret,
     )(*scalars, start_peak, jnp.asarray(back), *queries, *gathered, *(pool for pool in pools for _ in range(num_pages)))
-    attended, *statistics = (array.reshape(num_blocks, tiles.block, heads, -1) for array in results)
-    blocks = attended, *(array[..., 0] for array in statistics)
-    return tiles.written(jnp.arange(num_blocks), blocks, out)
+    attended, *statistics = (array.reshape(num_blocks, tiles.block, heads, -1) for array in kernel_outputs)
+    block_results = attended, *(array[..., 0] for array in statistics)
+    return tiles.written(jnp.arange(num_blocks), block_results, out)

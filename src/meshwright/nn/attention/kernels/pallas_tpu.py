@@ -48,9 +48,9 @@ _Refs = Sequence[Any]  # Pallas has no public type of its references
 
 def fits(lists: BlockLists) -> bool:
     """True if the steps, 4 bytes for each place in the lists, fit in scalar memory: 1 MiB, less what Mosaic takes."""
-    batch, heads, rows, columns = lists.index.shape
-    sublanes = min(8, pl.next_power_of_2(heads))
-    num_places = batch * -(-heads // sublanes) * sublanes * -(-rows * columns // LANES) * LANES
+    batch, num_heads, num_rows, num_columns = lists.index.shape
+    sublanes = min(8, pl.next_power_of_2(num_heads))
+    num_places = batch * -(-num_heads // sublanes) * sublanes * -(-num_rows * num_columns // LANES) * LANES
     return 4 * num_places < 2**20 - 2**14
 
 
@@ -66,20 +66,20 @@ def _steps(lists: BlockLists, span: range) -> tuple[Int[Array, "B|1 N|1 steps"],
     ``span`` are the blocks of keys to visit. A row without blocks has a step that computes nothing, and so have the
     steps after the last, which fetch nothing either.
     """
-    row, slot = (lax.broadcasted_iota(jnp.int32, lists.index.shape, dim) for dim in (2, 3))
-    computed = (slot < lists.total[..., None]) & (lists.index >= span.start) & (lists.index < span.stop)
-    flags = computed * _COMPUTED + (slot < lists.partial[..., None]) * _MASKED
-    word = (row << _ROW_SHIFT) + (jnp.where(computed, lists.index, span.start) << _COLUMN_SHIFT) + computed * flags
+    row, list_slot = (lax.broadcasted_iota(jnp.int32, lists.index.shape, dim) for dim in (2, 3))
+    is_run = (list_slot < lists.total[..., None]) & (lists.index >= span.start) & (lists.index < span.stop)
+    kind_flags = is_run * _COMPUTED + (list_slot < lists.partial[..., None]) * _MASKED
+    words = (row << _ROW_SHIFT) + (jnp.where(is_run, lists.index, span.start) << _COLUMN_SHIFT) + is_run * kind_flags
     # rows in order, and blocks of keys in order within a row
-    is_empty = (slot == 0) & ~jnp.any(computed, axis=-1, keepdims=True)
-    word = jnp.sort(jnp.where(computed | is_empty, word, _NO_STEP).reshape(*word.shape[:2], -1))
-    exists = word < _NO_STEP
-    is_edge = jnp.diff(word >> _ROW_SHIFT, axis=-1) != 0
+    is_empty = (list_slot == 0) & ~jnp.any(is_run, axis=-1, keepdims=True)
+    words = jnp.sort(jnp.where(is_run | is_empty, words, _NO_STEP).reshape(*words.shape[:2], -1))
+    is_step = words < _NO_STEP
+    is_edge = jnp.diff(words >> _ROW_SHIFT, axis=-1) != 0
     is_first, is_last = (jnp.pad(is_edge, ((0, 0), (0, 0), side), constant_values=True) for side in ((1, 0), (0, 1)))
     # idle steps name the last blocks again: Pallas fetches a block only where its number changes
-    idle_word = jnp.max(jnp.where(exists, word, 0), axis=-1, keepdims=True) >> _COLUMN_SHIFT << _COLUMN_SHIFT
-    word = jnp.where(exists, word + is_first * _FIRST + is_last * _LAST, idle_word)
-    return word, jnp.max(jnp.sum(exists, axis=-1, dtype=jnp.int32))
+    idle_word = jnp.max(jnp.where(is_step, words, 0), axis=-1, keepdims=True) >> _COLUMN_SHIFT << _COLUMN_SHIFT
+    words = jnp.where(is_step, words + is_first * _FIRST + is_last * _LAST, idle_word)
+    return words, jnp.max(jnp.sum(is_step, axis=-1, dtype=jnp.int32))
 
 
 def _run(
@@ -107,7 +107,7 @@ def _run(
     """
     queries, keys = arrays
     batch, kv_heads = keys[0].shape[:2]
-    group = queries[0].shape[1] // kv_heads
+    group_size = queries[0].shape[1] // kv_heads
     (words, num_steps), rule = steps, rule.widened()
     # [1, T]: the last two dims of a block are multiples of 8 and 128, or whole
     values = [x[:, :, None] for x in (*rule.rows, *row_values, *rule.columns)]
@@ -120,44 +120,44 @@ def _run(
         b: Array, kv_head: Array, member: Array, step: Array, words: Array
     ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
         """Returns the word of a step, its heads and its blocks, each of queries and of keys."""
-        head = kv_head * group + member
-        word = words[(*lead(words, b, head), step)]
-        column = (word >> _COLUMN_SHIFT) & ((1 << _ROW_SHIFT - _COLUMN_SHIFT) - 1)
-        return word, (head, kv_head), (word >> _ROW_SHIFT, column)
+        head = kv_head * group_size + member
+        step_word = words[(*lead(words, b, head), step)]
+        key_block = (step_word >> _COLUMN_SHIFT) & ((1 << _ROW_SHIFT - _COLUMN_SHIFT) - 1)
+        return step_word, (head, kv_head), (step_word >> _ROW_SHIFT, key_block)
 
     def spec(x: Array | jax.ShapeDtypeStruct, side: int, *, is_value: bool) -> pl.BlockSpec:
         def index(*args: Array) -> tuple[DynamicInt, ...]:
-            _, heads, numbers = locate(*args[:5])
+            _, heads, block_indices = locate(*args[:5])
             lead_index = lead(x, args[0], heads[0 if is_value else side])
-            return (*lead_index, 0, numbers[side]) if is_value else (*lead_index, numbers[side], 0)
+            return (*lead_index, 0, block_indices[side]) if is_value else (*lead_index, block_indices[side], 0)
 
-        size = blocks[side]
-        return pl.BlockSpec((None, None, 1, size) if is_value else (None, None, size, x.shape[-1]), index)
+        block_len = blocks[side]
+        return pl.BlockSpec((None, None, 1, block_len) if is_value else (None, None, block_len, x.shape[-1]), index)
 
     def kernel(words: Array, *refs: Any) -> None:
         counts = (len(scalars), len(queries) + len(keys), len(values), len(outs), len(resident), len(sums), num_rows)
-        ends = np.cumsum(counts)
+        ref_ends = np.cumsum(counts)
         scalar_refs, array_refs, value_refs, out_refs, resident_refs, sum_refs, wide_refs = (
-            refs[end - count : end] for end, count in zip(ends, counts, strict=True)
+            refs[end - count : end] for end, count in zip(ref_ends, counts, strict=True)
         )
-        b, kv_head, member, step = (pl.program_id(axis) for axis in range(4))
-        word, heads, numbers = locate(b, kv_head, member, step, words)
+        b, kv_head, member, step_index = (pl.program_id(axis) for axis in range(4))
+        step_word, heads, block_indices = locate(b, kv_head, member, step_index, words)
 
-        @pl.when((member == 0) & (step == 0))
+        @pl.when((member == 0) & (step_index == 0))
         def _() -> None:
             for ref in resident_refs:
                 ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
-        @pl.when((word & _FIRST) != 0)
+        @pl.when((step_word & _FIRST) != 0)
         def _() -> None:
-            for ref, (_, value) in zip(sum_refs, sums, strict=True):
-                ref[...] = jnp.full(ref.shape, value, jnp.float32)
+            for ref, (_, init_value) in zip(sum_refs, sums, strict=True):
+                ref[...] = jnp.full(ref.shape, init_value, jnp.float32)
             for ref, wide_ref in zip(value_refs[:num_rows], wide_refs, strict=True):
                 # once a row of blocks: values of rows come along the lanes, and scores have rows along the sublanes
                 wide_ref[...] = jnp.broadcast_to(ref[...], wide_ref.shape[::-1]).T
 
         def compute(*, masked: bool) -> None:
-            query, key = (blocks[i] * numbers[i] + lax.broadcasted_iota(jnp.int32, blocks, i) for i in (0, 1))
+            query, key = (blocks[i] * block_indices[i] + lax.broadcasted_iota(jnp.int32, blocks, i) for i in (0, 1))
             tile = Tile(
                 query,
                 key,
@@ -166,13 +166,13 @@ def _run(
                 tuple(jnp.broadcast_to(ref[...], blocks) for ref in value_refs[num_rows:]),
             )
             is_seen = jnp.broadcast_to(rule.mask(tile), blocks) if masked and rule.mask else None
-            add(tile, is_seen, array_refs, sum_refs, resident_refs, numbers[1])
+            add(tile, is_seen, array_refs, sum_refs, resident_refs, block_indices[1])
 
-        flags = word & (_COMPUTED | _MASKED)
-        pl.when(flags == _COMPUTED if rule.mask else flags != 0)(partial(compute, masked=False))
+        kind_flags = step_word & (_COMPUTED | _MASKED)
+        pl.when(kind_flags == _COMPUTED if rule.mask else kind_flags != 0)(partial(compute, masked=False))
         if rule.mask:
-            pl.when(flags == _COMPUTED | _MASKED)(partial(compute, masked=True))
-        pl.when((word & _LAST) != 0)(lambda: finish(out_refs, sum_refs))
+            pl.when(kind_flags == _COMPUTED | _MASKED)(partial(compute, masked=True))
+        pl.when((step_word & _LAST) != 0)(lambda: finish(out_refs, sum_refs))
 
     operands = [(x, side, False) for side in (0, 1) for x in arrays[side]]
     operands += [(x, int(i >= num_rows), True) for i, x in enumerate(values)]
@@ -180,7 +180,7 @@ def _run(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(scalars),
-            grid=(batch, kv_heads, group, num_steps),
+            grid=(batch, kv_heads, group_size, num_steps),
             in_specs=[spec(x, side, is_value=is_value) for x, side, is_value in operands],
             out_specs=[
                 *(spec(x, 0, is_value=x.shape[2] == 1) for x in outs),
@@ -219,8 +219,8 @@ def _scores(
     products, score = _product(q, k, (1, 1)), rule.score
     if score is None:
         return products * (scale * _LOG2_E), lambda ds: (ds,)
-    s, slope = jax.vjp(lambda s: score(s, tile), products * scale)
-    return s * _LOG2_E, slope
+    s, pull_back = jax.vjp(lambda s: score(s, tile), products * scale)
+    return s * _LOG2_E, pull_back
 
 
 def _by_head(x: Array) -> Array:
@@ -243,29 +243,29 @@ def forward(
     ``blocks`` are the queries and the keys of a block, multiples of 128 that divide T and S. A row that sees nothing
     has the result 0 and the log-sum-exp minus infinity.
     """
-    batch, length, heads, _ = q.shape
-    width = v.shape[-1]
+    batch, query_len, num_heads, _ = q.shape
+    v_width = v.shape[-1]
 
-    def add(tile: Tile, seen: Array | None, arrays: _Refs, sums: _Refs, resident: _Refs, column: Array) -> None:
+    def add(tile: Tile, is_seen: Array | None, arrays: _Refs, sums: _Refs, resident: _Refs, key_block: Array) -> None:
         q, k, v = arrays
-        mixed, peak, total = sums
+        acc_ref, peak_ref, sum_ref = sums
         s, _ = _scores(rule, tile, q[...], k[...], scale)
-        if seen is not None:
-            s = jnp.where(seen, s, LOWEST)
-        old_peak = peak[...]
+        if is_seen is not None:
+            s = jnp.where(is_seen, s, LOWEST)
+        old_peak = peak_ref[...]
         new_peak = jnp.maximum(old_peak, jnp.max(s, axis=1, keepdims=True))
         p = jnp.exp2(s - _repeated(new_peak, blocks[1]))
         fade = jnp.exp2(old_peak - new_peak)
-        peak[...] = new_peak
-        total[...] = total[...] * fade + jnp.sum(p, axis=1, keepdims=True)
-        mixed[...] = mixed[...] * _repeated(fade, width) + _product(p.astype(v.dtype), v[...], (1, 0))
+        peak_ref[...] = new_peak
+        sum_ref[...] = sum_ref[...] * fade + jnp.sum(p, axis=1, keepdims=True)
+        acc_ref[...] = acc_ref[...] * _repeated(fade, v_width) + _product(p.astype(v.dtype), v[...], (1, 0))
 
     def finish(outs: _Refs, sums: _Refs) -> None:
-        mixed, peak, total = (ref[...] for ref in sums)
+        out_sum, peak, exp_sum = (ref[...] for ref in sums)
         # masked scores weigh 1 until a row sees its first key, and 0 from then on
         has_key = peak > LOWEST
-        outs[0][...] = (mixed * _repeated(jnp.where(has_key, 1.0 / total, 0.0), width)).astype(outs[0].dtype)
-        outs[1][...] = jnp.where(has_key, peak / _LOG2_E + jnp.log(total), -jnp.inf).T[:1]
+        outs[0][...] = (out_sum * _repeated(jnp.where(has_key, 1.0 / exp_sum, 0.0), v_width)).astype(outs[0].dtype)
+        outs[1][...] = jnp.where(has_key, peak / _LOG2_E + jnp.log(exp_sum), -jnp.inf).T[:1]
 
     o, lse = _run(
         rule,
@@ -275,10 +275,10 @@ def forward(
         add=add,
         finish=finish,
         outs=(
-            jax.ShapeDtypeStruct((batch, heads, length, width), q.dtype),
-            jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32),
+            jax.ShapeDtypeStruct((batch, num_heads, query_len, v_width), q.dtype),
+            jax.ShapeDtypeStruct((batch, num_heads, 1, query_len), jnp.float32),
         ),
-        sums=((width, 0.0), (LANES, LOWEST), (LANES, 0.0)),
+        sums=((v_width, 0.0), (LANES, LOWEST), (LANES, 0.0)),
         name="flash_attention_forward",
         interpret=interpret,
     )
@@ -302,7 +302,7 @@ def backward(
     Where dk and dv of one head do not fit on a core, a kernel runs for each span of keys.
     """
     dout, o, lse = given
-    values = [_by_head(x) for x in (safe(lse) * _LOG2_E, deltas((dout, o, lse)))]
+    row_values = [_by_head(x) for x in (safe(lse) * _LOG2_E, deltas((dout, o, lse)))]
     queries, keys = [_by_head(x) for x in (q, dout)], [_by_head(x) for x in (k, v)]
     num_blocks = keys[0].shape[2] // blocks[1]
     # two buffers in float32
@@ -310,43 +310,43 @@ def backward(
     span_len = max(1, _resident_bytes() // block_bytes)
 
     def add(
-        first: int, tile: Tile, seen: Array | None, arrays: _Refs, sums: _Refs, resident: _Refs, column: Array
+        span_first: int, tile: Tile, is_seen: Array | None, arrays: _Refs, sums: _Refs, resident: _Refs, k_block: Array
     ) -> None:
         q, dout, k, v = (ref[...] for ref in arrays)
         lse, delta = tile.rows[-2:]
-        s, slope = _scores(rule, tile, q, k, scale)
+        s, pull_back = _scores(rule, tile, q, k, scale)
         p = jnp.exp2(s - lse)
-        if seen is not None:
-            p = jnp.where(seen, p, 0.0)
-        (ds,) = slope(p * (_product(dout, v, (1, 1)) - delta))
+        if is_seen is not None:
+            p = jnp.where(is_seen, p, 0.0)
+        (ds,) = pull_back(p * (_product(dout, v, (1, 1)) - delta))
         sums[0][...] += _product(ds.astype(k.dtype), k, (1, 0))
         for ref, weights, x in zip(resident, (ds, p), (q, dout), strict=True):
-            ref[column - first] += _product(weights.astype(x.dtype), x, (0, 0))
+            ref[k_block - span_first] += _product(weights.astype(x.dtype), x, (0, 0))
 
     def finish(outs: _Refs, sums: _Refs) -> None:
         outs[0][...] = (sums[0][...] * scale).astype(outs[0].dtype)
 
-    parts = []
+    span_results = []
     for first_block in range(0, num_blocks, span_len):
         key_blocks = range(first_block, min(first_block + span_len, num_blocks))
-        shapes = [(*x.shape[:2], len(key_blocks), blocks[1], x.shape[3]) for x in keys]
-        parts.append(
+        kv_shapes = [(*x.shape[:2], len(key_blocks), blocks[1], x.shape[3]) for x in keys]
+        span_results.append(
             _run(
                 rule,
                 _steps(lists[0], key_blocks),
                 blocks,
                 (queries, keys),
-                row_values=values,
+                row_values=row_values,
                 add=partial(add, first_block),
                 finish=finish,
                 # float32 where several kernels' dq are added
                 outs=[jax.ShapeDtypeStruct(queries[0].shape, q.dtype if span_len >= num_blocks else jnp.float32)],
-                resident=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+                resident=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kv_shapes],
                 sums=[(q.shape[-1], 0.0)],
                 name="flash_attention_backward",
                 interpret=interpret,
             )
         )
-    dqs, dks, dvs = zip(*parts, strict=True)
+    dqs, dks, dvs = zip(*span_results, strict=True)
     dk, dv = (jnp.concatenate(x, axis=2).reshape(y.shape) for x, y in zip((dks, dvs), keys, strict=True))
     return _by_head(sum(dqs).astype(q.dtype)), _by_head((dk * scale).astype(k.dtype)), _by_head(dv.astype(v.dtype))

@@ -67,38 +67,38 @@ def block_size(length: int, most: int) -> int:
 
 def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[TileRule, BlockLists, TileSizes]:
     """Returns the rule, the lists of blocks and the sizes of a pass; blocks of ``over`` list those of the other."""
-    lengths = q.shape[1], k.shape[1]
-    bounds = None
-    if call.platform == "cpu" and max(lengths) <= LONGEST:
-        sizes = min(lengths[0], int(tile_rows(lengths[0]))), min(lengths[1], int(tile_rows(lengths[1])))
-        bounds = call.bounds(q.shape[0], q.shape[2], *sizes)
-        if bounds is not None and max(lengths) > DENSE and bounds.sparsity() < SPARSITY:
-            bounds = None
-    if bounds is None:
+    seq_lens = q.shape[1], k.shape[1]
+    bound_table = None
+    if call.platform == "cpu" and max(seq_lens) <= LONGEST:
+        sizes = min(seq_lens[0], int(tile_rows(seq_lens[0]))), min(seq_lens[1], int(tile_rows(seq_lens[1])))
+        bound_table = call.bounds(q.shape[0], q.shape[2], *sizes)
+        if bound_table is not None and max(seq_lens) > DENSE and bound_table.sparsity() < SPARSITY:
+            bound_table = None
+    if bound_table is None:
         max_sizes = (WIDE, WIDE)
         if call.platform == "cpu":
             max_sizes = (ROWS, LISTED) if over == "queries" else (LISTED, ROWS)
-        sizes = block_size(lengths[0], max_sizes[0]), block_size(lengths[1], max_sizes[1])
-    rule, table = prepared(call, q, k, sizes)
+        sizes = block_size(seq_lens[0], max_sizes[0]), block_size(seq_lens[1], max_sizes[1])
+    rule, block_table = prepared(call, q, k, sizes)
     q_idx, kv_idx = padded(jnp.asarray(call.q_idx), sizes[0], -1), padded(jnp.asarray(call.kv_idx), sizes[1], -1)
-    table = table if call.platform == "cpu" else table.reduced()
-    lists = table.lists(over) if bounds is None else bounds.reduced().lists(over)
-    is_varying = table.kinds.shape[:2] != (1, 1) or not isinstance(table.kinds, np.ndarray)
-    if bounds is not None and is_varying and max(lengths) > WHOLE:
-        lists = lists._replace(exists=table.exists(over))
+    block_table = block_table if call.platform == "cpu" else block_table.reduced()
+    lists = block_table.lists(over) if bound_table is None else bound_table.reduced().lists(over)
+    is_varying = block_table.kinds.shape[:2] != (1, 1) or not isinstance(block_table.kinds, np.ndarray)
+    if bound_table is not None and is_varying and max(seq_lens) > WHOLE:
+        lists = lists._replace(exists=block_table.exists(over))
     num_together = 1
     if call.platform == "cpu":
-        num_together = _num_together(lists) if bounds is None else 0
+        num_together = _num_together(lists) if bound_table is None else 0
     return rule, lists, TileSizes(*sizes, q_idx, kv_idx, call.first_head, num_together)
 
 
 def _num_together(lists: BlockLists) -> int:
     """Returns how many blocks of a list are processed together: what takes least, or 4 where lists are not known."""
     max_blocks = lists.index.shape[-1]
-    counts = [count for count in TOGETHER if count <= max_blocks]
+    block_counts = [n for n in TOGETHER if n <= max_blocks]
     if not isinstance(lists.total, np.ndarray):
-        return max(counts)
-    return min(counts, key=lambda count: float(np.ceil(lists.total / count).sum()) * TOGETHER[count])
+        return max(block_counts)
+    return min(block_counts, key=lambda n: float(np.ceil(lists.total / n).sum()) * TOGETHER[n])
 
 
 MOST_PARTS, MOST_TILES = 3, 12
@@ -130,16 +130,16 @@ class HeadPart(NamedTuple):
         """Returns [1, 1 | heads, ...] of [B | 1, N | 1, ...]."""
         if x.shape[:2] == (1, 1):
             return x
-        sizes = 1, min(self.heads, x.shape[1]), *x.shape[2:]
-        return lax.dynamic_slice(jnp.asarray(x), self._own_start(x), sizes)
+        own_shape = 1, min(self.heads, x.shape[1]), *x.shape[2:]
+        return lax.dynamic_slice(jnp.asarray(x), self._own_start(x), own_shape)
 
     def added(self, x: Array, value: Array) -> Array:
         """Adds to what `own` reads."""
         return lax.dynamic_update_slice(x, self.own(x) + value, self._own_start(x))
 
     def _own_start(self, x: Array) -> tuple[DynamicInt, ...]:
-        start = self.sequence if x.shape[0] > 1 else 0, self.head if x.shape[1] > 1 else 0
-        return *start, *[0] * (x.ndim - 2)
+        first_indices = self.sequence if x.shape[0] > 1 else 0, self.head if x.shape[1] > 1 else 0
+        return *first_indices, *[0] * (x.ndim - 2)
 
     def lists(self, lists: BlockLists) -> BlockLists:
         """Returns the lists of these heads."""
@@ -159,20 +159,20 @@ _Cotangents = tuple[Array, Array, Array, Learned]
 def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
     """Returns the result and the log-sum-exp in float32; zeros and minus infinity for a query that sees no key."""
     rule, lists, sizes = _prepared(call, q, k, over="queries")
-    rows, *keys = padded(q, sizes.q_block, 1), *(padded(x, sizes.kv_block, 1) for x in (k, v))
-    run = partial(blocks.forward, sizes, call.scale)
+    padded_q, *padded_kv = padded(q, sizes.q_block, 1), *(padded(x, sizes.kv_block, 1) for x in (k, v))
+    run_pass = partial(blocks.forward, sizes, call.scale)
 
     def step(part: HeadPart, out: tuple[Array, Array]) -> tuple[Array, Array]:
-        part_keys = [part.rows(x, is_keys=True) for x in keys]
-        results = _together(run, part.rule(rule), part.lists(lists), (part.rows(rows),), part_keys, part)
-        o, lse = (part.put(x, _heads_back(y)) for x, y in zip(out, results, strict=True))
+        part_kv = [part.rows(x, is_keys=True) for x in padded_kv]
+        o_and_lse = _together(run_pass, part.rule(rule), part.lists(lists), (part.rows(padded_q),), part_kv, part)
+        o, lse = (part.put(x, _heads_back(y)) for x, y in zip(out, o_and_lse, strict=True))
         return o, lse
 
     if call.platform == "cpu":
-        start = jnp.zeros((*rows.shape[:3], v.shape[-1]), q.dtype), jnp.zeros(rows.shape[:3], jnp.float32)
-        o, lse = _in_parts(rows, k, lists, sizes, step, start)
+        zero_out = jnp.zeros((*padded_q.shape[:3], v.shape[-1]), q.dtype), jnp.zeros(padded_q.shape[:3], jnp.float32)
+        o, lse = _in_parts(padded_q, k, lists, sizes, step, zero_out)
     else:
-        o, lse = map(_heads_back, _together(run, rule, lists, (rows,), keys))
+        o, lse = map(_heads_back, _together(run_pass, rule, lists, (padded_q,), padded_kv))
     return o[:, : q.shape[1]], lse[:, : q.shape[1]]
 
 
@@ -186,9 +186,9 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
         return reads(_prepared(call.with_score(score._replace(arrays=arrays), learns=True), q, k, over="keys")[0])
 
     # the kernel has cotangents of what was looked up before it, and JAX takes them on to these arrays
-    _, pull = jax.vjp(read, tuple(jnp.asarray(x) for x in score.arrays))
+    _, pull_back = jax.vjp(read, tuple(jnp.asarray(x) for x in score.arrays))
     dqkv, drule = _cotangents(call, given, q, k, v)
-    (learned,) = pull(drule)
+    (learned,) = pull_back(drule)
     return (*dqkv, *learned)
 
 
@@ -198,8 +198,8 @@ def _cotangents(
     """Returns (dq, dk, dv), and the cotangents of what the score rule reads."""
     rule, lists, sizes = _prepared(call, q, k, over="keys")
     dout, _, lse = given[:3]
-    rows = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), deltas(given))]
-    keys = [padded(x, sizes.kv_block, 1) for x in (k, v)]
+    q_arrays = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), deltas(given))]
+    padded_kv = [padded(x, sizes.kv_block, 1) for x in (k, v)]
 
     def run(head: Head, *arrays: Array) -> _Cotangents:
         return blocks.backward(sizes, call.scale, head, arrays[:4], *arrays[4:])
@@ -210,22 +210,22 @@ def _cotangents(
         return _heads_back(dq), dk, dv, {n: jax.tree.map(_sum_like, x, drule[n]) for n, x in reads(rule).items()}
 
     def step(part: HeadPart, out: _Cotangents) -> _Cotangents:
-        part_keys = [part.rows(x, is_keys=True) for x in keys]
-        dq, *dkeys, drule = together(part.rule(rule), part.lists(lists), [part.rows(x) for x in rows], part_keys, part)
+        part_kv = [part.rows(x, is_keys=True) for x in padded_kv]
+        dq, *dkv, drule = together(part.rule(rule), part.lists(lists), [part.rows(x) for x in q_arrays], part_kv, part)
         # only parts of one group add to the same key heads
         if part.heads % part.group:
-            dkeys = [part.rows(x, is_keys=True) + y for x, y in zip(out[1:3], dkeys, strict=True)]
+            dkv = [part.rows(x, is_keys=True) + y for x, y in zip(out[1:3], dkv, strict=True)]
         # Otherwise nothing is read that was written: XLA would copy the whole array in every iteration.
-        dk, dv = (part.put(x, y, is_keys=True) for x, y in zip(out[1:3], dkeys, strict=True))
+        dk, dv = (part.put(x, y, is_keys=True) for x, y in zip(out[1:3], dkv, strict=True))
         adders = {name: part.added if name in _BY_HEAD else jnp.add for name in drule}
         return part.put(out[0], dq), dk, dv, {n: jax.tree.map(adders[n], out[3][n], x) for n, x in drule.items()}
 
     if call.platform == "cpu":
-        dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in keys)
-        start = jnp.zeros_like(rows[0]), dk, dv, jax.tree.map(jnp.zeros_like, reads(rule))
-        dq, dk, dv, drule = _in_parts(rows[0], k, lists, sizes, step, start)
+        dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in padded_kv)
+        zero_cotangents = jnp.zeros_like(q_arrays[0]), dk, dv, jax.tree.map(jnp.zeros_like, reads(rule))
+        dq, dk, dv, drule = _in_parts(q_arrays[0], k, lists, sizes, step, zero_cotangents)
     else:
-        dq, dk, dv, drule = together(rule, lists, rows, keys)
+        dq, dk, dv, drule = together(rule, lists, q_arrays, padded_kv)
     return (dq[:, : q.shape[1]], dk.astype(k.dtype)[:, : k.shape[1]], dv.astype(v.dtype)[:, : v.shape[1]]), drule
 
 
@@ -244,11 +244,11 @@ def _in_parts(
     max_parts = min(MOST_PARTS, max(1, MOST_TILES // lists.index.shape[2])) if not sizes.each else 1
     unroll = next(n for n in range(max_parts, 0, -1) if num_parts % n == 0)
 
-    def sequence(b: DynamicInt, out: _State) -> _State:
-        def one(n: DynamicInt, out: _State) -> _State:
-            return step(HeadPart(b, n * counts[-1], counts[-1], group), out)
+    def sequence(b: DynamicInt, state: _State) -> _State:
+        def one(n: DynamicInt, state: _State) -> _State:
+            return step(HeadPart(b, n * counts[-1], counts[-1], group), state)
 
-        return one(0, out) if num_parts == 1 else lax.fori_loop(0, num_parts, one, out, unroll=unroll)
+        return one(0, state) if num_parts == 1 else lax.fori_loop(0, num_parts, one, state, unroll=unroll)
 
     return sequence(0, start) if batch == 1 else lax.fori_loop(0, batch, sequence, start)
 
@@ -264,47 +264,47 @@ def _together(
     """Runs a pass on all heads at once, over the blocks of the first; its results get the dims [B, K, G]."""
     batch, _, heads = rows[0].shape[:3]
     kv_heads = keys[0].shape[2]
-    split = batch, kv_heads, heads // kv_heads
-    origin = (0, 0) if part is None else (part.sequence, part.head)
+    dims = batch, kv_heads, heads // kv_heads
+    first_place = (0, 0) if part is None else (part.sequence, part.head)
 
     def by_head(x: Array) -> Array:
-        return jnp.broadcast_to(x, (batch, heads, *x.shape[2:])).reshape(*split, *x.shape[2:])
+        return jnp.broadcast_to(x, (batch, heads, *x.shape[2:])).reshape(*dims, *x.shape[2:])
 
     def heads_first(x: Array, *shape: int) -> Array:
         return jnp.moveaxis(x.reshape(batch, x.shape[1], *shape, *x.shape[3:]), 1, 1 + len(shape))
 
-    values = {name: tuple(map(by_head, getattr(rule, name))) for name in _BY_HEAD}
-    places = by_head(origin[0] + jnp.arange(batch)[:, None]), by_head(origin[1] + jnp.arange(heads)[None])
-    one_list = jax.tree.map(lambda x: x[0, 0], lists)
+    by_field = {name: tuple(map(by_head, getattr(rule, name))) for name in _BY_HEAD}
+    places = by_head(first_place[0] + jnp.arange(batch)[:, None]), by_head(first_place[1] + jnp.arange(heads)[None])
+    first_lists = jax.tree.map(lambda x: x[0, 0], lists)
 
     def one(arrays: Any, places: Any, rows: Any, k: Array, v: Array) -> _State:
-        return run(Head(rule._replace(**arrays), one_list, places), *rows, k, v)
+        return run(Head(rule._replace(**arrays), first_lists, places), *rows, k, v)
 
     # first over a group, whose heads share keys and values: these get no dim and no copy
-    for axes, size in zip(((0, 0, 0, None, None), (0,) * 5, (0,) * 5), reversed(split), strict=True):
+    for axes, size in zip(((0, 0, 0, None, None), (0,) * 5, (0,) * 5), reversed(dims), strict=True):
         one = jax.vmap(one, axes) if size > 1 else _of_one(one, axes)
-    return one(values, places, [heads_first(x, *split[1:]) for x in rows], *(heads_first(x, kv_heads) for x in keys))
+    return one(by_field, places, [heads_first(x, *dims[1:]) for x in rows], *(heads_first(x, kv_heads) for x in keys))
 
 
 def _of_one(function: Callable[..., Any], axes: tuple[int | None, ...]) -> Callable[..., Any]:
     """Returns what `jax.vmap` would over dims of 1, without products of such dims, which XLA computes more slowly."""
 
-    def mapped(*given: Any) -> Any:
-        single = [x if axis is None else jax.tree.map(lambda y: y[0], x) for x, axis in zip(given, axes, strict=True)]
-        return jax.tree.map(lambda y: y[None], function(*single))
+    def mapped(*args: Any) -> Any:
+        inputs = [x if axis is None else jax.tree.map(lambda y: y[0], x) for x, axis in zip(args, axes, strict=True)]
+        return jax.tree.map(lambda y: y[None], function(*inputs))
 
     return mapped
 
 
 def _heads_back(x: Array) -> Array:
     """Returns [B, T, N, ...] of [B, K, G, T, ...]."""
-    moved = jnp.moveaxis(x, 3, 1)
-    return moved.reshape(*moved.shape[:2], -1, *moved.shape[4:])
+    by_position = jnp.moveaxis(x, 3, 1)
+    return by_position.reshape(*by_position.shape[:2], -1, *by_position.shape[4:])
 
 
-def _sum_like(like: Array, more: Array) -> Array:
+def _sum_like(like_array: Array, cotangent: Array) -> Array:
     """Sums cotangents [B, K, G, ...] to the shape of [B | 1, N | 1, ...], or of a table."""
-    if like.ndim != more.ndim - 1 or like.shape[2:] != more.shape[3:]:
-        return more.sum((0, 1, 2))
-    more = more.reshape(more.shape[0], -1, *more.shape[3:])
-    return more.sum(tuple(axis for axis in (0, 1) if like.shape[axis] == 1), keepdims=True)
+    if like_array.ndim != cotangent.ndim - 1 or like_array.shape[2:] != cotangent.shape[3:]:
+        return cotangent.sum((0, 1, 2))
+    cotangent = cotangent.reshape(cotangent.shape[0], -1, *cotangent.shape[3:])
+    return cotangent.sum(tuple(axis for axis in (0, 1) if like_array.shape[axis] == 1), keepdims=True)
