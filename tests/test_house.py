@@ -23,7 +23,7 @@ KERNELS = {
 """Attention's kernels and its front door, which has PyTorch's parameters: operands, and what says how to compute."""
 
 BUDGETS = {
-    "core": 1_149, "masks": 1_216, "spec": 3_811, "algebra": 7_162, "cost": 6_075, "plan": 5_572, "nn": 9_517,
+    "core": 1_149, "masks": 1_216, "spec": 3_811, "algebra": 7_162, "cost": 6_075, "plan": 5_572, "nn": 9_522,
     "parallel": 3_385, "hlo": 2_025, "train": 4_211, "serve": 5_448, "verify": 1_659, "profile": 1_796,
     "accuracy": 2_008, "bench": 3_018, "report": 3_440, "api": 671, "cli": 5_317, "calculators": 9_565,
     "batching": 1_477, "simulate": 265,

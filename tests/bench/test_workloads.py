@@ -190,7 +190,13 @@ def test_multiply_adds_that_double_the_time():
 @pytest.mark.parametrize(("seconds", "rate"), [((1, 2, 4), 2.0), ((1, 2.6, 2.5), 3.2), ((1, 1.5, 1.9), None)])
 def test_the_vector_rate_is_that_of_the_fastest_chain_once_memory_does_not_hide_it(seconds, rate):
     chains = [
-        ChainTime(repeats=n, fused=True, seconds=Timing(s, s, s, 1), flops_per_s=2 * n / s, bytes_per_s=8 / s)
+        ChainTime(
+            repeats=n,
+            fused=True,
+            seconds=Timing(median_s=s, low_s=s, high_s=s, repeats=1),
+            flops_per_s=2 * n / s,
+            bytes_per_s=8 / s,
+        )
         for n, s in zip((1, 2, 4), seconds, strict=True)
     ]
     assert _fastest(chains) == rate

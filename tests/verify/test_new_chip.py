@@ -86,7 +86,6 @@ def folder(tmp_path, monkeypatch):
 
 def clear():
     chip_module.chips.cache_clear()
-    chip_module._names.cache_clear()
 
 
 def test_in_the_catalogue(folder, tmp_path):

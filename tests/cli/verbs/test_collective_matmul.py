@@ -23,4 +23,4 @@ def test_a_plan_file_with_nonsense(call):
     text = Path("plan.toml").read_text()
     Path("plan.toml").write_text(text.replace('collective_matmul = "none"', 'collective_matmul = "sideways"'))
     said = call("explain", "plan.toml")
-    assert (said.code, "strategy.collective_matmul = 'sideways'" in said.err) == (2, True)
+    assert (said.code, "strategy.collective_matmul is 'sideways'" in said.err) == (2, True)

@@ -149,7 +149,8 @@ def test_a_row_reduction_reads_its_row_twice_and_a_copy_moves_nothing():
 
 @pytest.mark.parametrize("state", STATE_BYTES)
 def test_the_optimizer_moves_its_state(state):
-    adamw = step("adamw", ["dw[D_fsdp, F_tensor]", "w[D_fsdp, F_tensor]"], "w[D_fsdp, F_tensor]")
+    arrays = [f"{name}[D_fsdp, F_tensor]" for name in ("dw", "w", "mu", "nu")]
+    adamw = step("adamw", arrays, "w[D_fsdp, F_tensor]")
     parts = STATE_BYTES[state]
     local = 16 * 32
     expected = local * (2 * parts["gradients"] + 2 * parts["weights"] + 2 * parts["optimizer"])

@@ -60,7 +60,7 @@ def test_the_best_completion_beside_the_winner(result):
     told = why_not(result, {"tensor": 8})
     assert told.refusal is None
     assert told.strategy.mesh["tensor"] == 8
-    again = estimate_step(Setting(LLAMA8B, parse_cluster("h100:8x4"), result.job), told.strategy)
+    again = estimate_step(Setting(LLAMA8B, parse_cluster("h100:8x4"), result.setting.job), told.strategy)
     assert told.estimate.step_s == pytest.approx(again.step_s)
     assert told.slower_s == pytest.approx(again.step_s - told.winner_estimate.step_s)
     assert told.winner_estimate.step_s == pytest.approx(result.plans[0].predicted.step_s, rel=1e-6)

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import ClosedJaxpr
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from meshwright.core.errors import InputError, first_line
 from meshwright.masks.mods import Mask, Score
-from meshwright.masks.ranges import Index, NoRangesError, Ranges
+from meshwright.masks.ranges import AnyArray, Index, NoRangesError, Ranges
 from meshwright.masks.table import BlockTable
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
@@ -26,15 +25,15 @@ _Arrays = tuple[Array, ...]
 
 
 def flex_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     score_mod: Score | None = None,
     mask_mod: Mask | None = None,
     *,
     block_table: BlockTable | None = None,
     scale: float | None = None,
-    sinks: ArrayLike | None = None,
+    sinks: AnyArray | None = None,
     return_lse: bool = False,
     kernel: str = "",
 ) -> HeadValues | tuple[HeadValues, Float[Array, "B T N"]]:
