@@ -139,13 +139,13 @@ def summarise(predictions: Sequence[Comparison]) -> Summary:
     if not predictions:
         return Summary(n=0, mape=None, median=None, bias=None, coverage=None)
     relative_errors = np.array([prediction.error for prediction in predictions])
-    is_covered = [prediction.covered for prediction in predictions if prediction.covered is not None]
+    covered_flags = [prediction.covered for prediction in predictions if prediction.covered is not None]
     return Summary(
         n=len(predictions),
         mape=float(np.abs(relative_errors).mean()),
         median=float(np.median(np.abs(relative_errors))),
         bias=float(relative_errors.mean()),
-        coverage=sum(is_covered) / len(is_covered) if is_covered else None,
+        coverage=sum(covered_flags) / len(covered_flags) if covered_flags else None,
     )
 
 

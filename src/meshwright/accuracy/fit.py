@@ -81,13 +81,13 @@ def make_problem(cases: Sequence[Case]) -> Problem:
     is_core = np.array([case.record.core for case in cases])
     weights = np.ones(len(cases))
     for group in set(group_of_case.tolist()):
-        in_group = group_of_case == group
-        num_core_cases = int((is_core & in_group).sum())
-        is_large = num_core_cases == 0 and in_group.sum() > LARGE_GROUP
-        weights[in_group] = np.sqrt(LARGE_GROUP / in_group.sum()) if is_large else 1.0
-        weights[in_group & ~is_core] *= OUTSIDE_CORE if num_core_cases else 1.0
-        squared_sum = float((weights[in_group] ** 2).sum())
-        weights[in_group] *= np.clip((USUAL_SIZE / squared_sum) ** SIZE_POWER, *SIZE_FACTORS)
+        is_in_group = group_of_case == group
+        num_core_cases = int((is_core & is_in_group).sum())
+        is_large = num_core_cases == 0 and is_in_group.sum() > LARGE_GROUP
+        weights[is_in_group] = np.sqrt(LARGE_GROUP / is_in_group.sum()) if is_large else 1.0
+        weights[is_in_group & ~is_core] *= OUTSIDE_CORE if num_core_cases else 1.0
+        squared_sum = float((weights[is_in_group] ** 2).sum())
+        weights[is_in_group] *= np.clip((USUAL_SIZE / squared_sum) ** SIZE_POWER, *SIZE_FACTORS)
     return Problem(
         cases=tuple(cases),
         seconds=partial(_step_seconds, cases, batches(cases)),
@@ -185,9 +185,9 @@ def held_out(
     """
     predicted_s = np.empty(len(problem.cases))
     for part in np.unique(parts).tolist():
-        in_part = parts == part
-        numbers = fitted[part] if fitted else fit(problem, ~in_part, rounds=rounds)
-        predicted_s[in_part] = problem.seconds([numbers])[0, in_part]
+        is_in_part = parts == part
+        numbers = fitted[part] if fitted else fit(problem, ~is_in_part, rounds=rounds)
+        predicted_s[is_in_part] = problem.seconds([numbers])[0, is_in_part]
     return predicted_s
 
 

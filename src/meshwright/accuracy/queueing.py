@@ -140,9 +140,9 @@ def _pooled(record: Record) -> PooledCase:
         attention_replicas.append(pool.workers * engine.replicas)
     divisor = math.gcd(*attention_replicas)
     setting = engines[1].decode.setting
-    full_cache = replace(setting, job=Job(kind="decode", batch_seqs=engines[1].replicas, seq_len=engines[1].prompt_len))
+    kv_setting = replace(setting, job=Job(kind="decode", batch_seqs=engines[1].replicas, seq_len=engines[1].prompt_len))
     link_bytes_per_s = transfer_bytes_per_s(make_cluster(engines[1].chip, (setting.cluster.num_chips, 2)))
-    bytes_per_token = full_cache.memory(engines[1].decode.strategy)["kv_cache"] / engines[1].prompt_len
+    bytes_per_token = kv_setting.memory(engines[1].decode.strategy)["kv_cache"] / engines[1].prompt_len
     group_name = f"{ENGINES[record.backend]}, disaggregated"
     prefill_case, decode_case = (replace(engine, record=replace(engine.record, group=group_name)) for engine in engines)
     return PooledCase(
@@ -202,12 +202,12 @@ def _look_every(case: ServedCase) -> int:
 
 def _clock(cases: Sequence[ServedCase], calibration: Calibration) -> TabledClock:
     """Returns the clock of a configuration up to what its cases ask for."""
-    prefill_case, limits = cases[0].prefill, [engine_limits(case) for case in cases]
+    prefill_case, case_limits = cases[0].prefill, [engine_limits(case) for case in cases]
     max_len = max(case.prompt_len + case.output_len for case in cases)
     max_load = (
-        max(limit.max_requests for limit in limits),
-        max(limit.num_pages for limit in limits) * PAGE_LEN,
-        max(max(limit.token_budget for limit in limits), max_len),
+        max(limit.max_requests for limit in case_limits),
+        max(limit.num_pages for limit in case_limits) * PAGE_LEN,
+        max(max(limit.token_budget for limit in case_limits), max_len),
         max_len,
     )
     setting = replace(prefill_case.setting, calibration=calibration)

@@ -284,9 +284,9 @@ def _degrees(record: Record) -> tuple[int, int]:
     parallelism inside experts are those of e chips, as equal measurements with e chips show.
     """
     degrees = record.parallelism
-    tensor, replicas, expert, tensor_in_experts = degrees.tp or 1, degrees.dp or 1, degrees.ep or 1, degrees.moe_tp or 1
-    if expert == tensor_in_experts > 1 and tensor * replicas == expert**2:
-        return (tensor // expert, 1) if tensor > 1 else (1, replicas // expert)
-    if record.model and record.model.moe and expert * tensor_in_experts != tensor * replicas:
+    tp_size, num_replicas, ep_size, moe_tp_size = degrees.tp or 1, degrees.dp or 1, degrees.ep or 1, degrees.moe_tp or 1
+    if ep_size == moe_tp_size > 1 and tp_size * num_replicas == ep_size**2:
+        return (tp_size // ep_size, 1) if tp_size > 1 else (1, num_replicas // ep_size)
+    if record.model and record.model.moe and ep_size * moe_tp_size != tp_size * num_replicas:
         raise InputError("degrees of attention and experts disagree")
-    return tensor, replicas
+    return tp_size, num_replicas

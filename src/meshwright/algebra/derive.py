@@ -50,12 +50,12 @@ def derive(
     activations = {variable.name for variable in program.of_role("activation")}
     blocks: list[BlockSteps] = []
     for block in program.blocks:
-        forward = forward_pass(block, shardings)
-        saved = [a for s in forward.steps for a in s.results if saved_set.keeps(a, block)]
-        backward = _backward(block, shardings, forward, saved)
+        forward_tape = forward_pass(block, shardings)
+        saved = [a for s in forward_tape.steps for a in s.results if saved_set.keeps(a, block)]
+        backward = _backward(block, shardings, forward_tape, saved)
         shared_names = program.inputs_from_earlier_stacks(block.name)
         kept = tuple(a for a in backward.used if a.name not in shared_names and (a in saved or a.name in activations))
-        block_steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), kept)
+        block_steps = BlockSteps(block, tuple(forward_tape.steps), tuple(backward.steps), kept)
         block_steps = in_segments(in_blocks(block_steps, shardings), shardings)
         blocks.append(with_fused_head(block_steps) if fused_head else block_steps)
     updated_weights = _updated(program, shardings)
@@ -140,10 +140,10 @@ def _update(program: Program, shardings: Shardings, weights: dict[str, Updated],
     if optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer {optimizer!r} is not known.{nearest(optimizer, OPTIMIZERS)}")
     steps, axes = list[Step](), shardings.axes
-    stream = next((shardings.declared(block.carry).spread for block in program.blocks if block.carry), axes)
+    stream_axes = next((shardings.declared(block.carry).spread for block in program.blocks if block.carry), axes)
     # each device has the loss of its own tokens (the last stage, in a pipeline), and its own part of every gradient
-    sums = {name: tuple(a for a in axes if a in (*stream, "pipeline")) for name in LOSSES if name in program.variables}
-    for name, sum_axes in {**sums, "grad_norm": axes}.items():
+    axes_of = {n: tuple(a for a in axes if a in (*stream_axes, "pipeline")) for n in LOSSES if n in program.variables}
+    for name, sum_axes in {**axes_of, "grad_norm": axes}.items():
         steps += reshard(ShardedArray(name, (), (), sum_axes, "fp32"), ShardedArray(name, (), (), dtype="fp32"))
     update_rule = op_kind(optimizer).update
     assert update_rule is not None, f"{optimizer} is an optimizer, but its op has no update"

@@ -51,18 +51,18 @@ def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
 
 
 def _reduce(array: ShardedArray, target: ShardedArray) -> Step | None:
-    axes_left = tuple(a for a in array.unreduced if a not in target.unreduced)
+    sum_axes = tuple(a for a in array.unreduced if a not in target.unreduced)
     for dim, axes in zip(array.dims, array.axes, strict=True):
-        goal_axes = target.axes_of(dim)
-        run = tuple(takewhile(axes_left.__contains__, goal_axes[len(axes) :])) if goal_axes[: len(axes)] == axes else ()
-        if run:
-            unreduced = tuple(a for a in array.unreduced if a not in run)
-            result = array.resharded({dim: axes + run}, unreduced=unreduced)
-            return Step(op="reduce_scatter", inputs=(array,), result=result, axes=run, dim=dim)
-    if not axes_left:
+        to_axes = target.axes_of(dim)
+        new_axes = tuple(takewhile(sum_axes.__contains__, to_axes[len(axes) :])) if to_axes[: len(axes)] == axes else ()
+        if new_axes:
+            unreduced = tuple(a for a in array.unreduced if a not in new_axes)
+            result = array.resharded({dim: axes + new_axes}, unreduced=unreduced)
+            return Step(op="reduce_scatter", inputs=(array,), result=result, axes=new_axes, dim=dim)
+    if not sum_axes:
         return None
-    unreduced = tuple(a for a in array.unreduced if a not in axes_left)
-    return Step(op="all_reduce", inputs=(array,), result=array.replace(unreduced=unreduced), axes=axes_left)
+    unreduced = tuple(a for a in array.unreduced if a not in sum_axes)
+    return Step(op="all_reduce", inputs=(array,), result=array.replace(unreduced=unreduced), axes=sum_axes)
 
 
 def _surplus(array: ShardedArray, target: ShardedArray, dim: str) -> Axes:
@@ -141,16 +141,16 @@ def align(
 
 
 def _may_take(
-    before: ShardedArray, now: ShardedArray, out: ShardedArray, dim: str, wanted_axes: Axes, slice_axes: Collection[str]
+    old: ShardedArray, array: ShardedArray, out: ShardedArray, dim: str, wanted_axes: Axes, slice_axes: Collection[str]
 ) -> bool:
-    own_axes = now.axes_of(dim)
+    own_axes = array.axes_of(dim)
     new_axes = wanted_axes[len(own_axes) :]
-    if not new_axes or wanted_axes[: len(own_axes)] != own_axes or any(a in now.spread for a in new_axes):
+    if not new_axes or wanted_axes[: len(own_axes)] != own_axes or any(a in array.spread for a in new_axes):
         return False
-    had_axes = all(a in before.spread for a in new_axes)
+    uses_axes = all(a in old.spread for a in new_axes)
     is_kept = dim in out.dims and out.axes_of(dim)[: len(wanted_axes)] == wanted_axes
     is_left_unreduced = dim not in out.dims and all(a in out.unreduced for a in new_axes)
-    return had_axes or is_kept or is_left_unreduced or all(a in slice_axes for a in new_axes)
+    return uses_axes or is_kept or is_left_unreduced or all(a in slice_axes for a in new_axes)
 
 
 def local_product(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> ShardedArray:

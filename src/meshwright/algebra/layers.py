@@ -197,19 +197,19 @@ def written(model: Model, text: str, **names: str | bool) -> str:
         "scales": model.residual_multiplier != 1,
         **names,
     }
-    name_of: dict[str, str] = {}
+    last_name_of: dict[str, str] = {}
     lines = []
     for line in filter(None, map(str.strip, text.splitlines())):
         content, _, condition = line.partition(" if ")
-        words = ((word.removeprefix("!"), not word.startswith("!")) for word in condition.split())
-        if not all(bool(names[word] if word in names else getattr(model, word)) == truth for word, truth in words):
+        truths = ((word.removeprefix("!"), not word.startswith("!")) for word in condition.split())
+        if not all(bool(names[word] if word in names else getattr(model, word)) == truth for word, truth in truths):
             continue
         lhs, rhs = content.format(**names).split(" = ")
-        rhs = re.sub(r"(\w+)~", lambda match: name_of.get(match[1], match[1]), rhs)
+        rhs = re.sub(r"(\w+)~", lambda match: last_name_of.get(match[1], match[1]), rhs)
         if model.norm == "layer_norm":
             rhs = re.sub(r"\bnorm\((.*), (\w+)\[D\]", r"norm(\1, \2[D], \2_bias[D]", rhs)
         name, dims = lhs.replace("~", "").split("[")
-        name_of[lhs.split("~")[0]] = name
+        last_name_of[lhs.split("~")[0]] = name
         lines.append(f"{name}[{dims} = {re.sub(r'^norm', model.norm, rhs)}\n")
     return "".join(lines)
 
@@ -292,10 +292,10 @@ def with_adapters(model: Model, text: str) -> str:
         if f"{adapter_of[w]}_low[" not in "".join(lines):
             lines.append(written(model, ADAPTER, **text_by_name))
         lines.append(written(model, ADAPTED, **text_by_name))
-    scale_row_of = {row.name.removeprefix("layers."): row for row in weight_table(model) if row.part == "scale"}
+    scale_weight_by_name = {row.name.removeprefix("layers."): row for row in weight_table(model) if row.part == "scale"}
 
     def quantised(found: re.Match[str]) -> str:
-        scale_row = scale_row_of.get(f"{found[5]}_scale")
+        scale_row = scale_weight_by_name.get(f"{found[5]}_scale")
         if scale_row is None:
             return found[0]
         operands_text = f"{found[3]}[{found[4]}], {found[5]}[{found[6]}], {found[5]}_scale[{','.join(scale_row.dims)}]"

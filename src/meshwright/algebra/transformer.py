@@ -244,12 +244,12 @@ def spans(names: Sequence[str]) -> tuple[Span, ...]:
 def _leading(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
     """Returns the pattern at the front that covers most layers, and its repeats; the shorter of two that cover as
     many."""
-    best, num_covered = (names[:1], _repeats(names, 1)), 0
+    best_pair, num_covered = (names[:1], _repeats(names, 1)), 0
     for pattern_len in range(1, min(MAX_PATTERN, len(names)) + 1):
         num_repeats = _repeats(names, pattern_len)
         if (num_repeats > 1 or pattern_len == 1) and num_repeats * pattern_len > num_covered:
-            best, num_covered = (names[:pattern_len], num_repeats), num_repeats * pattern_len
-    return best
+            best_pair, num_covered = (names[:pattern_len], num_repeats), num_repeats * pattern_len
+    return best_pair
 
 
 def _repeats(names: tuple[str, ...], pattern_len: int) -> int:
@@ -313,8 +313,8 @@ def parse_block(
         match = _LINE.fullmatch(line)
         if match is None:
             raise InputError(f"program line {line.strip()!r} is not 'out[dims] = ...'.")
-        call = _CALL.fullmatch(match["rest"])
-        kind, args_text, options_text = call.groups("") if call else ("einsum", match["rest"], "")
+        call_match = _CALL.fullmatch(match["rest"])
+        kind, args_text, options_text = call_match.groups("") if call_match else ("einsum", match["rest"], "")
         inputs = tuple(map(entered, _ARG.findall(args_text)))
         if kind == "einsum" and len(inputs) != 2:
             raise InputError(f"program line {line.strip()!r} is not a product of two arrays.")

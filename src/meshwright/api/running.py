@@ -139,10 +139,10 @@ def generate_text(
     prompt_ids = [source.text.encode(text) for text in prompts]
     sampling = fitted(options.sampling or LIKELIEST, type(LIKELIEST), "TextOptions.sampling")
     requests = as_requests(prompt_ids, max_tokens=options.max_tokens, sampling=sampling, end_tokens=source.end_tokens)
-    longest, max_positions, num_new = max(map(len, prompt_ids)), source.model.max_positions, options.max_tokens
-    if longest + num_new > max_positions:  # beyond its positions the model would not write text
+    num_in, max_positions, num_new = max(map(len, prompt_ids)), source.model.max_positions, options.max_tokens
+    if num_in + num_new > max_positions:  # beyond its positions the model would not write text
         raise InputError(
-            f"a prompt of {counted(longest, 'token')} and {num_new:,} more need {longest + num_new:,} positions, but "
+            f"a prompt of {counted(num_in, 'token')} and {num_new:,} more need {num_in + num_new:,} positions, but "
             f"{source.model.name} has {max_positions:,}. Shorten the prompt, or use a smaller max_tokens."
         )
     bounds = RequestBounds(source.model.vocab_size, options.max_len or max_positions, source.adapters)
@@ -156,14 +156,14 @@ def generate_text(
     streams = [TextStream(source.text, prompt) for prompt in prompt_ids]
     pieces_by_prompt: list[list[str]] = [[] for _ in prompts]
 
-    def push(row: int, text: str) -> None:
-        pieces_by_prompt[row].append(text)
+    def push(place: int, text: str) -> None:
+        pieces_by_prompt[place].append(text)
         if on_text is not None:
-            on_text(row, text)
+            on_text(place, text)
 
-    generation = generate(opened_engine.engine, requests, lambda row, token: push(row, streams[row].push(token)))
-    for row, stream in enumerate(streams):
-        push(row, stream.finish())
+    generation = generate(opened_engine.engine, requests, lambda place, token: push(place, streams[place].push(token)))
+    for place, stream in enumerate(streams):
+        push(place, stream.finish())
     texts = tuple("".join(parts) for parts in pieces_by_prompt)
     mesh_axes = {**opened_engine.engine.engines[0].packed.strategy.mesh, "data": len(opened_engine.engine.engines)}
     return GeneratedText(model=source.model.name, mesh=mesh_axes, texts=texts, generated=generation, opened_s=opened_s)

@@ -101,8 +101,8 @@ class Replica:
             if num_steps > 1:
                 log.add_ends(ends_s, num_live)
             self._decoded_s = now_s
-        prefilled, ended = scheduler.commit(step, num_steps)
-        for active in prefilled:
+        prefilled_requests, ended_requests = scheduler.commit(step, num_steps)
+        for active in prefilled_requests:
             request_id = active.request.number
             if request_id in self._away:
                 log.add_gap(now_s - self._away.pop(request_id), now_s, 1)
@@ -110,9 +110,9 @@ class Replica:
                 times.first_token_s[request_id] = now_s
             if not step.decode and active.produced < active.request.output:
                 self._joined[request_id] = now_s
-        for active in ended:
+        for active in ended_requests:
             times.ended_s[active.request.number] = now_s
         if self.recorder:
             self.recorder.step(step, self._start_s, now_s)
-            self.recorder.leave(ended, scheduler.running.values())
-        return [active.request for active in ended]
+            self.recorder.leave(ended_requests, scheduler.running.values())
+        return [active.request for active in ended_requests]

@@ -96,15 +96,15 @@ def simulate(
     if not concurrency >= 1:
         raise InputError(f"concurrency is {concurrency:g}. Give a client of one request at a time, or of more.")
     times = RequestTimes(len(traffic))
-    lines = [_Line(pool, times, most_jump=most_jump, spans=spans) for pool in pools]
-    events = _Events(traffic, lines, transfer_s, concurrency)
+    pool_lines = [_Line(pool, times, most_jump=most_jump, spans=spans) for pool in pools]
+    events = _Events(traffic, pool_lines, transfer_s, concurrency)
     events.run()
     return ServingRecord(
         traffic=replace(traffic, arrival_s=events.sent_s),
         times=times,
         page_len=pools[-1].limits.page_len,
-        logs=tuple(line.log for line in lines),
-        spans=tuple(line.spans for line in lines),
+        logs=tuple(pool_line.log for pool_line in pool_lines),
+        spans=tuple(pool_line.spans for pool_line in pool_lines),
     )
 
 
@@ -125,15 +125,15 @@ class _Events:
         """Runs until nothing is left to happen."""
         self._send(0.0)
         while self._events:
-            now_s, event_kind, whose = heappop(self._events)
+            now_s, event_kind, owner_id = heappop(self._events)
             if event_kind == 1:
-                self._arrive(now_s, whose)
+                self._arrive(now_s, owner_id)
             elif event_kind == 2:
-                if self._replicas[whose].end_s == inf and self._replicas[whose].begin(now_s):
-                    heappush(self._events, (self._replicas[whose].end_s, 0, whose))
-            elif self._replicas[whose].end_s == now_s:
-                self._end(now_s, whose)
-                heappush(self._events, (now_s, 2, whose))
+                if self._replicas[owner_id].end_s == inf and self._replicas[owner_id].begin(now_s):
+                    heappush(self._events, (self._replicas[owner_id].end_s, 0, owner_id))
+            elif self._replicas[owner_id].end_s == now_s:
+                self._end(now_s, owner_id)
+                heappush(self._events, (now_s, 2, owner_id))
 
     def _send(self, now_s: float) -> None:
         """Has the client send its next request, if it may."""

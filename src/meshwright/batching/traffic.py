@@ -81,8 +81,8 @@ def traffic_of(
         raise InputError(f"arrivals are seconds from the start. Give numbers from 0 to {LATEST_S:,.0f}.")
     arrival_order = np.argsort(arrivals_s, kind="stable")
 
-    def column(given: ArrayLike) -> Ints:
-        return np.broadcast_to(np.asarray(given, np.int64), num_requests)[arrival_order]
+    def column(values: ArrayLike) -> Ints:
+        return np.broadcast_to(np.asarray(values, np.int64), num_requests)[arrival_order]
 
     table = RequestTraffic(
         arrival_s=arrivals_s[arrival_order],

@@ -106,15 +106,15 @@ def _slowest(collectives: tuple[Collective, ...]) -> tuple[CollectiveRate, ...]:
     return tuple(rate_by_group.values())
 
 
-def _links(collectives: tuple[Collective, ...], unit: Chip, base: Calibration) -> tuple[Efficiency, dict[str, float]]:
+def _links(collectives: tuple[Collective, ...], chip: Chip, base: Calibration) -> tuple[Efficiency, dict[str, float]]:
     """Returns ``base``'s efficiencies and seconds per hop, with NVLink's from the AllGather over the largest group.
 
     `cost` prices links of accelerators by these two, not by the rates of collectives.
     """
     gather_rates = [collective.rate for collective in collectives if collective.kind == "all_gather"]
-    if not gather_rates or unit.topology != "switched" or unit.nvlink_bytes_per_s is None:
+    if not gather_rates or chip.topology != "switched" or chip.nvlink_bytes_per_s is None:
         return base.efficiency, base.hop_s
-    widest_rate = max(gather_rates, key=lambda widest_rate: widest_rate.group_size)
-    nvlink_share = min(1.0, widest_rate.bytes_per_s / unit.nvlink_bytes_per_s)
+    widest_rate = max(gather_rates, key=lambda rate: rate.group_size)
+    nvlink_share = min(1.0, widest_rate.bytes_per_s / chip.nvlink_bytes_per_s)
     efficiency = msgspec.structs.replace(base.efficiency, nvlink=nvlink_share)
     return efficiency, {**base.hop_s, "nvlink": max(widest_rate.latency_s, SHORTEST_HOP_S)}

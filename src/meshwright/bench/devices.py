@@ -235,11 +235,11 @@ class Bench:
                 held_arrays[:] = self.data(workload, 0)
             return tuple(held_arrays)
 
-        def in_place(first: Array, *others: Array) -> Array:
+        def in_place(array: Array, *others: Array) -> Array:
             for _ in range(workload.launches):
-                first = run(first, *others)
-            held_arrays[0] = first
-            return first
+                array = run(array, *others)
+            held_arrays[0] = array
+            return array
 
         return Call(run=in_place if workload.arrays == "in place" else run, arguments=arguments, rounds=workload.rounds)
 

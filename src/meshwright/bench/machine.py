@@ -70,14 +70,14 @@ def measure_machine(
         {name: bench.call(workload) for name, workload in workload_by_name.items()}, seconds_each=seconds_per_figure
     )
     work_rate = {name: workload.work / seconds_of[name] for name, workload in workload_by_name.items()}
-    matmul, attention, weights = (
+    matmul_rate_of, attention, weights = (
         {dtype: work_rate[f"{work} {dtype}"] for dtype in DTYPES} for work in ("matmul", "attention", "weight")
     )
-    peaks = {d: max(matmul[d], *(work_rate[f"square {side} {d}"] for side in PEAK_SIDES)) for d in DTYPES}
+    peaks = {d: max(matmul_rate_of[d], *(work_rate[f"square {side} {d}"] for side in PEAK_SIDES)) for d in DTYPES}
     memory_rate, rates = work_rate["memory"], [_collective_rate(kind, group.size, seconds_of) for kind, group in moves]
     for dtype in DTYPES:
         say(
-            f"{dtype}: matmul {matmul[dtype] / 1e9:.3g} GFLOP/s a device, {num_devices} at once, at most "
+            f"{dtype}: matmul {matmul_rate_of[dtype] / 1e9:.3g} GFLOP/s a device, {num_devices} at once, at most "
             f"{peaks[dtype] / 1e9:.3g}; attention {attention[dtype] / 1e9:.3g}; weights {weights[dtype] / 1e9:.3g} GB/s"
         )
     say(f"memory {memory_rate / 1e9:.3g} GB/s a device")
@@ -92,7 +92,7 @@ def measure_machine(
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         date=datetime.date.today().isoformat(),
         devices=num_devices,
-        matmul_flops_per_s=matmul,
+        matmul_flops_per_s=matmul_rate_of,
         peak_flops_per_s=peaks,
         attention_flops_per_s=attention,
         weight_bytes_per_s=weights,

@@ -184,9 +184,9 @@ def host_rates(references: Sequence[MeasuredStep]) -> HostRates:
     product = pace(work_by_kind.pop(PRODUCTS, []))
     stream_rows = [row for op, rows in work_by_kind.items() for row in rows if op != "adamw" and row.amounts.byte]
     paces = {op: pace(rows) for op, rows in work_by_kind.items()}
-    outside = pace([_outside(reference, work) for reference, work in zip(references, work_lists, strict=True)])
-    paces["adamw"] = msgspec.structs.replace(paces["adamw"], byte=paces["adamw"].byte + outside.call)
-    return HostRates(product=product, ops=paces, stream=pace(stream_rows), loop_byte=outside.byte, **_gaps(references))
+    out_pace = pace([_outside(reference, work) for reference, work in zip(references, work_lists, strict=True)])
+    paces["adamw"] = msgspec.structs.replace(paces["adamw"], byte=paces["adamw"].byte + out_pace.call)
+    return HostRates(product=product, ops=paces, stream=pace(stream_rows), loop_byte=out_pace.byte, **_gaps(references))
 
 
 def _spent(reference: MeasuredStep) -> list[Spent]:

@@ -141,8 +141,8 @@ def measure_contents(runner: Runner) -> ContentsPart:
         rate = runner.product_rate(dtype) or _probed_rate(dtype_runner, dtype, dtype)
         if rate:
             rounds = rounds_for(product_flops(side, side, side) / rate, target_s=min(0.1, dtype_runner.left_s / 40))
-            workloads = {fill: product_workload(bench, dtype, side, rounds, contents=fill) for fill in CONTENTS}
-            timings = dtype_runner.time(workloads, f"{dtype} of {{}}")
+            workload_by_fill = {fill: product_workload(bench, dtype, side, rounds, contents=fill) for fill in CONTENTS}
+            timings = dtype_runner.time(workload_by_fill, f"{dtype} of {{}}")
             products += [_product(bench, dtype, side, timing, fill) for fill, timing in timings.items()]
     return ContentsPart(products=tuple(products))
 
@@ -188,10 +188,10 @@ def measure_attention(runner: Runner) -> AttentionPart:
 def measure_batch(runner: Runner) -> BatchPart:
     """Measures doubling batches, and compares the knee of the layer's time with the critical batch."""
     bench, dtype = runner.bench, runner.bench.main_dtype
-    sizes, batches = bench.sizes.layer, bench.sizes.batches
+    sizes, batch_sizes = bench.sizes.layer, bench.sizes.batches
     layer_times: list[LayerTime] = []
-    for index, tokens in enumerate(batches):
-        workload, batch_runner = layer_workload(sizes, tokens, dtype), runner.share(2 / (len(batches) - index + 1))
+    for index, tokens in enumerate(batch_sizes):
+        workload, batch_runner = layer_workload(sizes, tokens, dtype), runner.share(2 / (len(batch_sizes) - index + 1))
         timing = batch_runner.time_one(workload, f"batches of {tokens} tokens and more", max_repeats=10)
         if not timing:
             break

@@ -62,8 +62,8 @@ def make_bench(
     axes = dict(axes or {})
     size = math.prod(axes.values())
     if axes and size != len(devices):
-        shape = ",".join(f"{axis}={n}" for axis, n in axes.items())
-        raise CannotRunError(f"{shape} has {size} devices and there are {len(devices)}. Give a mesh of {len(devices)}.")
+        words = ",".join(f"{axis}={n}" for axis, n in axes.items())
+        raise CannotRunError(f"{words} has {size} devices and there are {len(devices)}. Give a mesh of {len(devices)}.")
     chosen_dtypes = tuple(dict.fromkeys(dtypes)) or DEFAULT_DTYPES.get(platform_of(devices[0]), ("fp32",))
     return Bench(devices=tuple(devices), chip=benched_chip, dtypes=chosen_dtypes, axes=axes)
 

@@ -158,15 +158,15 @@ def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
     return Asked(setting, strategy, plan.predicted if is_unchanged else None)
 
 
-def _planned(setting: Setting, axes: dict[str, int], fields: Facts, verb: str) -> Asked:
+def _planned(setting: Setting, axes: dict[str, int], overrides: Facts, verb: str) -> Asked:
     try:
-        result: PlanResult = rank_plans(setting, axes=axes, overrides=fields, top=1)
+        result: PlanResult = rank_plans(setting, axes=axes, overrides=overrides, top=1)
     except CannotRunError:
         if verb != "verify" or math.prod(axes.values()) != setting.cluster.num_chips:
             raise
         # The whole mesh is given: the compiler's verdict on it is the answer, under the remat that needs least memory.
         full_remat = Strategy(mesh=make_mesh(axes), state="bf16-adam", remat="full")
-        return Asked(setting, with_fields(full_remat, "strategy", fields))
+        return Asked(setting, with_fields(full_remat, "strategy", overrides))
     best_plan = result.plans[0]
     if verb in RUN and best_plan.num_chips < setting.cluster.num_chips:
         raise CannotRunError(". ".join(result.shortfall))

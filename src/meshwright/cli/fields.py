@@ -176,9 +176,9 @@ def split_values(text: str, *, what: str, form: str = "FIELD=VALUES") -> tuple[s
 
     Raises InputError for a text that is not of this ``form``; the error begins with ``what``.
     """
-    name, _, values = text.partition("=")
-    first, dots, last = values.partition("..")
-    value_texts = [part.strip() for part in _COMMAS.split(values)]
+    name, _, values_text = text.partition("=")
+    first, dots, last = values_text.partition("..")
+    value_texts = [part.strip() for part in _COMMAS.split(values_text)]
     if dots:
         low, high = (parse_count(part.strip(), what=f"{what} {text}: {name}", least=1) for part in (first, last))
         value_texts = [f"{low << power}" for power in range(64) if low << power <= high]

@@ -187,11 +187,11 @@ def _with_flags(text: str, params: Sequence[click.Parameter]) -> str:
 
 def emit(answer: Answer, form: str) -> None:
     """Draws the pictures of an answer and prints it; CSV has its tables alone."""
-    chart_by_path = {path: chart for path, chart in answer.pictures.items() if path is not None}
-    for path, chart in chart_by_path.items():
-        say(f"wrote {save(chart(), path)}")
+    draw_by_path = {path: draw for path, draw in answer.pictures.items() if path is not None}
+    for path, draw in draw_by_path.items():
+        say(f"wrote {save(draw(), path)}")
     if form == "json":
-        emit_json({**answer.facts, "pictures": list(chart_by_path)} if chart_by_path else answer.facts)
+        emit_json({**answer.facts, "pictures": list(draw_by_path)} if draw_by_path else answer.facts)
     elif form == "text":
         show(answer.pieces)
     else:
@@ -208,19 +208,19 @@ def show(pieces: Iterable[Piece]) -> None:
 def _parameter(name: str, hint: Any, parameter: Parameter) -> click.Parameter:
     member_types = [member for member in get_args(hint) if member is not NoneType]
     is_optional = len(member_types) < len(get_args(hint)) and get_origin(hint) is not Annotated
-    kind = member_types[0] if is_optional else hint
+    py_type = member_types[0] if is_optional else hint
     click_settings = dict(parameter.settings)
-    is_many = get_origin(kind) is tuple
+    is_many = get_origin(py_type) is tuple
     if is_many:
         click_settings |= {"nargs": -1} if parameter.build is click.Argument else {"multiple": True}
-        kind = get_args(kind)[0]
-    if kind is bool:
+        py_type = get_args(py_type)[0]
+    if py_type is bool:
         click_settings.setdefault("is_flag", True)
     else:
-        click_type = click.Choice(get_args(kind)) if get_origin(kind) is Literal else _TYPES.get(kind, kind)
-        click_settings.setdefault("type", kind.__metadata__[0] if get_origin(kind) is Annotated else click_type)
+        click_type = click.Choice(get_args(py_type)) if get_origin(py_type) is Literal else _TYPES.get(py_type, py_type)
+        click_settings.setdefault("type", py_type.__metadata__[0] if get_origin(py_type) is Annotated else click_type)
         click_settings.setdefault("required", not (is_optional or is_many or "default" in click_settings))
     if parameter.build is click.Argument:
         return click.Argument([name], **click_settings)
-    click_settings.setdefault("show_default", kind is not bool and "default" in click_settings)
+    click_settings.setdefault("show_default", py_type is not bool and "default" in click_settings)
     return click.Option([*(parameter.flags or (f"--{name.replace('_', '-')}",)), name], **click_settings)

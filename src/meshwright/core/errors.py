@@ -21,8 +21,8 @@ _PIECE = re.compile(r"""(?<!\w)(['"])(?:(?!\1).)+\1|[^\s'"]+""")
 def one_line(text: str) -> str:
     """Returns a message without line breaks and other control characters, and with long words and quotes cut."""
 
-    def cut(piece: str, most: int) -> str:
-        return piece if len(piece) <= most else f"{piece[: most - 60]}... ({len(piece):,} characters)"
+    def cut(piece: str, max_len: int) -> str:
+        return piece if len(piece) <= max_len else f"{piece[: max_len - 60]}... ({len(piece):,} characters)"
 
     plain_text = "".join(" " if char.isspace() else char if char.isprintable() else ascii(char)[1:-1] for char in text)
     plain_text = re.sub(" {9,}", " ", plain_text)
@@ -73,10 +73,10 @@ def path_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        name = error.filename2 or error.filename
-        if error.errno not in OF_PATHS or not name:
+        path_text = error.filename2 or error.filename
+        if error.errno not in OF_PATHS or not path_text:
             raise
-        raise InputError(f"{name}: {error.strerror}. Name another file or folder.") from error
+        raise InputError(f"{path_text}: {error.strerror}. Name another file or folder.") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -37,8 +37,8 @@ def leaves(value: object, key: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]
     else:
         yield key, value
         return
-    for name, item in child_items:
-        yield from leaves(item, (*key, name))
+    for child_key, child_value in child_items:
+        yield from leaves(child_value, (*key, child_key))
 
 
 def figure_faults(table: object) -> Iterator[tuple[KeyPath, str]]:
@@ -150,10 +150,10 @@ def fitted(value: Any, hint: object, what: str) -> Any:
 
     Raises InputError, which ``what`` begins, for a value of another type or a number that is not finite.
     """
-    converted = _fit(value, hint)
-    if converted is _UNFIT:
+    fit_value = _fit(value, hint)
+    if fit_value is _UNFIT:
         raise InputError(f"{what} is {_quoted(value)}. Give {_hint_words(hint)}.")
-    return converted
+    return fit_value
 
 
 def _quoted(value: object) -> str:
@@ -188,8 +188,8 @@ def _fit(value: Any, hint: object) -> Any:
         fitted_pairs = [(_fit(key, hint_args[0]), _fit(item, hint_args[1])) for key, item in value.items()]
         return _UNFIT if any(item is _UNFIT for pair in fitted_pairs for item in pair) else dict(fitted_pairs)
     if base_type in (tuple, Sequence):
-        items = tuple(_fit(item, hint_args[0]) for item in value) if isinstance(value, list | tuple) else (_UNFIT,)
-        return _UNFIT if any(item is _UNFIT for item in items) else items
+        new_items = tuple(_fit(item, hint_args[0]) for item in value) if isinstance(value, list | tuple) else (_UNFIT,)
+        return _UNFIT if any(item is _UNFIT for item in new_items) else new_items
     return value if not isinstance(base_type, type) or isinstance(value, base_type) else _UNFIT
 
 

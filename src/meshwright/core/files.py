@@ -98,8 +98,8 @@ def read_json(path: Path, advice: str, remedy: str = "Mend the file, or fetch it
 
     try:
         json_text = _text(path, read_bytes(path, advice), remedy)
-        parsed = json.loads(json_text, object_pairs_hook=once)
-        json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair is not text
+        json_value = json.loads(json_text, object_pairs_hook=once)
+        json.dumps(json_value, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}:{error.colno}: broken JSON ({error.msg}). {remedy}") from None
     except RecursionError:
@@ -108,9 +108,9 @@ def read_json(path: Path, advice: str, remedy: str = "Mend the file, or fetch it
         raise
     except ValueError:
         raise InputError(f"{path} has a number of thousands of digits, or half of a surrogate pair. {remedy}") from None
-    if not isinstance(parsed, dict):
+    if not isinstance(json_value, dict):
         raise InputError(f"{path} holds no JSON object. {remedy}")
-    return parsed
+    return json_value
 
 
 def json_rows(path: Path, text: str, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -133,11 +133,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """
     try:
         is_stream = path.exists() and not path.is_file() and not path.is_dir()
-        target = Path(os.path.realpath(path))
+        target_path = Path(os.path.realpath(path))
         if not is_stream:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            target_path.parent.mkdir(parents=True, exist_ok=True)
         temp_fd, temp_name = tempfile.mkstemp(
-            dir=None if is_stream else target.parent, prefix=f".{target.name[:200]}.", suffix=path.suffix[:20]
+            dir=None if is_stream else target_path.parent, prefix=f".{target_path.name[:200]}.", suffix=path.suffix[:20]
         )
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in OF_PATHS:
@@ -156,9 +156,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         os.umask(umask)
         os.chmod(temp_name, 0o666 & ~umask)
         sync(Path(temp_name))
-        os.replace(temp_name, target)
+        os.replace(temp_name, target_path)
         with suppress(OSError):  # some network file systems cannot sync a folder
-            sync(target.parent)
+            sync(target_path.parent)
     finally:
         Path(temp_name).unlink(missing_ok=True)
 

@@ -59,10 +59,10 @@ def read_array(text: str) -> tuple[str, tuple[str, ...], tuple[Axes, ...], Axes,
         raise InputError(f"{text.strip()!r} is not a sharded array. Write for example A[I_X, J] or W[D_{{fsdp}}, F_Y].")
     name, dims_text, unreduced_text = array_match.groups()
     dim_names, axes_of_dims = [], []
-    for item in re.split(r",(?![^{}]*\})", dims_text) if dims_text.strip() else ():
-        dim_match = _DIM.fullmatch(item)
+    for dim in re.split(r",(?![^{}]*\})", dims_text) if dims_text.strip() else ():
+        dim_match = _DIM.fullmatch(dim)
         if dim_match is None:
-            raise InputError(f"{item.strip()!r} in {text.strip()!r} is no dim. Write D, D_X, D_XY, D_{{fsdp,tensor}}.")
+            raise InputError(f"{dim.strip()!r} in {text.strip()!r} is no dim. Write D, D_X, D_XY, D_{{fsdp,tensor}}.")
         dim_names.append(dim_match.group(1))
         axes_of_dims.append(parse_axes(dim_match.group(2)) if dim_match.group(2) else ())
     if name and _DTYPE.fullmatch(name) and name not in DTYPE_BYTES:

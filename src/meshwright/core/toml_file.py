@@ -125,7 +125,7 @@ def _key_lines(text: str) -> dict[KeyPath, int]:
     """Maps each table header and key to the line on which its statement begins."""
     line_by_key: dict[KeyPath, int] = {}
     table_path: KeyPath = ()
-    paths: list[KeyPath]
+    key_paths: list[KeyPath]
     index_of_path: dict[KeyPath, int] = {}
     statement, start_line = "", 1
     for line_number, line in enumerate(text.split("\n"), start=1):
@@ -137,11 +137,11 @@ def _key_lines(text: str) -> dict[KeyPath, int]:
         except tomllib.TOMLDecodeError:  # the value continues on the next line
             continue
         if statement.lstrip().startswith("["):
-            table_path, paths = _enter(parsed_table, index_of_path), [()]
+            table_path, key_paths = _enter(parsed_table, index_of_path), [()]
         else:
-            paths = list(_paths(parsed_table))
-        for path in paths:
-            line_by_key.setdefault((*table_path, *path), start_line)
+            key_paths = list(_paths(parsed_table))
+        for key_path in key_paths:
+            line_by_key.setdefault((*table_path, *key_path), start_line)
         statement, start_line = "", line_number + 1
     return line_by_key
 

@@ -226,24 +226,24 @@ def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
         return total(cost.time_s for cost in costs)
     fit = rates.chip.efficiency
     compute_s = total(cost.local_s for cost in costs) / rates.compute_share
-    alone_s = total(cost.exposed_s for cost in costs)
+    exposed_s = total(cost.exposed_s for cost in costs)
     if rates.chip.software.in_turn:
-        return compute_s + alone_s + total(cost.network_s for cost in costs if cost.step.is_collective)
-    hides = [cost.hides or (rates.hides_exchanges and exchanges_slots(cost.step)) for cost in costs]
-    awaited_costs = [c for c, is_hidden in zip(costs, hides, strict=True) if c.step.is_collective and not is_hidden]
+        return compute_s + exposed_s + total(cost.network_s for cost in costs if cost.step.is_collective)
+    hide_flags = [cost.hides or (rates.hides_exchanges and exchanges_slots(cost.step)) for cost in costs]
+    awaited_costs = [c for c, hidden in zip(costs, hide_flags, strict=True) if c.step.is_collective and not hidden]
     if not rates.chip.software.is_compiled:
         # libraries overlap weights, gradients and tensor parallelism, but tokens wait for their exchange
-        alone_s = alone_s + total(cost.network_s for cost in awaited_costs if exchanges_slots(cost.step))
+        exposed_s = exposed_s + total(cost.network_s for cost in awaited_costs if exchanges_slots(cost.step))
         awaited_costs = [cost for cost in awaited_costs if not exchanges_slots(cost.step)]
     round_costs = [cost for cost in costs if cost.in_ring_loop]
     waiting_s = total(cost.network_s for cost in awaited_costs) + total(_left_of_rounds(costs, rates))
     total_s = compute_s + waiting_s if fit.overlap is None else partly_hidden(compute_s, waiting_s, fit.overlap)
-    hidden_costs = [cost for cost, is_hidden in zip(costs, hides, strict=True) if is_hidden and not cost.in_ring_loop]
+    hidden_costs = [cost for cost, hidden in zip(costs, hide_flags, strict=True) if hidden and not cost.in_ring_loop]
     links_s = _links_s([*awaited_costs, *round_costs, *hidden_costs], rates)
     gather_costs = [cost for cost in hidden_costs if cost.hides and cost.step.scope != "step"]
     total_s = partly_hidden(total_s, _links_s(gather_costs, rates), fit.hiding)
     other_costs = [cost for cost in hidden_costs if not cost.hides or cost.step.scope == "step"]
-    return np.maximum(partly_hidden(total_s, _links_s(other_costs, rates), fit.overlap), links_s) + alone_s
+    return np.maximum(partly_hidden(total_s, _links_s(other_costs, rates), fit.overlap), links_s) + exposed_s
 
 
 def _starts_s(costs: Sequence[StepCost], rates: StepRates) -> Number:

@@ -42,14 +42,14 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
 
     def layers_held(self, num_layers: int) -> Number:
         """Returns the layers of the device with the most layers."""
-        runs = self.runs
+        num_runs = self.runs
         if not self.in_lockstep or len({*self.names}) < 2:
-            return np.ceil(num_layers / runs) * self.chunks
-        run_counts, count_indices = np.unique(runs, return_inverse=True)
+            return np.ceil(num_layers / num_runs) * self.chunks
+        run_counts, count_indices = np.unique(num_runs, return_inverse=True)
         # one stage also runs layers that are not of the main stack
         layer_counts = (len(stage_layers(self.names, int(n)).pattern) if n > 1 else num_layers for n in run_counts)
         layers_by_count = np.array([*layer_counts])
-        return layers_by_count[count_indices].reshape(runs.shape) * self.chunks
+        return layers_by_count[count_indices].reshape(num_runs.shape) * self.chunks
 
     def layers_beside_head(self, num_layers: int) -> Number:
         """Returns how many layers fewer the device with the head has than the device with the most.

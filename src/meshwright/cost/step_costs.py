@@ -87,8 +87,8 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
     def changed(self, change: Callable[[StepCost], StepCost]) -> "Priced":
         """Returns the priced steps with ``change`` applied to every cost."""
 
-        def every(found: Costs, *passes: str) -> Costs:
-            return replace(found, **{name: tuple(map(change, getattr(found, name))) for name in passes})
+        def every(costs: Costs, *fields: str) -> Costs:
+            return replace(costs, **{name: tuple(map(change, getattr(costs, name))) for name in fields})
 
         changed_blocks = tuple(every(block, "forward", "backward") for block in self.blocks)
         return every(replace(self, blocks=changed_blocks), "update", "ends", "boundary", "exchanges")
@@ -118,16 +118,16 @@ def op_sizes(
     max_factor = model.num_experts / model.experts_per_token if model.num_experts else 1.0
     slot_factor, load_factor = min(strategy.capacity_factor, max_factor), min(assumptions.imbalance, max_factor)
     size_by_dim |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, factor=slot_factor or 1.0)
-    holds_empty = assumptions.holds_empty_slots
+    holds_empty_slots = assumptions.holds_empty_slots
     return SlotSizes(
         dims=size_by_dim,
         mesh=mesh,
         state=strategy.state,
         scores=scores,
         causal=scores == "on_chip",
-        spare_slots=max_factor if holds_empty and not slot_factor else 1.0,
+        spare_slots=max_factor if holds_empty_slots and not slot_factor else 1.0,
         load=1.0 if slot_factor else load_factor,
-        room=1.0 if slot_factor else min(max_factor, ROOM) if holds_empty else load_factor,
+        room=1.0 if slot_factor else min(max_factor, ROOM) if holds_empty_slots else load_factor,
         groups=(model.expert_groups, model.groups_per_token),
         grouped=grouped,
         on_gpus=on_gpus,
@@ -144,8 +144,8 @@ def _reduced_by_engine(step: Step, nbytes: Number, sizes: SlotSizes, group: Grou
     sooner. A token's experts are added up before."""
     if has_slots(step.full):
         nbytes = nbytes / sizes.dims["Ea"]
-    shape = {"n": np.maximum(group.size, 2), "bytes": nbytes, "op": "all_reduce"}
-    domain_s = np.minimum(small_reduce_s(shape, rates), collective_s(shape, rates))
+    kernel_shape = {"n": np.maximum(group.size, 2), "bytes": nbytes, "op": "all_reduce"}
+    domain_s = np.minimum(small_reduce_s(kernel_shape, rates), collective_s(kernel_shape, rates))
     rate = group["all_reduce"]
     sum_s = np.where(np.asarray(rate.level) == "nvlink", domain_s, rate.time(nbytes)) * (np.asarray(group.size) > 1)
     return StepCost(step=step, network_bytes=nbytes, network_s=sum_s, level=rate.level)
@@ -171,7 +171,7 @@ def price_steps(
     num_summands = np.where(pipeline.in_lockstep & ~pipeline.is_one, np.maximum(num_microbatches, 2), num_microbatches)
     share_of, blocks_of, kept_of = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
     # gradients of weights as each microbatch leaves them, to be added to the sum of earlier microbatches
-    gradient_of = {array.name: array for array in gradient_arrays(derived).values()}
+    gradient_by_name = {array.name: array for array in gradient_arrays(derived).values()}
 
     def priced(step: Step, count: Number) -> StepCost:
         owner = step.block if step.block in share_of else blocks_of.get(step.result.name.removeprefix("d"), ("",))[-1]
@@ -186,8 +186,8 @@ def price_steps(
             known[key] = price_step(step, sizes, rates, num_microbatches=num_summands, kept=kept_arrays)
         cost = known[key]
         for sub_step in (step, *step.parts):
-            if sub_step.result.name in gradient_of and not sub_step.is_collective and kind_of(sub_step).is_einsum:
-                cost = _with_sum(cost, sizes.elements(gradient_of[sub_step.result.name]), rates, num_microbatches)
+            if sub_step.result.name in gradient_by_name and not sub_step.is_collective and kind_of(sub_step).is_einsum:
+                cost = _with_sum(cost, sizes.elements(gradient_by_name[sub_step.result.name]), rates, num_microbatches)
         return replace(cost, count=count, here=count * run_share)
 
     def alone(step: Step, count: Number = 1) -> StepCost:
@@ -333,9 +333,9 @@ def price_step(
     num_sends = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own
     is_two_way = isinstance(step.details, Round) and step.details.ways == 2
-    way_bytes = sent_bytes / group_rates.ring_links if is_two_way else sent_bytes
-    network_s = num_sends * kind_rate.time(way_bytes)
-    latency_s = network_s - num_sends * way_bytes * kind_rate.seconds_per_byte
+    direction_bytes = sent_bytes / group_rates.ring_links if is_two_way else sent_bytes
+    network_s = num_sends * kind_rate.time(direction_bytes)
+    latency_s = network_s - num_sends * direction_bytes * kind_rate.seconds_per_byte
     if chip.host is not None:  # devices that share cores wait for each other
         bytes_s, latency_s = chip.host.waits * (network_s - latency_s), chip.host.meets * latency_s
         network_s = bytes_s + latency_s

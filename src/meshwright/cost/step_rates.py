@@ -122,7 +122,7 @@ def step_rates(
     for group in groups:
         # placements with the same legs are priced once
         index_by_legs: dict[tuple[Leg | None, ...], int] = {}
-        legs_indices = np.empty(len(placements), dtype=np.intp)
+        legs_index_by_placement = np.empty(len(placements), dtype=np.intp)
         is_used = np.zeros((len(placements[0].links), len(placements)), dtype=bool)
         num_nodes = np.ones(len(placements))
         for index, placement in enumerate(placements):
@@ -130,11 +130,11 @@ def step_rates(
             if legs not in rates_by_legs:
                 used_legs = [leg for leg in legs if leg is not None]
                 rates_by_legs[legs] = leg_rates(used_legs, calibration, scatters=assumptions.scatters)
-            legs_indices[index] = index_by_legs.setdefault(legs, len(index_by_legs))
+            legs_index_by_placement[index] = index_by_legs.setdefault(legs, len(index_by_legs))
             is_used[:, index] = [leg is not None for leg in legs]
             num_nodes[index] = spanned_nodes(leg for leg in legs if leg is not None)
         nodes_by_group[group] = num_nodes
-        rates_by_group[group] = select(stack([rates_by_legs[legs] for legs in index_by_legs]), legs_indices)
+        rates_by_group[group] = select(stack([rates_by_legs[legs] for legs in index_by_legs]), legs_index_by_placement)
         busy_by_kind |= busy_links(group, rates_by_group[group], is_used, [link.level for link in placements[0].links])
     return StepRates(
         chip=chip_rates(cluster.chip, calib, dtype=dtype, state_dtype=strategy.state_dtype, assumptions=assumptions),

@@ -134,7 +134,7 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
     costs, sizes, rates, pipeline, times = priced.costs.all, priced.sizes, priced.rates, priced.pipeline, priced.times
     model, job = setting.model, setting.job
     step_s, bubble_s = priced.seconds.step_s, priced.seconds.bubble_s
-    busy_s = _busy_s(costs, rates)
+    busy_seconds = _busy_s(costs, rates)
     memory_items = priced.memory.items(pipeline, priced.offload)
     num_chips = product(sizes.mesh.values())
     low_factor, high_factor = rates.chip.efficiency.interval(has_experts=model.num_experts > 0)
@@ -149,14 +149,14 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
     return as_python(
         Estimate(
             step_s=step_s,
-            step_s_lower=largest(busy_s),
+            step_s_lower=largest(busy_seconds),
             step_s_p10=None if low_factor is None else step_s * low_factor,
             step_s_p90=None if high_factor is None else step_s * high_factor,
             step_s_upper=np.maximum(serial_s, step_s),
             mfu=mfu_flops / peak_flops,
             hfu=hardware_flops / peak_flops,
             mfu_causal=causal_flops / peak_flops,
-            bound_by=_bound_by(costs, rates, busy_s, bubble_s),
+            bound_by=_bound_by(costs, rates, busy_seconds, bubble_s),
             memory=memory_items,
             hbm_bytes_per_chip=total_bytes(memory_items),
             flops=step_flops,
@@ -194,8 +194,8 @@ def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy_seconds: Sequenc
     busy_rows, latency_rows = all_s[: len(busy_seconds)], all_s[len(busy_seconds) :]
     busiest_row = np.argmax(busy_rows, axis=0)
     resources = np.array(["compute", "hbm", *rates.link_levels])[busiest_row]
-    link_row = np.maximum(busiest_row - 2, 0)[None]
-    link_latency_s = np.take_along_axis(latency_rows, link_row, axis=0)[0] if len(latency_s) else 0.0
+    link_index = np.maximum(busiest_row - 2, 0)[None]
+    link_latency_s = np.take_along_axis(latency_rows, link_index, axis=0)[0] if len(latency_s) else 0.0
     bound_names = np.where((busiest_row >= 2) & (link_latency_s > np.max(busy_rows, axis=0) / 2), "latency", resources)
     return np.where(bubble_s > np.max(busy_rows, axis=0), "bubble", bound_names)
 

@@ -154,7 +154,7 @@ class _Walk:
                     yield from self.computation(self.inside(instruction, name, around))
 
     def inside(self, caller: Instruction, name: str, around: _Around) -> _Around:
-        is_branch, trips = caller.opcode == "conditional", 1
+        is_branch, own_trips = caller.opcode == "conditional", 1
         if caller.opcode == "while":
             is_branch = runs_at_most_once(self.module, caller)
             num_trips = 1 if is_branch else trip_count(self.module, caller)
@@ -162,10 +162,10 @@ class _Walk:
                 raise ValueError(
                     f"loop {caller.name} states no trip count that can be read; its collectives cannot be counted."
                 )
-            trips = num_trips
+            own_trips = num_trips
         return _Around(
             computation=name,
-            trips=around.trips * trips,
+            trips=around.trips * own_trips,
             in_conditional=around.in_conditional or is_branch,
             start=around.start or (caller if caller.opcode.endswith("-start") else None),
             caller=caller,
@@ -248,8 +248,8 @@ class _Walk:
         return caller
 
     def kind_and_groups(self, one: Instruction) -> tuple[str, Groups]:
-        if transfer := _TRANSFER.search(one.attributes):
-            kind = "permute" if transfer[1] == "ONE_TO_ONE" else transfer[1].lower()
+        if transfer_match := _TRANSFER.search(one.attributes):
+            kind = "permute" if transfer_match[1] == "ONE_TO_ONE" else transfer_match[1].lower()
             return kind, slice_groups(one.attributes)
         kind = KINDS[one.opcode.removesuffix("-start")]
         if kind == "permute":
@@ -282,9 +282,9 @@ class _Walk:
 
     def receive(self, send: Instruction) -> Instruction | None:
         """Returns the receive that belongs to a send between slices, or None."""
-        rendezvous = _RENDEZVOUS.search(send.attributes)
+        rendezvous_match = _RENDEZVOUS.search(send.attributes)
         for instruction in self.module.computations[send.computation].instructions:
-            if rendezvous and instruction.opcode == "recv" and rendezvous[0] in instruction.attributes:
+            if rendezvous_match and instruction.opcode == "recv" and rendezvous_match[0] in instruction.attributes:
                 return instruction
         return None
 

@@ -64,7 +64,7 @@ def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, .
     The default block is the one with most instructions; a program without labels gives the two loops with most nodes.
     Raises InputError for a block that no instruction belongs to.
     """
-    blocks = Counter(label.block for instruction in module if (label := instruction.label) and label.phase != "update")
+    blocks = Counter(label.block for op in module if (label := op.label) and label.phase != "update")
     if block and block not in blocks:
         hint = nearest(block, blocks) if blocks else " Its instructions carry no steps; use --computation NAME."
         raise InputError(f"no instruction of {module.name} belongs to block {block!r}.{hint}")
@@ -107,15 +107,15 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Compu
     text_of: dict[str, str] = {}
     keys_of: dict[str, frozenset[str]] = {}
     edges: set[tuple[str, str]] = set()
-    hidden_of: dict[str, set[str]] = defaultdict(set)
+    hidden_keys_of: dict[str, set[str]] = defaultdict(set)
     fed_names: set[str] = set()
     for instruction in computation.instructions:
         source_keys = frozenset[str]().union(*(keys_of.get(name, frozenset()) for name in instruction.operands))
-        start = instruction
-        while start.opcode.endswith("-done") and start.operands:
-            start = computation.by_name[start.operands[0]]
+        start_op = instruction
+        while start_op.opcode.endswith("-done") and start_op.operands:
+            start_op = computation.by_name[start_op.operands[0]]
         # In the entry only labelled instructions belong to a block.
-        key, text = _node(start.name, role_of.get(start.name), block, labelled=computation.name == module.entry)
+        key, text = _node(start_op.name, role_of.get(start_op.name), block, labelled=computation.name == module.entry)
         if not key:
             keys_of[instruction.name] = source_keys
             continue
@@ -123,8 +123,8 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Compu
         text_of.setdefault(key, text)
         fed_names |= {instruction.name} if source_keys else set()
         hidden_keys = role_of[instruction.name].beside
-        hidden_of[key] |= hidden_keys
-        edges |= {(source, key) for source in source_keys if source != key}
+        hidden_keys_of[key] |= hidden_keys
+        edges |= {(source_key, key) for source_key in source_keys if source_key != key}
         # A fusion that passes on a buffer of an overlapping collective does not make it: the collective does.
         keys_of[instruction.name] = frozenset({key}) | (source_keys & hidden_keys)
     kind_of = {key: min((role_of[name].kind for name in names), key=_STRENGTH.index) for key, names in names_of.items()}
@@ -135,7 +135,7 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Compu
         choices = [name for name in names if name in fed_names] or names
         position_of[key] = index_of[next((name for name in choices if role_of[name].kind == kind_of[key]), choices[0])]
     ordered_keys = sorted(names_of, key=lambda key: position_of[key])
-    ordered_edges = {(a, b) for a, b in edges if a not in hidden_of[b] and b not in hidden_of[a]}
+    ordered_edges = {(a, b) for a, b in edges if a not in hidden_keys_of[b] and b not in hidden_keys_of[a]}
     forward_edges = {(a, b) for a, b in ordered_edges if position_of[a] < position_of[b]}
     nodes = [Node(key, text_of[key], kind_of[key], len(names_of[key])) for key in ordered_keys]
     return ComputationGraph(
@@ -174,20 +174,20 @@ def _role(module: Module, one: Instruction) -> _Role:
     is_end = any(end in i.target for i in inners for end in _ENDS)
     chain = collective.async_key if collective and is_end else ""
     hidden_ops = [i for i in inners if i.async_key] if one.opcode == "fusion" and not chain else []
-    beside = frozenset(i.async_key for i in hidden_ops) | frozenset(str(i.label) for i in hidden_ops if i.label)
+    near_keys = frozenset(i.async_key for i in hidden_ops) | frozenset(str(i.label) for i in hidden_ops if i.label)
     has_product = any(is_product(i) for i in (module.fused(one) if one.opcode == "fusion" else (one,)))
     if collective is not None and (collective is one or chain or not has_product):
         kind: NodeKind = "collective"
-        name = collective.opcode.removesuffix("-start").replace("-", "_")
+        op = collective.opcode.removesuffix("-start").replace("-", "_")
         if any(called.startswith("all-reduce-scatter") for _, called in one.called):
-            name = "reduce_scatter"
+            op = "reduce_scatter"
     else:
         collective, kind = None, _kind(one, has_product)
-        name = kind if kind in ("matmul", "attention", "loop") else one.opcode.removesuffix("-start").replace("-", "_")
+        op = kind if kind in ("matmul", "attention", "loop") else one.opcode.removesuffix("-start").replace("-", "_")
     shapes = (collective or one).shapes or parse_shapes("f32[]")
     # A fusion that overlaps with a collective lists its own result first, then the collective's buffers.
-    shown_shape = shapes[0] if beside else max(shapes, key=lambda shape: shape.num_bytes)
-    return _Role(kind, f"{name} {shown_shape}", collective.label if collective and chain else one.label, chain, beside)
+    shown_shape = shapes[0] if near_keys else max(shapes, key=lambda shape: shape.num_bytes)
+    return _Role(kind, f"{op} {shown_shape}", collective.label if collective and chain else one.label, chain, near_keys)
 
 
 def _kind(one: Instruction, multiplies: bool) -> NodeKind:

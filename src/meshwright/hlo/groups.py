@@ -86,19 +86,19 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     if not mesh:
         return ()
     shape = tuple(mesh.values())
-    varies = np.zeros(len(shape), bool)
-    for block in groups:
-        coordinates = np.array(np.unravel_index(block, shape))
-        varies |= (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
-    return tuple(axis for axis, differs in zip(mesh, varies, strict=True) if differs)
+    differs_by_axis = np.zeros(len(shape), bool)
+    for group_array in groups:
+        coordinates = np.array(np.unravel_index(group_array, shape))
+        differs_by_axis |= (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
+    return tuple(axis for axis, differs in zip(mesh, differs_by_axis, strict=True) if differs)
 
 
 @lru_cache(maxsize=256)
 def _lists(text: str) -> Groups:
     """Parses ``{0,1},{2,3}`` into one array for each size of group."""
     groups_by_size: dict[int, list[NDArray[np.int64]]] = {}
-    for group in re.findall(r"\{([^{}]*)\}", text):
-        members = np.array([int(n) for n in group.replace("->", ",").split(",") if n.strip()], np.int64)
+    for group_text in re.findall(r"\{([^{}]*)\}", text):
+        members = np.array([int(n) for n in group_text.replace("->", ",").split(",") if n.strip()], np.int64)
         if members.size:
             groups_by_size.setdefault(members.size, []).append(members)
     return tuple(np.stack(groups) for groups in groups_by_size.values())
@@ -122,15 +122,15 @@ def _named_groups(mesh: str, devices: str | None, axes: str) -> NDArray[np.int64
     a part of one: ``'tensor':(2)2`` are the last 2 of a tensor axis of 4, behind the first 2.
     """
     size_of = {(name, "whole"): int(size) for name, size, _, _ in _AXIS.findall(mesh)}
-    numbers = _mesh_devices(devices, math.prod(size_of.values()))
+    device_ids = _mesh_devices(devices, math.prod(size_of.values()))
     group_keys = []
     for name, _, before, size in _AXIS.findall(axes):
         if before:
             size_of = _split(size_of, name, int(before), int(size))
         group_keys.append((name, "part" if before else "whole"))
     axis_numbers = [list(size_of).index(key) for key in group_keys]
-    numbers = np.moveaxis(numbers.reshape(tuple(size_of.values())), axis_numbers, range(-len(axis_numbers), 0))
-    return numbers.reshape(-1, math.prod(numbers.shape[len(size_of) - len(axis_numbers) :]))
+    device_ids = np.moveaxis(device_ids.reshape(tuple(size_of.values())), axis_numbers, range(-len(axis_numbers), 0))
+    return device_ids.reshape(-1, math.prod(device_ids.shape[len(size_of) - len(axis_numbers) :]))
 
 
 def _split(dims: Mapping[tuple[str, str], int], name: str, before: int, size: int) -> dict[tuple[str, str], int]:

@@ -173,10 +173,10 @@ def tile_offset(tiles: tuple[tuple[int, ...], ...], position: tuple[int, ...]) -
     """
     sizes, places = list(tiles[0]), list(position)
     for tile in tiles[1:]:
-        head = len(sizes) - len(tile)
-        cuts = list(zip(sizes[head:], places[head:], tile, strict=True))
-        sizes = [*sizes[:head], *(-(-dim_size // size) for dim_size, _, size in cuts), *tile]
-        places = [*places[:head], *(spot // size for _, spot, size in cuts), *(spot % size for _, spot, size in cuts)]
+        start = len(sizes) - len(tile)
+        cuts = list(zip(sizes[start:], places[start:], tile, strict=True))
+        sizes = [*sizes[:start], *(-(-dim_size // size) for dim_size, _, size in cuts), *tile]
+        places = [*places[:start], *(spot // size for _, spot, size in cuts), *(spot % size for _, spot, size in cuts)]
     return int(np.ravel_multi_index(places, sizes))
 
 

@@ -51,10 +51,10 @@ class _Value(NamedTuple):
                 *outer_ops, fusion = value.fusions
                 value = _Value(self.module, fusion, tuple(outer_ops)).operand(instruction.number(instruction.literal))
             elif instruction.opcode == "get-tuple-element":
-                source = value.settled(0)
-                if source.at.opcode != "tuple":
+                source_value = value.settled(0)
+                if source_value.at.opcode != "tuple":
                     return value
-                value = source.operand(instruction.number(instruction.attribute("index")))
+                value = source_value.operand(instruction.number(instruction.attribute("index")))
             else:
                 return value
 

@@ -274,25 +274,25 @@ def require_readable(module: Module) -> Module:
     if LINES in callees and not all(shape.is_possible for instruction in module for shape in instruction.shapes):
         raise ValueError("an instruction has a layout that does not fit its dims.")
     for name in filter(callees.__contains__, TopologicalSorter(callees).static_order() if LINES not in callees else ()):
-        callee_sizes = [nesting_of[callee] for callee in callees[name] if callee in nesting_of]
-        depth, size = 1 + max((pair[0] for pair in callee_sizes), default=0), sum(pair[1] for pair in callee_sizes)
+        callee_pairs = [nesting_of[callee] for callee in callees[name] if callee in nesting_of]
+        depth, size = 1 + max((pair[0] for pair in callee_pairs), default=0), sum(pair[1] for pair in callee_pairs)
         nesting_of[name] = depth, size + len(module.computations[name].instructions)
         if depth > MOST_NESTED or size > MOST_EXPANDED:
             raise ValueError(f"{name} has {depth} computations inside each other, and {size:.0e} instructions in them.")
         names_before = set[str]()
-        for current in module.computations[name].instructions:
-            index_text = current.attribute("index") or current.literal if current.opcode == "parameter" else "0"
+        for op in module.computations[name].instructions:
+            index_text = op.attribute("index") or op.literal if op.opcode == "parameter" else "0"
             faults = {
-                "reads a result that does not come before it": not names_before.issuperset(current.operands),
-                "lacks an attribute that it needs": not all(map(current.attribute, NEEDED.get(current.opcode, ()))),
-                "names a device of nine digits": _FAR.search(current.attributes),
-                "has no operand": not current.operands and _READS.search(current.opcode),
+                "reads a result that does not come before it": not names_before.issuperset(op.operands),
+                "lacks an attribute that it needs": not all(map(op.attribute, NEEDED.get(op.opcode, ()))),
+                "names a device of nine digits": _FAR.search(op.attributes),
+                "has no operand": not op.operands and _READS.search(op.opcode),
                 "has no whole number as its index": not index_text.isdecimal(),
-                "has a layout that does not fit its dims": not all(shape.is_possible for shape in current.shapes),
+                "has a layout that does not fit its dims": not all(shape.is_possible for shape in op.shapes),
             }
             if fault := next((fault for fault, holds in faults.items() if holds), ""):
-                raise ValueError(f"{current.opcode} {current.name} {fault}.")
-            names_before.add(current.name)
+                raise ValueError(f"{op.opcode} {op.name} {fault}.")
+            names_before.add(op.name)
     return module
 
 
@@ -305,9 +305,9 @@ def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
         if line.startswith(("%", "ENTRY")):
             break
         table_name = line if line in tables else table_name
-        if table_name and (row := _ROW.match(line)) and (row[3] is None) == table_name.endswith("Names"):
-            tables[table_name][int(row[1])] = (
-                row[2] if row[3] is None else {key: int(n) for key, n in _FIELD.findall(row[3])}
+        if table_name and (row_match := _ROW.match(line)) and (row_match[3] is None) == table_name.endswith("Names"):
+            tables[table_name][int(row_match[1])] = (
+                row_match[2] if row_match[3] is None else {key: int(n) for key, n in _FIELD.findall(row_match[3])}
             )
     file_of, function_of, location_of, row_of = tables.values()
     frames = {}

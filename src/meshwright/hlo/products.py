@@ -83,8 +83,8 @@ def runs_beside_compute(module: Module, start: Instruction, done: str, *, num_by
     """
     instructions = module.computations[start.computation].instructions
     instruction_names = [op.name for op in instructions]
-    after_start = instruction_names.index(start.name) + 1
-    ops_between = instructions[after_start : instruction_names.index(done) if done in instruction_names else None]
+    next_index = instruction_names.index(start.name) + 1
+    ops_between = instructions[next_index : instruction_names.index(done) if done in instruction_names else None]
     return _computes(module, ops_between) or sum(_written(module, op) for op in ops_between) >= num_bytes
 
 

@@ -99,8 +99,8 @@ def shape_bytes(text: str) -> int:
 
 
 def _shape(dtype: str, dims: str, layout: str) -> Shape:
-    order_text, _, rest = layout.partition(":")
-    tiles_match, space_match, bits_match, tail_match = (p.search(rest) for p in (_TILES, _SPACE, _BITS, _TAIL))
+    order_text, _, rest_text = layout.partition(":")
+    tiles_match, space_match, bits_match, tail_match = (p.search(rest_text) for p in (_TILES, _SPACE, _BITS, _TAIL))
     tiles_text = tiles_match[1] if tiles_match and "*" not in tiles_match[1] else ""
     return Shape(
         dtype=dtype,

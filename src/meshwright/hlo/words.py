@@ -57,13 +57,13 @@ def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, st
 def product_words(module: Module, one: Instruction) -> Iterator[str]:
     """Yields the contracted dims and FLOPs of each matrix product that an instruction is or has fused."""
     for inner in filter(is_product, module.fused(one)):
-        by_name = module.computations[inner.computation].by_name
-        sides = [by_name[name].shapes[0] for name in inner.operands[:2] if name in by_name and by_name[name].shapes]
-        num_flops, summed_dims = product_flops(inner, by_name), contracted_dims(inner)
+        op_of = module.computations[inner.computation].by_name
+        shapes = [op_of[name].shapes[0] for name in inner.operands[:2] if name in op_of and op_of[name].shapes]
+        num_flops, summed_dims = product_flops(inner, op_of), contracted_dims(inner)
         if num_flops and summed_dims:
             (left, right), size = map(_comma, summed_dims), inner.shapes[0].num_elements
             yield (
-                f"{sides[0]} x {sides[1]} over dim {left} of the first and dim {right} of the second: 2 x {size:,} x "
+                f"{shapes[0]} x {shapes[1]} over dim {left} of the first and dim {right} of the second: 2 x {size:,} x "
                 f"{num_flops // (2 * size):,} = {format_flops(num_flops, unit='FLOP')}"
             )
 
@@ -97,9 +97,9 @@ def tile_words(shape: Shape) -> list[str]:
     if not shape.tiles:
         return []
     outer_tile, *inner_tiles = shape.tiles
-    minor = [f"dim {dim}" for dim in shape.order[-len(outer_tile) :]]
+    dims = [f"dim {dim}" for dim in shape.order[-len(outer_tile) :]]
     size_text = _by(outer_tile)
-    lines = [f"T({_comma(outer_tile)}): {size_text} elements{' of ' + ' x '.join(minor) if minor else ''} lie together"]
+    lines = [f"T({_comma(outer_tile)}): {size_text} elements{' of ' + ' x '.join(dims) if dims else ''} lie together"]
     for tile in inner_tiles:
         words = f"({_comma(tile)}): inside, "
         num_rows = tile[-2] if len(tile) > 1 else 1

@@ -279,12 +279,12 @@ def tree_walk(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for position in range(num_positions - 1, -1, -1):
         has_parent = parents[:, position] >= 0
         subtree_sizes[row_ids[has_parent], parents[has_parent, position]] += subtree_sizes[has_parent, position]
-    enter, next_free = np.zeros_like(parents), np.zeros_like(parents)
-    next_root = np.zeros(len(parents), parents.dtype)
+    enter_times, next_child_times = np.zeros_like(parents), np.zeros_like(parents)
+    next_root_time = np.zeros(len(parents), parents.dtype)
     for position in range(num_positions):
         has_parent, parent = parents[:, position] >= 0, np.maximum(parents[:, position], 0)
-        enter[:, position] = np.where(has_parent, next_free[row_ids, parent], next_root)
-        next_root = np.where(has_parent, next_root, next_root + subtree_sizes[:, position])
-        next_free[row_ids[has_parent], parent[has_parent]] += subtree_sizes[has_parent, position]
-        next_free[:, position] = enter[:, position] + 1
-    return enter.astype(np.int32), (enter + subtree_sizes).astype(np.int32)
+        enter_times[:, position] = np.where(has_parent, next_child_times[row_ids, parent], next_root_time)
+        next_root_time = np.where(has_parent, next_root_time, next_root_time + subtree_sizes[:, position])
+        next_child_times[row_ids[has_parent], parent[has_parent]] += subtree_sizes[has_parent, position]
+        next_child_times[:, position] = enter_times[:, position] + 1
+    return enter_times.astype(np.int32), (enter_times + subtree_sizes).astype(np.int32)

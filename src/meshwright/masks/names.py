@@ -130,10 +130,10 @@ def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping
 
 def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask]) -> tuple[str, dict[str, int | float]]:
     """Returns the name and the parameters of one term."""
-    head, args, keywords = (node.func, node.args, node.keywords) if isinstance(node, ast.Call) else (node, [], [])
-    if not isinstance(head, ast.Name):
+    name_node, args, keywords = (node.func, node.args, node.keywords) if isinstance(node, ast.Call) else (node, [], [])
+    if not isinstance(name_node, ast.Name):
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.")
-    name = head.id
+    name = name_node.id
     if name not in entries:
         raise InputError(f"{what} {text!r}: there is no {name!r}.{nearest(name, entries)} `meshwright mask` lists all.")
     parameters = entries[name].parameters
@@ -144,14 +144,14 @@ def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask])
         raise InputError(f"{what} {text!r}: {name} has other parameters. Write {usage(name, parameters)}.")
     value_by_name = {}
     for key, value_node in zip(names, nodes, strict=True):
-        number = _number(value_node)
-        whole = key not in ("slope", "cap")
-        if number is None or not abs(number) < 2**31 or (whole and (number != int(number) or number < (key != "tile"))):
-            expected = f"a whole number of at least {int(key != 'tile')}" if whole else "a number"
+        value = _number(value_node)
+        is_whole = key not in ("slope", "cap")
+        if value is None or not abs(value) < 2**31 or (is_whole and (value != int(value) or value < (key != "tile"))):
+            expected = f"a whole number of at least {int(key != 'tile')}" if is_whole else "a number"
             raise InputError(f"{what} {text!r}: {key} must be {expected}. Write {usage(name, parameters)}.")
-        if key == "cap" and not number > 0:
-            raise InputError(f"{what} {text!r}: cap={number:g} must be above 0.")
-        value_by_name[key] = int(number) if whole else float(number)
+        if key == "cap" and not value > 0:
+            raise InputError(f"{what} {text!r}: cap={value:g} must be above 0.")
+        value_by_name[key] = int(value) if is_whole else float(value)
     return name, value_by_name
 
 
@@ -197,8 +197,8 @@ def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, see
     }
     arrays = {name: draw_by_name[name]() for name in rule.data if name in draw_by_name}
     if "enter" in rule.data:
-        to_parent = rng.integers(1, 8, shape_2d, endpoint=True)
-        arrays["enter"], arrays["leave"] = mods.tree_walk(np.maximum(index - to_parent, -1))
+        parent_offsets = rng.integers(1, 8, shape_2d, endpoint=True)
+        arrays["enter"], arrays["leave"] = mods.tree_walk(np.maximum(index - parent_offsets, -1))
     if "starts" in rule.data:
         doc_ids = np.arange(_MOST_DOCUMENTS + 1)
         arrays["starts"] = np.stack([np.searchsorted(row, doc_ids) for row in arrays["documents"]]).astype(np.int32)

@@ -266,8 +266,8 @@ def counted_table(mask: Mask, *, q_len: int, kv_len: int, **sizes: Any) -> Count
     lengths = _lengths(q_len, table.q_block), _lengths(kv_len, table.kv_block)
     num_visible = float(((table.kinds == FULL) * lengths[0][:, None] * lengths[1]).sum())
     index_blocks = in_blocks(q_indices, table.q_block), in_blocks(kv_indices, table.kv_block)
-    for index, pairs in _partial_pairs(mask, *index_blocks, table.kinds):
-        is_real = [np.arange(pairs.shape[dim + 1]) < lens[index[:, dim + 2], None] for dim, lens in enumerate(lengths)]
+    for ids, pairs in _partial_pairs(mask, *index_blocks, table.kinds):
+        is_real = [np.arange(pairs.shape[dim + 1]) < lens[ids[:, dim + 2], None] for dim, lens in enumerate(lengths)]
         num_visible += float((pairs & is_real[0][:, :, None] & is_real[1][:, None]).sum())
     points, zero = None, np.zeros((1, 1), np.int32)
     if max(q_len, kv_len) <= 512:

@@ -90,12 +90,12 @@ def checked(mask: Mask, spec: str) -> Mask:
         is_seen = mask(*indices)
         if any(isinstance(x, Ranges) for x in (*indices, is_seen)):
             return is_seen
-        is_seen, target = np.asarray(is_seen), np.broadcast_shapes(*(x.shape for x in indices))
+        is_seen, in_dims = np.asarray(is_seen), np.broadcast_shapes(*(x.shape for x in indices))
         if is_seen.dtype != bool:
             raise InputError(f"{spec} returns {is_seen.dtype}, not Booleans. Compare indices, such as q_idx >= kv_idx.")
-        shape = (1,) * (len(target) - is_seen.ndim) + is_seen.shape
-        if len(shape) != len(target) or any(size not in (1, full) for size, full in zip(shape, target, strict=True)):
-            raise InputError(f"{spec} returns shape {is_seen.shape} for indices of {target}. Return a Boolean a pair.")
+        shape = (1,) * (len(in_dims) - is_seen.ndim) + is_seen.shape
+        if len(shape) != len(in_dims) or any(size not in (1, full) for size, full in zip(shape, in_dims, strict=True)):
+            raise InputError(f"{spec} returns shape {is_seen.shape} for indices of {in_dims}. Return a Boolean a pair.")
         return is_seen.reshape(shape)
 
     return of
@@ -105,8 +105,8 @@ def words_of(error: BaseException, spec: str) -> str:
     """Returns one sentence on what a user's function raised, and where."""
     if isinstance(error, InputError):
         return str(error)
-    ours = {"importlib", "site-packages", Path(__file__).parent.name}
-    trace = [frame for frame in traceback.extract_tb(error.__traceback__) if not ours & set(Path(frame.filename).parts)]
+    libs = {"importlib", "site-packages", Path(__file__).parent.name}
+    trace = [frame for frame in traceback.extract_tb(error.__traceback__) if not libs & set(Path(frame.filename).parts)]
     where_text = f" ({Path(trace[-1].filename).name}:{trace[-1].lineno})" if trace else ""
     hint_text = " Indices are arrays: use &, | and where for and, or and if." if "truth value" in str(error) else ""
     return f"{spec} raised {type(error).__name__}: {error}{where_text}.{hint_text}"

@@ -59,7 +59,7 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
     is_tpu, per_word = platform == "tpu", 4 // int(DTYPE_BYTES[dtype])
     if not dims[2:3] or not (is_tpu or platform in ("cuda", "rocm")):
         return None
-    num_heads, has_widths, rows = shape[3], len(shape) == 5, SUBLANES
+    num_heads, has_widths, tile_rows = shape[3], len(shape) == 5, SUBLANES
     heads_in_tiles = is_tpu and has_widths and num_heads >= max(2, per_word)
     dim_order = (0, 1, 2, 3, 4) if heads_in_tiles else (0, 1, 3, 2, 4)[: len(shape)]
     if not dims[2].startswith("K"):
@@ -68,10 +68,10 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
     elif not is_tpu:
         return Layout(dim_order)
     elif not has_widths or heads_in_tiles:
-        rows = min(SUBLANES, max(per_word, 1 << (num_heads - 1).bit_length()))
+        tile_rows = min(SUBLANES, max(per_word, 1 << (num_heads - 1).bit_length()))
     elif per_word == 4:
-        rows *= 4
-    return Layout(dim_order, tiling=((rows, LANES), (per_word, 1)) if per_word > 1 else ((rows, LANES),))
+        tile_rows *= 4
+    return Layout(dim_order, tiling=((tile_rows, LANES), (per_word, 1)) if per_word > 1 else ((tile_rows, LANES),))
 
 
 def stored(values: Array, dtype: jnp.dtype) -> Array:

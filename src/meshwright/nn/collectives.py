@@ -29,25 +29,25 @@ PADDED_BYTES = 2**28
 def communicate(step: Step, value: Array, *, leading: int = 0) -> Array:
     """Runs a collective or slice step on this device's block, which has ``leading`` more dims before the step's."""
     axes = step.axes
-    axis = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
+    dim_index = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
     with jax.named_scope(str(step.label)):
         if step.op == "all_gather":
             full_bytes = value.nbytes * lax.axis_size(axes)
             if crossed_legs(step, full_bytes):
-                return _gather_leg_by_leg(value, step.details.of(step.op, full_bytes), axes=axes, dim=axis)
-            return lax.all_gather(value, axes, axis=axis, tiled=True)
+                return _gather_leg_by_leg(value, step.details.of(step.op, full_bytes), axes=axes, dim=dim_index)
+            return lax.all_gather(value, axes, axis=dim_index, tiled=True)
         if step.op == "reduce_scatter":
-            return scatter_sum(step, value, dim=axis)
+            return scatter_sum(step, value, dim=dim_index)
         if step.op == "all_reduce":
             if step.reduction == "max":
                 return lax.pmax(lax.stop_gradient(value), axes)
             return lax.psum(value, axes)
         if step.op == "all_to_all":
-            to_dim = leading + step.inputs[0].dims.index(step.to_dim)
-            return lax.all_to_all(value, axes, split_axis=to_dim, concat_axis=axis, tiled=True)
+            to_dim_index = leading + step.inputs[0].dims.index(step.to_dim)
+            return lax.all_to_all(value, axes, split_axis=to_dim_index, concat_axis=dim_index, tiled=True)
         if step.op == "slice":
-            block_len = value.shape[axis] // lax.axis_size(axes)
-            return lax.dynamic_slice_in_dim(value, lax.axis_index(axes) * block_len, block_len, axis=axis)
+            block_len = value.shape[dim_index] // lax.axis_size(axes)
+            return lax.dynamic_slice_in_dim(value, lax.axis_index(axes) * block_len, block_len, axis=dim_index)
     raise AssertionError(f"{step.op} is not a collective")
 
 
@@ -66,28 +66,28 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     tile, and where what makes the array has another outermost dim (v5e:8x8 and v5p:16x16x16, 2026-11-24; v4p:4x8x8 and
     tpu7x:4x4x8, libtpu 0.0.42, 2026-11-25).
     """
-    shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
-    value = jnp.moveaxis(value.reshape(shape), [dim + index for index in legs.places], range(len(legs.parts)))
+    split_shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
+    value = jnp.moveaxis(value.reshape(split_shape), [dim + index for index in legs.places], range(len(legs.parts)))
     shard_shape = value.shape[len(legs.parts) :]
     # a dim that fills the lanes, where the last one does not
-    ratios = [_added(size, LANES) for size in shard_shape]
-    lanes_dim = -1 if ratios[-1] <= MOST_PADDED else ratios.index(min(ratios)) - len(shard_shape)
+    fill_ratios = [_added(size, LANES) for size in shard_shape]
+    lanes_dim = -1 if fill_ratios[-1] <= MOST_PADDED else fill_ratios.index(min(fill_ratios)) - len(shard_shape)
     value = jnp.moveaxis(value, lanes_dim, -1)
     moved_shape = value.shape[len(legs.parts) :]
     value = value.reshape(*legs.sizes, *moved_shape)
-    tile_dims, filled_dims, is_in_rows = _in_tiles(moved_shape, value.nbytes)
-    value = value.reshape(*legs.sizes, *tile_dims)
-    padding = [(0, size - dim_size) for dim_size, size in zip(tile_dims, filled_dims, strict=True)]
+    tile_shape, fill_shape, is_in_rows = _in_tiles(moved_shape, value.nbytes)
+    value = value.reshape(*legs.sizes, *tile_shape)
+    padding = [(0, size - dim_size) for dim_size, size in zip(tile_shape, fill_shape, strict=True)]
     value = jnp.pad(value, [(0, 0)] * len(legs.sizes) + padding)
     if is_in_rows:
         value = value.reshape(*legs.sizes, -1, LANES)
     value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
-    if filled_dims != moved_shape:
+    if fill_shape != moved_shape:
         # libtpu 0.0.42 takes the tiles away again, and fails, if it sees at once that they are added and taken away
         value = lax.optimization_barrier(value)
-    return jnp.moveaxis(value.reshape(filled_dims)[tuple(map(slice, tile_dims))].reshape(moved_shape), -1, lanes_dim)
+    return jnp.moveaxis(value.reshape(fill_shape)[tuple(map(slice, tile_shape))].reshape(moved_shape), -1, lanes_dim)
 
 
 def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
@@ -185,7 +185,7 @@ class Ring:
         if by % size == 0:
             return value
         if not (self.divergent and default_platform() == "cpu" and jax.local_device_count() > 1):
-            return lax.ppermute(value, self.axes, [(source, (source + by) % size) for source in range(size)])
+            return lax.ppermute(value, self.axes, [(sender, (sender + by) % size) for sender in range(size)])
         outgoing = jnp.zeros((size, *value.shape), value.dtype)
         outgoing = lax.dynamic_update_index_in_dim(outgoing, value, (self.rank + by) % size, 0)
         incoming = lax.all_to_all(outgoing, self.axes, split_axis=0, concat_axis=0, tiled=True)

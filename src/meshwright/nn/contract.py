@@ -36,20 +36,20 @@ def contract(equation: str, lhs: Array, rhs: Array | Turned, *, dtype: DTypeLike
     if isinstance(rhs, Turned):
         right, rhs = right[rhs.inputs :] + right[: rhs.inputs], rhs.array
         equation = f"{left},{right}->{out}"
-    shared = "".join(dim for dim in left if dim in right)
-    batch = "".join(dim for dim in shared if dim in out)
-    free, new = left.removesuffix(shared), right.removesuffix(shared)
-    if free and new and (free + shared, new + shared, free + new) == (left, right, out) and default_platform() == "cpu":
-        num_rows, width = math.prod(lhs.shape[: len(free)]), math.prod(lhs.shape[len(free) :])
+    both = "".join(dim for dim in left if dim in right)
+    batch = "".join(dim for dim in both if dim in out)
+    rows, cols = left.removesuffix(both), right.removesuffix(both)
+    if rows and cols and (rows + both, cols + both, rows + cols) == (left, right, out) and default_platform() == "cpu":
+        num_rows, width = math.prod(lhs.shape[: len(rows)]), math.prod(lhs.shape[len(rows) :])
         if lhs.dtype == rhs.dtype and lhs.dtype in (jnp.float32, jnp.bfloat16) and 4 * num_rows <= width:
             product = _by_outputs(lhs.reshape(num_rows, width), rhs.reshape(-1, width)).astype(dtype or lhs.dtype)
-            return product.reshape(*lhs.shape[: len(free)], *rhs.shape[: len(new)])
-    ahead = batch + shared[len(batch) :]
-    lhs_rest, rhs_rest = left[len(ahead) :], right[len(ahead) :]
-    sums_first_dims = left.startswith(ahead) and right.startswith(ahead) and batch != ahead and lhs_rest and rhs_rest
+            return product.reshape(*lhs.shape[: len(rows)], *rhs.shape[: len(cols)])
+    lead = batch + both[len(batch) :]
+    lhs_rest, rhs_rest = left[len(lead) :], right[len(lead) :]
+    sums_first_dims = left.startswith(lead) and right.startswith(lead) and batch != lead and lhs_rest and rhs_rest
     fp32 = lhs.dtype == rhs.dtype == jnp.float32 and dtype in (None, jnp.float32)
     if sums_first_dims and sorted(out) == sorted(batch + lhs_rest + rhs_rest) and fp32 and default_platform() == "cpu":
-        return _transposed_product((batch, ahead[len(batch) :], lhs_rest, rhs_rest), out, lhs, rhs)
+        return _transposed_product((batch, lead[len(batch) :], lhs_rest, rhs_rest), out, lhs, rhs)
     if lhs.dtype == rhs.dtype == jnp.bfloat16 and default_platform() == "cpu":
         if batch and max(lhs.ndim, rhs.ndim) > 3:  # XLA has no such product of narrow factors with a wide result
             return jnp.einsum(equation, *(x.astype(dtype or lhs.dtype) for x in (lhs, rhs)))
@@ -98,15 +98,15 @@ def _transposed_product(letters: tuple[str, str, str, str], out: str, lhs: Array
     size_by_dim = dict(zip(batch + summed + lhs_rest, lhs.shape, strict=True))
     size_by_dim |= zip(batch + summed + rhs_rest, rhs.shape, strict=True)
 
-    def size(letters: str) -> int:
-        return math.prod(size_by_dim[c] for c in letters)
+    def size(dims: str) -> int:
+        return math.prod(size_by_dim[c] for c in dims)
 
     if size(lhs_rest) > size(rhs_rest):
         lhs, rhs, lhs_rest, rhs_rest = rhs, lhs, rhs_rest, lhs_rest
     batch_shape = [*(size_by_dim[c] for c in batch), size(summed), -1]
     # The barriers keep XLA from folding a transposition back into the product.
-    transposed = lax.optimization_barrier(jnp.swapaxes(lhs.reshape(batch_shape), -1, -2))
-    product = jnp.matmul(transposed, rhs.reshape(batch_shape))
+    transposed_lhs = lax.optimization_barrier(jnp.swapaxes(lhs.reshape(batch_shape), -1, -2))
+    product = jnp.matmul(transposed_lhs, rhs.reshape(batch_shape))
     product_dims = batch + lhs_rest + rhs_rest
     if product_dims != out:
         product = lax.optimization_barrier(product)

@@ -45,7 +45,7 @@ def run_stack(
     number, values by name, state)``. ``number`` counts layers of the same kind. Where weights are tuples of layers the
     loops are unrolled: XLA's programs for CPUs copy the weights that a loop takes from a stack.
     """
-    blocks = {steps.block.name: steps for steps in context.derived.blocks}
+    steps_by_block = {steps.block.name: steps for steps in context.derived.blocks}
 
     def row(weight: Array | tuple[Array, ...], index: Array | int) -> Array:
         is_split = isinstance(weight, tuple)
@@ -54,15 +54,15 @@ def run_stack(
     def iteration(span: Span, carry: tuple[Array, _State], repeat: Array | int) -> tuple[tuple[Array, _State], None]:
         stream, state = carry
         for kind_index, kind in enumerate(span.pattern):
-            index = span.row(kind_index, repeat)
+            layer_no = span.row(kind_index, repeat)
             if kind_index and default_platform() == "cuda":
                 # else the weights of all layers of the iteration are copied at its start
-                index = after(index, [stream])
-            weights = {name: row(params[name], index) for name in blocks[kind].block.reads if name in params}
-            stream, state = layer(blocks[kind], index, {**given, **weights, stack.carry: stream}, state)
+                layer_no = after(layer_no, [stream])
+            weights = {name: row(params[name], layer_no) for name in steps_by_block[kind].block.reads if name in params}
+            stream, state = layer(steps_by_block[kind], layer_no, {**given, **weights, stack.carry: stream}, state)
         return (stream, state), None
 
-    stream, _ = run_block(context, blocks[stack.first], {**given, **params})
+    stream, _ = run_block(context, steps_by_block[stack.first], {**given, **params})
     carry = stream, state
     is_unrolled = any(isinstance(weight, tuple) for weight in params.values())
     for span in spans(stack.layers):
@@ -72,7 +72,7 @@ def run_stack(
             continue
         carry, _ = lax.scan(partial(iteration, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
     stream, state = carry
-    head = blocks[stack.last]
+    head = steps_by_block[stack.last]
     is_loss_head = head.block.ops[-1].out != "logits" and any(step.result.name == "logits" for step in head.forward)
     until = "logits" if is_loss_head else ""
     return run_block(context, head, {**given, **params, stack.carry: stream}, until=until)[0], state

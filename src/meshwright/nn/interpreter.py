@@ -68,8 +68,8 @@ def _parts(steps: list[Step]) -> Iterator[tuple[list[Step], bool]]:
         step_numbers = [n for n, s in enumerate(steps) if is_at_experts(s) and (s.phase == "backward") == is_backward]
         if not step_numbers:
             continue
-        inside = [steps[n] for n in step_numbers]
-        results, steps_before, steps_after = {a for step in inside for a in step.results}, list[Step](), list[Step]()
+        steps_in = [steps[n] for n in step_numbers]
+        results, steps_before, steps_after = {a for step in steps_in for a in step.results}, list[Step](), list[Step]()
         for step in (steps[n] for n in range(step_numbers[0], step_numbers[-1]) if n not in step_numbers):
             if results.isdisjoint(step.inputs):
                 steps_before.append(step)
@@ -77,7 +77,7 @@ def _parts(steps: list[Step]) -> Iterator[tuple[list[Step], bool]]:
                 results.update(step.results)
                 steps_after.append(step)
         yield [*steps[: step_numbers[0]], *steps_before], False
-        yield inside, True
+        yield steps_in, True
         steps = [*steps_after, *steps[step_numbers[-1] + 1 :]]
     yield steps, False
 
@@ -92,26 +92,26 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
     route = next((value.route for value in input_values if isinstance(value, Ragged) and value.route), None)
     if route is None or not outputs:
         return
-    held_arrays = {a: v for a, v in start.items() if not (has_slots(a) and a.axes_of("E"))}
+    held_env = {a: v for a, v in start.items() if not (has_slots(a) and a.axes_of("E"))}
     # rows of tokens are sorted again, so that they need no memory for rounds that seldom run
-    known_arrays = {a: v for a, v in held_arrays.items() if not (has_slots(a) and len(a.dims) > 2)}
-    rerun_steps, missing_arrays = _needed(context, steps[0].block, outputs, known_arrays)
+    known_env = {a: v for a, v in held_env.items() if not (has_slots(a) and len(a.dims) > 2)}
+    rerun_steps, missing_arrays = _needed(context, steps[0].block, outputs, known_env)
     if missing_arrays:
         # the second part of a split backward pass does not have the arrays that its rows were made from
-        known_arrays, (rerun_steps, _) = held_arrays, _needed(context, steps[0].block, outputs, held_arrays)
-    used_arrays = [array for array in known_arrays if any(array in step.inputs for step in rerun_steps)]
+        known_env, (rerun_steps, _) = held_env, _needed(context, steps[0].block, outputs, held_env)
+    used_arrays = [array for array in known_env if any(array in step.inputs for step in rerun_steps)]
 
     def one_more(carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
-        (taken, sums), values = jax.lax.optimization_barrier((carry, [known_arrays[array] for array in used_arrays]))
+        (taken, sums), values = jax.lax.optimization_barrier((carry, [known_env[array] for array in used_arrays]))
         round_env = {array: in_further_round(value, taken) for array, value in zip(used_arrays, values, strict=True)}
         for step in rerun_steps:
             _run_step(context, step, round_env, taken=taken)
         num_rows = replace(route, further=True).room
         return taken + num_rows, [total + round_env[array] for total, array in zip(sums, outputs, strict=True)]
 
-    after_first = (jnp.full((), route.room, jnp.int32), [env[array] for array in outputs])
+    first_carry = (jnp.full((), route.room, jnp.int32), [env[array] for array in outputs])
     with jax.named_scope(FURTHER_ROUNDS):
-        sums = jax.lax.while_loop(lambda carry: carry[0] < route.fullest, one_more, after_first)[1]
+        sums = jax.lax.while_loop(lambda carry: carry[0] < route.fullest, one_more, first_carry)[1]
     env |= zip(outputs, sums, strict=True)
 
 

@@ -34,8 +34,8 @@ def sum_of_halves(x: Array) -> Array:
     """
     while (width := x.shape[-1]) > 1:
         half_len, is_odd = divmod(width, 2)
-        summed = x[..., :half_len] + x[..., half_len : 2 * half_len]
-        x = jnp.concatenate([summed, x[..., 2 * half_len :]], axis=-1) if is_odd else summed
+        half_sums = x[..., :half_len] + x[..., half_len : 2 * half_len]
+        x = jnp.concatenate([half_sums, x[..., 2 * half_len :]], axis=-1) if is_odd else half_sums
     return x
 
 

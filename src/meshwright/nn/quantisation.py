@@ -54,50 +54,50 @@ def dequantised(
     both may have a dim of layers in front. Bytes are `pairs` of int4."""
     layer_dims = ("",) * (values.ndim - len(dims))
     scale = spread(scale, (*layer_dims, *(dim.removesuffix("g") for dim in of_scale)), (*layer_dims, *dims))
-    axis = next((i for i, dim in enumerate(dims, len(layer_dims)) if f"{dim}g" in of_scale), None)
-    if axis is None:
+    group_axis = next((i for i, dim in enumerate(dims, len(layer_dims)) if f"{dim}g" in of_scale), None)
+    if group_axis is None:
         return values.astype(jnp.float32) * scale
-    lead_shape, trail_shape = values.shape[:axis], values.shape[axis + 1 :]
-    grouped = values.reshape(*lead_shape, scale.shape[axis], -1, *trail_shape)
+    lead_shape, trail_shape = values.shape[:group_axis], values.shape[group_axis + 1 :]
+    groups = values.reshape(*lead_shape, scale.shape[group_axis], -1, *trail_shape)
     if values.dtype == jnp.uint8:
-        signed_bytes = grouped.astype(jnp.int8)
-        grouped = jnp.concatenate([(signed_bytes << 4) >> 4, signed_bytes >> 4], axis + 1)
-    return (grouped.astype(jnp.float32) * jnp.expand_dims(scale, axis + 1)).reshape(*lead_shape, -1, *trail_shape)
+        signed_bytes = groups.astype(jnp.int8)
+        groups = jnp.concatenate([(signed_bytes << 4) >> 4, signed_bytes >> 4], group_axis + 1)
+    return (groups.astype(jnp.float32) * jnp.expand_dims(scale, group_axis + 1)).reshape(*lead_shape, -1, *trail_shape)
 
 
 def quantised_base(model: Model) -> Quantised:
     """Returns the frozen matrices that training has in int8 or int4."""
     variables = transformer(model).variables
     scale_by_weight = {name.replace("_scale", "", 1): name for name, row in rows(model).items() if row.part == "scale"}
-    return {name: (variables[name], variables[scale]) for name, scale in scale_by_weight.items()}
+    return {name: (variables[name], variables[scale_name]) for name, scale_name in scale_by_weight.items()}
 
 
 def quantise_params(model: Model, params: Mapping[str, Array], quantised: Quantised) -> Params:
     """Returns values and scales of the weights that are quantised; other weights are unchanged."""
     arrays = dict(params)
-    for name, (weight_row, scale_row) in quantised.items():
+    for name, (weight_array, scale_array) in quantised.items():
         array = params[name].astype(jnp.float32)
-        layer_dims = ("",) * (array.ndim - len(weight_row.dims))
-        dims, scale_dims = (*layer_dims, *weight_row.dims), (*layer_dims, *scale_row.dims)
+        layer_dims = ("",) * (array.ndim - len(weight_array.dims))
+        dims, scale_dims = (*layer_dims, *weight_array.dims), (*layer_dims, *scale_array.dims)
         num_groups = [
             size if dim in scale_dims else model.dims[f"{dim}g"] if f"{dim}g" in scale_dims else 1
             for dim, size in zip(dims, array.shape, strict=True)
         ]
         # a dim is its groups and their entries
-        split_shape = [part for size, n in zip(array.shape, num_groups, strict=True) for part in (n, size // n)]
+        split_shape = [dim_len for size, n in zip(array.shape, num_groups, strict=True) for dim_len in (n, size // n)]
         grouped_values, entry_axes = array.reshape(split_shape), tuple(range(1, len(split_shape), 2))
-        scales = absmax_scale(grouped_values, entry_axes, weight_row.dtype)
+        scales = absmax_scale(grouped_values, entry_axes, weight_array.dtype)
         shape = [n for n, dim in zip(num_groups, dims, strict=True) if dim in scale_dims or f"{dim}g" in scale_dims]
-        values = quantise(grouped_values, scales, entry_axes, weight_row.dtype).reshape(array.shape)
-        arrays |= {name: values, scale_row.name: scales.reshape(shape)}
+        values = quantise(grouped_values, scales, entry_axes, weight_array.dtype).reshape(array.shape)
+        arrays |= {name: values, scale_array.name: scales.reshape(shape)}
     return arrays
 
 
 def dequantise_params(params: Params, quantised: Quantised, dtype: DTypeLike) -> Params:
     """Inverts `quantise_params` but for rounding: returns no scales, and the quantised weights in ``dtype``."""
     arrays = dict(params)
-    for name, (weight, scale) in quantised.items():
-        arrays[name] = dequantised(params[name], arrays.pop(scale.name), weight.dims, scale.dims).astype(dtype)
+    for name, (weight_variable, scale) in quantised.items():
+        arrays[name] = dequantised(params[name], arrays.pop(scale.name), weight_variable.dims, scale.dims).astype(dtype)
     return arrays
 
 
@@ -123,13 +123,13 @@ def stored_params(model: Model, params: Mapping[str, Array], dtype: WeightDtype)
 
     Of jaxlib 0.10.2 loops over layers hold a byte for each int4, and programs that are compiled ahead refuse them.
     """
-    quantised = quantised_weights(model, dtype)
-    arrays = quantise_params(model, params, quantised)
-    for name, (weight_row, scale_row) in quantised.items():
-        if weight_row.dtype == "int4":
-            group_axis = next(i for i, dim in enumerate(weight_row.dims) if f"{dim}g" in scale_row.dims)
-            num_groups = model.dims[f"{weight_row.dims[group_axis]}g"]
-            arrays[name] = pairs(arrays[name], arrays[name].ndim - len(weight_row.dims) + group_axis, num_groups)
+    pair_by_name = quantised_weights(model, dtype)
+    arrays = quantise_params(model, params, pair_by_name)
+    for name, (weight_array, scale_array) in pair_by_name.items():
+        if weight_array.dtype == "int4":
+            group_axis = next(i for i, dim in enumerate(weight_array.dims) if f"{dim}g" in scale_array.dims)
+            num_groups = model.dims[f"{weight_array.dims[group_axis]}g"]
+            arrays[name] = pairs(arrays[name], arrays[name].ndim - len(weight_array.dims) + group_axis, num_groups)
     return arrays
 
 

@@ -232,8 +232,8 @@ def moved_in_pieces(
     for count in {count for _, count in cut_by_name.values()}:
         dim_by_name = {name: dim for name, (dim, num_pieces) in cut_by_name.items() if num_pieces == count}
 
-        def one_piece(number: Array, whole: Params, own: dict[str, int] = dim_by_name, count: int = count) -> Params:
-            for name, dim in own.items():
+        def one_piece(number: Array, whole: Params, dim_of: dict[str, int] = dim_by_name, count: int = count) -> Params:
+            for name, dim in dim_of.items():
                 piece_len = shards[name].shape[dim] // count
                 piece = lax.dynamic_slice_in_dim(shards[name], number * piece_len, piece_len, dim)
                 part = as_stored(apply_collectives(moves[name], piece, leading=int(name in stacked)))

@@ -147,9 +147,9 @@ def _over_microbatches(
         return last_gradients_of(params, inputs)
     microbatches = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
 
-    def body(carry: LossAndGradients, part: Inputs) -> tuple[LossAndGradients, None]:
+    def body(carry: LossAndGradients, microbatch: Inputs) -> tuple[LossAndGradients, None]:
         # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
-        losses, grads = gradients_of(*lax.optimization_barrier((params, part)))
+        losses, grads = gradients_of(*lax.optimization_barrier((params, microbatch)))
         return jax.tree.map(jnp.add, carry, (losses, barrier(grads))), None
 
     grad_shapes = jax.eval_shape(lambda part: gradients_of(params, part)[1], jax.tree.map(lambda a: a[0], microbatches))
@@ -194,12 +194,12 @@ def at_most_once(runs: Array, body: Callable[..., tuple[Tree, ...]], given: Tree
 
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:
     """Returns gradients after their derived steps of scope "step": summed over replicas, sharded for the optimizer."""
-    steps = step_steps(derived)
+    steps_by_name = step_steps(derived)
     end_of = {step.result.name.removeprefix("d"): step for step in derived.ends}  # all stages of a pipeline hold these
-    reduced = {
-        name: apply_collectives(steps.get(name, ()), grad, leading=int(name in stacked)) for name, grad in grads.items()
+    reduced_grads = {
+        n: apply_collectives(steps_by_name.get(n, ()), grad, leading=int(n in stacked)) for n, grad in grads.items()
     }
-    return {name: apply_collectives([end_of[name]], grad) if name in end_of else grad for name, grad in reduced.items()}
+    return {n: apply_collectives([end_of[n]], grad) if n in end_of else grad for n, grad in reduced_grads.items()}
 
 
 def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], bucket_bytes: int) -> Params:

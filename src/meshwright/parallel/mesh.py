@@ -64,16 +64,16 @@ def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
     Raises CannotRunError if there are too few devices.
     """
     usable = list(devices) if devices is not None else jax.devices()
-    needed = int(np.prod(list(axes.values()), dtype=int))
-    if len(usable) < needed:
+    count = int(np.prod(list(axes.values()), dtype=int))
+    if len(usable) < count:
         phrase = " x ".join(f"{a}={n}" for a, n in axes.items())
-        raise CannotRunError(f"the mesh {phrase} needs {needed} devices and there are {len(usable)}. Use smaller axes.")
-    if needed > 1 and usable[0].platform == "cpu" and jax.config.values["jax_enable_compilation_cache"]:
+        raise CannotRunError(f"the mesh {phrase} needs {count} devices and there are {len(usable)}. Use smaller axes.")
+    if count > 1 and usable[0].platform == "cpu" and jax.config.values["jax_enable_compilation_cache"]:
         # XLA's CPU programs lose the order of their collectives when they are read from a cache. With jaxlib 0.10.2 a
         # pipeline aborted, hung or gave another loss, so programs on several CPU devices are always compiled.
         jax.config.update("jax_enable_compilation_cache", False)
         reset_cache()  # JAX asks once, at its first program, whether there is a cache
-    device_grid = np.array(usable[:needed]).reshape(tuple(axes.values()))
+    device_grid = np.array(usable[:count]).reshape(tuple(axes.values()))
     return Mesh(device_grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
@@ -130,8 +130,8 @@ def _accepted(device: jax.Device, choices: tuple[tuple[str, OptionValue], ...]) 
 
     if not choices or takes(dict(choices)):
         return GivenOptions(dict(choices))
-    accepted = {name: value for name, value in choices if takes({name: value})}  # all are refused where one is
-    return GivenOptions(accepted, tuple(name for name, _ in choices if name not in accepted))
+    accepted_options = {name: value for name, value in choices if takes({name: value})}  # all are refused where one is
+    return GivenOptions(accepted_options, tuple(name for name, _ in choices if name not in accepted_options))
 
 
 def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Tree, platform: str = "") -> jax.stages.Lowered:

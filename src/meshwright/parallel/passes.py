@@ -91,11 +91,11 @@ class LayerLoop:
             if layer_grads:
                 # else they copy the weights of all layers of the iteration at its start
                 number = after(jnp.asarray(number), [cotangent.stream])
-            params, sums, gathered = weights(number)[position], earlier(number), ready[position] if ready else None
+            params, old_grads, gathered = weights(number)[position], earlier(number), ready[position] if ready else None
             results = saved[position](cotangent) if callable(saved[position]) else saved[position]
             cotangent, grads = block.backward(params, self.inputs, results, cotangent, ready=gathered, split=self.split)
             if not self.split:
-                grads = self.finish(grads, sums[position] if sums else None) if self.finish else grads
+                grads = self.finish(grads, old_grads[position] if old_grads else None) if self.finish else grads
                 grads = jax.tree.map(as_stored, grads)
             # else they hold what the gradients of several layers are computed from, and send them together
             cotangent = cotangent._replace(stream=after(cotangent.stream, jax.tree.leaves(grads)))
@@ -120,8 +120,8 @@ class LayerLoop:
     ) -> tuple[Carry, Tree]:
         """Returns the carry after some iterations, and with ``split`` the operands of `weight_backward`."""
 
-        def back(carry: Carry, given: Tree) -> tuple[Carry, Tree]:
-            index, iteration_saved = given
+        def back(carry: Carry, index_and_saved: Tree) -> tuple[Carry, Tree]:
+            index, iteration_saved = index_and_saved
             return self.carried_back(index, weights, iteration_saved, carry, earlier)
 
         return lax.scan(back, carry, (numbers, saved), reverse=True, unroll=self.unroll)
@@ -150,8 +150,8 @@ class LayerLoop:
     def weight_backward(self, weights: LayerWeights, handed: tuple[Tree, ...], grads: Params) -> Params:
         """Returns the gradients of all layers with those of the span, from what `backward` returned with ``split``."""
 
-        def iteration(grads: Params, given: Tree) -> tuple[Params, None]:
-            index, operands = given
+        def iteration(grads: Params, index_and_operands: Tree) -> tuple[Params, None]:
+            index, operands = index_and_operands
             return self.written(grads, index, self.weights_back(weights(index), operands)), None
 
         return lax.scan(iteration, grads, (self.numbers, handed))[0]
@@ -180,8 +180,8 @@ class SegmentLoop(LayerLoop):
         return stream, entries_by_part
 
     def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
-        def segment(carry: Carry, given: Tree) -> tuple[Carry, Tree]:
-            numbers, entry_stream = given
+        def segment(carry: Carry, numbers_and_entry: Tree) -> tuple[Carry, Tree]:
+            numbers, entry_stream = numbers_and_entry
             (stream,) = self.blocks[self.span.pattern[0]].moved((entry_stream,), jax.memory.Space.Device)
             return self.segment_back(numbers, stream, weights, carry, earlier)
 
@@ -222,11 +222,11 @@ class RerunLoop(SegmentLoop):
         def again(stream: Array, number: Array) -> tuple[Array, None]:
             return self.iteration(weights(number), stream, again=True)[0], None
 
-        def kept(place: int, position: int, cotangents: Cotangents) -> Saved:
+        def kept(offset: int, position: int, cotangents: Cotangents) -> Saved:
             x, iteration_numbers = after((stream, numbers), [cotangents.stream])  # else all layers run again at once
-            if place:
-                x, _ = lax.scan(again, x, iteration_numbers[:place])
-            for kind, params in zip(self.span.pattern[:position], weights(iteration_numbers[place]), strict=False):
+            if offset:
+                x, _ = lax.scan(again, x, iteration_numbers[:offset])
+            for kind, params in zip(self.span.pattern[:position], weights(iteration_numbers[offset]), strict=False):
                 x, _ = self.blocks[kind].forward(params, self.inputs, x, again=True)
             return tuple(x for _ in self.blocks[self.span.pattern[position]].steps.kept)
 
@@ -255,9 +255,9 @@ class AheadLoop(LayerLoop):
         return stream, (saved_stacks, last_saved, ready)
 
     def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
-        def back(state: Tree, given: Tree) -> tuple[Tree, Tree]:
-            carry, ready = state
-            index, iteration_saved = given
+        def back(carry_and_ready: Tree, index_and_saved: Tree) -> tuple[Tree, Tree]:
+            carry, ready = carry_and_ready
+            index, iteration_saved = index_and_saved
             next_ready = self.gather(weights(index - 1))
             carry, operands = self.carried_back(index, weights, iteration_saved, carry, earlier, ready)
             return (carry, next_ready), operands

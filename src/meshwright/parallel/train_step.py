@@ -120,7 +120,7 @@ class TrainStep:
         self.declared = derive(self.program, executed, optimizer=self.optimizer.kind)
         size_by_dim = held_dims(model.dims, strategy.mesh)
         for block in self.declared.blocks:
-            for array in (step.result for step in (*block.forward, *block.backward)):
+            for array in (block_step.result for block_step in (*block.forward, *block.backward)):
                 check(array, {**dict.fromkeys(array.dims, 0), **size_by_dim}, strategy.mesh)
         self.dtype = DTYPES[strategy.state_dtype]
         self.shards = self.declared.shards
@@ -388,11 +388,11 @@ class TrainStep:
             grads = once_per_step(self.declared, grads, stacked=self.stacked)  # whatever `gradient_sync` says
         else:
             losses, grads = self._summed(self._passes, params, batch, mean_factors)
-        grads, count_outputs = without_counts(self.declared, grads, self.model)
+        grads, routing_counts = without_counts(self.declared, grads, self.model)
         squared_part = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
         squared_total = self._over_devices("grad_norm", squared_part)
         losses = {name: self._over_devices(name, loss) * mean_factors[name] for name, loss in losses.items()}
-        return losses, grads, squared_total, count_outputs
+        return losses, grads, squared_total, routing_counts
 
     def _summed(self, passes: Passes, params: Params, batch: Batch, means: Losses) -> tuple[Losses, Params]:
         dloss = means | {"mtp_loss": self.model.mtp_weight * means["mtp_loss"]} if self.model.mtp_layers else means
@@ -439,8 +439,8 @@ class TrainStep:
         is_offloaded = "optimizer" in self.strategy.offload
         old_state = jax.device_put(opt_state, jax.memory.Space.Device) if is_offloaded else opt_state
         with jax.named_scope(OPTIMIZER):
-            updated = self.optimizer.update(grads, old_state, shards, self.update_layout)
-            shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (shards, old_state))
+            results = self.optimizer.update(grads, old_state, shards, self.update_layout)
+            shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), results, (shards, old_state))
             if default_platform() == "cpu" and self.form == "shard_map":
                 # else CPUs compute new weights from copies of the old moments, to write the new ones into these
                 specs = self.optimizer.specs(self.trained(self.param_shapes), self.shard_specs)
@@ -477,10 +477,10 @@ class TrainStep:
         context = Context(model=self.model, derived=derived, mesh=mesh, options=self.options, constrain=constrain)
         mean_factors = self._means(batch)
         losses, grads = self._summed(Passes(context), params, batch, mean_factors)
-        grads, count_outputs = without_counts(self.declared, grads, self.model)
+        grads, routing_counts = without_counts(self.declared, grads, self.model)
         grads = lax.with_sharding_constraint(grads, shardings(self.mesh, self.shard_specs))
         losses = {name: loss * mean_factors[name] for name, loss in losses.items()}
-        return losses, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), count_outputs
+        return losses, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), routing_counts
 
 
 def _inputs(batch: Batch) -> Inputs:

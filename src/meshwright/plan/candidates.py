@@ -222,8 +222,8 @@ def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
 
 def _shards_what_replicas_split(pattern: Pattern) -> bool:
     """True if ``fsdp`` splits every dim that ``data`` splits: then fsdp in place of data needs no more memory."""
-    axes_of_dims = [axes for role in pattern.strategy.assignment.values() for axes in role.values()]
-    return all("fsdp" in axes for axes in axes_of_dims if "data" in axes)
+    axes_of_all_dims = [axes for role in pattern.strategy.assignment.values() for axes in role.values()]
+    return all("fsdp" in axes for axes in axes_of_all_dims if "data" in axes)
 
 
 def _could_shard(candidates: Candidates) -> np.ndarray:
@@ -240,11 +240,11 @@ def _could_shard(candidates: Candidates) -> np.ndarray:
 
 def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
     """Maps a number of chips to the least bytes per chip of any strategy whose sizes divide; 1F1B with stages."""
-    one_microbatch = candidates_on_any_chips(space, batch)
+    meshes = candidates_on_any_chips(space, batch)
     if all(map(_shards_what_replicas_split, space.patterns)):
-        one_microbatch = select(one_microbatch, ~_could_shard(one_microbatch))
+        meshes = select(meshes, ~_could_shard(meshes))
     # memory is least with one microbatch or with the most: above one, smaller microbatches keep less
-    candidates = with_microbatches(space, one_microbatch, most=2)
+    candidates = with_microbatches(space, meshes, most=2)
     needed_bytes = np.full(len(candidates), np.inf)
     for pattern in _leanest(space.with_reruns(RERUN_POLICIES[-1:]).patterns):
         indices = np.flatnonzero(legal_in(space, pattern, candidates))

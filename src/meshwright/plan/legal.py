@@ -53,7 +53,7 @@ def splits(derived: Derived) -> tuple[DimSplit, ...]:
                 if axes and dim not in ("C", *REPEATED_HEADS) and (dim, axes) != ("V", ("tensor",)):
                     pairs[dim, axes] = None
     return tuple(
-        (dim, axes) for dim, axes in pairs if not any(dim == name and set(axes) < set(wider) for name, wider in pairs)
+        (dim, axes) for dim, axes in pairs if not any(dim == d and set(axes) < set(wide_axes) for d, wide_axes in pairs)
     )
 
 
@@ -261,12 +261,12 @@ def _choices(values: Sequence[int], asked_value: int) -> str:
     return f"{{..., {lower_value}, {upper_value}, ...}}" if lower_value != upper_value else f"{{..., {lower_value}}}"
 
 
-def _split_message(facts: StrategySizes, dim: str, axes: tuple[str, ...], every: Sequence[DimSplit]) -> str:
-    dim_size, num_devices = facts.dims[dim], int(facts.devices(axes))
+def _split_message(facts: StrategySizes, dim: str, axes: tuple[str, ...], all_splits: Sequence[DimSplit]) -> str:
+    size, num_devices = facts.dims[dim], int(facts.devices(axes))
     split_axes = [axis for axis in axes if facts.mesh[axis] > 1]
-    allowed_sizes = legal_axis_sizes(every, split_axes[0], facts.dims) if len(split_axes) == 1 else divisors(dim_size)
+    allowed_sizes = legal_axis_sizes(all_splits, split_axes[0], facts.dims) if len(split_axes) == 1 else divisors(size)
     return (
-        f"{facts.named(axes)} does not divide {dim}={dim_size} {NOUNS[dim]} of {facts.model}. "
+        f"{facts.named(axes)} does not divide {dim}={size} {NOUNS[dim]} of {facts.model}. "
         f"Use {'*'.join(split_axes)} in {_choices(allowed_sizes, num_devices)}."
     )
 
@@ -289,10 +289,10 @@ def _batch_message(facts: StrategySizes, axes: tuple[str, ...]) -> str:
 
 
 def _devices_message(facts: StrategySizes) -> str:
-    devices = int(product(facts.mesh.values()))
+    num_devices = int(product(facts.mesh.values()))
     return (
-        f"{facts.mesh_text} needs {devices} device{'s' * (devices > 1)}, but {facts.cluster} has {facts.num_chips}. "
-        f"Make the product of the axes {facts.num_chips}, or name a cluster of {devices}."
+        f"{facts.mesh_text} needs {num_devices} device{'s' * (num_devices > 1)}, but {facts.cluster} has "
+        f"{facts.num_chips}. Make the product of the axes {facts.num_chips}, or name a cluster of {num_devices}."
     )
 
 
@@ -333,16 +333,16 @@ def _remedy(setting: Setting, strategy: Strategy) -> str:
 
     Of several such changes it is the one with the fewest microbatches.
     """
-    now = strategy.num_microbatches
+    old_num = strategy.num_microbatches
     fixes: list[tuple[int, int, float, str | tuple[str, ...]]] = []
     for policies in ((strategy.remat, *USUAL_POLICIES), RERUN_POLICIES) if setting.job.trains else ():
         # those that run layers again and again only if no other fits
         for remat in dict.fromkeys(policies) if not fixes else ():
-            fits = microbatches_that_fit(setting, msgspec.structs.replace(strategy, remat=remat))
-            fixes += [((remat != strategy.remat) + (count != now), count, need, remat) for count, need in fits.items()]
+            need_of = microbatches_that_fit(setting, msgspec.structs.replace(strategy, remat=remat))
+            fixes += [((remat != strategy.remat) + (num != old_num), num, need, remat) for num, need in need_of.items()]
     if not fixes:
         advice = "None of the remat policies tried, with any number of microbatches, makes it fit: use "
         return f"{advice if setting.job.trains else 'Use '}more chips, or larger fsdp and tensor axes."
-    _, count, need, remat = min(fixes, key=lambda fix: fix[:2])
-    changes = [f"remat={remat}"] * (remat != strategy.remat) + [f"num_microbatches={count}"] * (count != now)
+    _, num, need, remat = min(fixes, key=lambda fix: fix[:2])
+    changes = [f"remat={remat}"] * (remat != strategy.remat) + [f"num_microbatches={num}"] * (num != old_num)
     return f"Use {' with '.join(changes)} ({format_bytes(need)})."

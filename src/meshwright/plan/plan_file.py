@@ -124,13 +124,13 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Returns plain data."""
         value_by_name = {name: getattr(self, name) for name in ("num_engines", "batch_seqs", "step_s", "bound_by")}
         size_by_axis = {axis: size for axis, size in self.strategy.mesh.items() if size > 1}
-        engine = {
+        engine_values = {
             "part": self.part.short_name,
             "axes": size_by_axis,
             "layout": layout_of(self.strategy),
             "placement": self.strategy.placement,
         }
-        return {**value_by_name, **engine, "bounds_s": self.bounds_s, "memory": self.memory}
+        return {**value_by_name, **engine_values, "bounds_s": self.bounds_s, "memory": self.memory}
 
 
 class ServiceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -341,9 +341,9 @@ def _service_plan(file: TomlFile) -> ServicePlan:
         allowed_text = "as many as service.speculation allows" if speculation else "0: the service has no speculation"
         raise file.error(("num_drafts",), f"num_drafts={plan.num_drafts} must be {allowed_text}.")
     pools = (plan.generate, plan.prefill) if plan.has_pools else (plan.generate,)
-    chips, limit = sum(pool.num_chips for pool in pools), plan.cluster.num_chips
-    if chips > limit:
-        raise file.error(("generate",), f"the engines have {chips:,} chips, but {plan.cluster.short_name} {limit:,}.")
+    num_chips, cap = sum(pool.num_chips for pool in pools), plan.cluster.num_chips
+    if num_chips > cap:
+        raise file.error(("generate",), f"the engines have {num_chips:,} chips, but {plan.cluster.short_name} {cap:,}.")
     return plan
 
 
@@ -353,8 +353,8 @@ def _check_pool(name: str, pool: EnginePool, plan: ServicePlan) -> None:
     if pool.part.chip != cluster.chip:
         raise InputError(f"{name}.part has other chips than the cluster. Give a part of {cluster.short_name}.")
     if pool.strategy.precision != precision:
-        products = f"products in {precision}" if precision else "products in the dtype of activations"
-        raise InputError(f"weights in {plan.weights} have {products}. Set {name}.strategy.precision={precision!r}.")
+        matmul_text = f"products in {precision}" if precision else "products in the dtype of activations"
+        raise InputError(f"weights in {plan.weights} have {matmul_text}. Set {name}.strategy.precision={precision!r}.")
     if pool.strategy.num_chips != pool.part.num_chips:
         raise InputError(
             f"the mesh has {pool.strategy.num_chips} devices, but {name}.part {pool.part.num_chips} chips. Make them "

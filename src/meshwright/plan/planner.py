@@ -106,14 +106,14 @@ def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
             first_error = first_error or error
     if first_error is not None and not results:
         raise first_error
-    ranked = sorted(results, key=lambda r: (r.plans[0].cluster != r.setting.cluster, r.plans[0].predicted.step_s))
+    ranking = sorted(results, key=lambda r: (r.plans[0].cluster != r.setting.cluster, r.plans[0].predicted.step_s))
     if len(settings) == 1:
-        return ranked[0]
+        return ranking[0]
     times_text = ", ".join(
-        f"{r.setting.cluster.short_name} {format_seconds(r.plans[0].predicted.step_s)}" for r in ranked
+        f"{r.setting.cluster.short_name} {format_seconds(r.plans[0].predicted.step_s)}" for r in ranking
     )
     note = f"shapes of slice by step time: {times_text}"
-    return msgspec.structs.replace(ranked[0], notes=(note, *ranked[0].notes))
+    return msgspec.structs.replace(ranking[0], notes=(note, *ranking[0].notes))
 
 
 # -- what is given --------------------------------------------------------------------------------------
@@ -140,8 +140,8 @@ def space_of(
             f"Use at most {model.max_positions}, or --set model.max_positions={job.seq_len}."
         )
     make_mesh(axes)
-    value_of_field = {name.removeprefix("strategy."): value for name, value in overrides.items()}
-    for name in value_of_field:
+    value_by_field = {name.removeprefix("strategy."): value for name, value in overrides.items()}
+    for name in value_by_field:
         if name not in FIELDS:
             if name in Assumptions.__struct_fields__:
                 raise InputError(
@@ -150,9 +150,9 @@ def space_of(
             raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Give mesh axes in axes.")
     # CPUs train in float32 unless the state is given
     usual_fields = {"state": "fp32" if setting.cluster.kind == "host" else "bf16-adam"}
-    fields = {**(template or usual_fields), **value_of_field, "mesh": make_mesh({})}
+    fields = {**(template or usual_fields), **value_by_field, "mesh": make_mesh({})}
     strategy = convert_fields(fields, Strategy, section="strategy")
-    return open_space(setting, strategy, given=value_of_field, choices=choices, fixed=axes)
+    return open_space(setting, strategy, given=value_by_field, choices=choices, fixed=axes)
 
 
 def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
@@ -257,21 +257,21 @@ def _part_notes(
     cluster: Cluster, job: Job, outcome: SearchOutcome, whole_plan: Plan | None, near: Plan | None
 ) -> tuple[str, ...]:
     part = outcome.found[0].cluster
-    batch_text, chips_text = f"{job.batch_seqs:,} sequences of {job.seq_len:,}", f"all {cluster.num_chips:,} chips of"
+    job_text, chips_text = f"{job.batch_seqs:,} sequences of {job.seq_len:,}", f"all {cluster.num_chips:,} chips of"
     if whole_plan is None:
-        reason = f"{batch_text} cannot be divided over {chips_text} {cluster.short_name} in a way that fits"
+        reason = f"{job_text} cannot be divided over {chips_text} {cluster.short_name} in a way that fits"
     else:
         step_text = format_seconds(whole_plan.predicted.step_s)
-        axes = mesh_words(whole_plan.strategy.mesh, " x ")
-        reason = f"{batch_text} fit {chips_text} {cluster.short_name} only in pipeline stages ({axes}, {step_text})"
+        axes_text = mesh_words(whole_plan.strategy.mesh, " x ")
+        reason = f"{job_text} fit {chips_text} {cluster.short_name} only in pipeline stages ({axes_text}, {step_text})"
     notes = [f"{reason}: planned on {part.short_name}, {part.num_chips:,} chips"]
     if near is not None:
-        axes = mesh_words(near.strategy.mesh, " x ")
-        tokens = format_count(near.job.batch_seqs * job.seq_len)
+        axes_text = mesh_words(near.strategy.mesh, " x ")
+        num_text = format_count(near.job.batch_seqs * job.seq_len)
         step_text = format_seconds(near.predicted.step_s)
         notes.append(
-            f"all {cluster.num_chips:,} chips run with {near.job.batch_seqs:,} sequences ({tokens} tokens) a step, "
-            f"--batch {near.job.batch_seqs}seq: {axes}, {step_text}"
+            f"all {cluster.num_chips:,} chips run with {near.job.batch_seqs:,} sequences ({num_text} tokens) a step, "
+            f"--batch {near.job.batch_seqs}seq: {axes_text}, {step_text}"
         )
     return tuple(notes)
 
@@ -313,9 +313,9 @@ def _nothing_fits(space: Space, bytes_by_count: Mapping[int, float]) -> str:
     job_text = f"{setting.model.name} with {job.batch_seqs} sequences of {job.seq_len}"
     if space.fixed:
         job_text += " and " + " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
-    need_by_count = {chips: need for chips, need in bytes_by_count.items() if chips <= cluster.num_chips}
-    chips = min(need_by_count, key=lambda n: (need_by_count[n], -n))
-    if need_by_count[chips] <= room:
+    need_by_count = {num_chips: need for num_chips, need in bytes_by_count.items() if num_chips <= cluster.num_chips}
+    num_chips = min(need_by_count, key=lambda n: (need_by_count[n], -n))
+    if need_by_count[num_chips] <= room:
         value_of_field = {
             "schedule": space.template.schedule if len(space.schedules) == 1 else None,
             "chunks": space.chunks,
@@ -324,7 +324,7 @@ def _nothing_fits(space: Space, bytes_by_count: Mapping[int, float]) -> str:
         fields = ", ".join(f"{name}={value}" for name, value in value_of_field.items() if value is not None)
         advice = f"Leave one of {fields} open" if fields else "Name another shape of the cluster"
         return f"no mesh of {job_text} can be laid on {cluster.short_name}{' with ' * bool(fields)}{fields}. {advice}."
-    enough_chips = min((chips for chips, need in bytes_by_count.items() if need <= room), default=None)
+    enough_chips = min((num_chips for num_chips, need in bytes_by_count.items() if need <= room), default=None)
     advice = (
         f"At least {enough_chips} chips would hold it."
         if enough_chips is not None
@@ -334,6 +334,6 @@ def _nothing_fits(space: Space, bytes_by_count: Mapping[int, float]) -> str:
     remats = {pattern.strategy.remat for pattern in space.patterns}
     remat_text = "any remat policy" if len(remats) > 1 else f"remat={next(iter(remats))}"
     return (
-        f"{job_text} does not fit {cluster.short_name}: the best mesh ({chips} chips, {remat_text}) needs "
-        f"{format_bytes(need_by_count[chips])} per chip, but a chip has {format_bytes(room)}{margin_text}. {advice}"
+        f"{job_text} does not fit {cluster.short_name}: the best mesh ({num_chips} chips, {remat_text}) needs "
+        f"{format_bytes(need_by_count[num_chips])} per chip, but a chip has {format_bytes(room)}{margin_text}. {advice}"
     )

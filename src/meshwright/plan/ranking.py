@@ -133,15 +133,15 @@ def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
     meshes = {axis: np.concatenate([variant.rows.mesh[axis] for variant in best.kept]).tolist() for axis in MESH_AXES}
     listed_meshes: set[tuple[int, ...]] = set()
     indices_by_rank: list[list[int]] = []
-    num_of_group: dict[tuple[int, ...], int] = {}
+    num_listed_by_group: dict[tuple[int, ...], int] = {}
     for index in order.tolist():
         mesh = {axis: sizes[index] for axis, sizes in meshes.items()}
         if tuple(mesh.values()) in listed_meshes:
             continue
         listed_meshes.add(tuple(mesh.values()))
         group = (mesh["pipeline"], mesh["data"] * mesh["fsdp"] * mesh["context"], mesh["expert"], mesh["tensor"])
-        rank = num_of_group.get(group, 0)
-        num_of_group[group] = rank + 1
+        rank = num_listed_by_group.get(group, 0)
+        num_listed_by_group[group] = rank + 1
         if rank == len(indices_by_rank):
             indices_by_rank.append([])
         indices_by_rank[rank].append(index)

@@ -150,13 +150,13 @@ def open_space(
 
     Raises CannotRunError for a template that this machine's own devices do not run, if they are the cluster.
     """
-    names = set(given)
+    kept_names = set(given)
     fixed = dict(fixed or {})
     setting.require_runnable(msgspec.structs.replace(template, mesh=make_mesh(fixed)))
     choices = EMULATED if setting.cluster.kind == "host" else choices
-    remats = (template.remat,) if "remat" in names else choices.remats
-    attention_modes = (template.context_attention,) if "context_attention" in names else choices.context_attention
-    assignments = [(template.assignment, ())] if "assignment" in names else _assignments(choices)
+    remats = (template.remat,) if "remat" in kept_names else choices.remats
+    attention_modes = (template.context_attention,) if "context_attention" in kept_names else choices.context_attention
+    assignments = [(template.assignment, ())] if "assignment" in kept_names else _assignments(choices)
     patterns = []
     for (assignment, needs), mode, (rank, remat) in itertools.product(assignments, attention_modes, enumerate(remats)):
         strategy = msgspec.structs.replace(template, assignment=assignment, context_attention=mode, remat=remat)
@@ -168,7 +168,7 @@ def open_space(
                 strategy=strategy,
                 rank=rank,
                 derived=derived,
-                rules=(*size_rules(derived), *(zero_rules(strategy, given=True) if "assignment" in names else ())),
+                rules=(*size_rules(derived), *(zero_rules(strategy, given=True) if "assignment" in kept_names else ())),
                 splits=splits(derived),
                 needs=needed_axes,
                 tensor_split=tensor_split,
@@ -181,11 +181,11 @@ def open_space(
         template=template,
         patterns=tuple(patterns),
         choices=choices,
-        given=frozenset(names),
-        schedules=(template.schedule,) if "schedule" in names else choices.schedules,
-        offloads=(template.offload,) if "offload" in names else choices.offloads,
-        num_microbatches=template.num_microbatches if "num_microbatches" in names else None,
-        chunks=template.chunks if "chunks" in names else None,
+        given=frozenset(kept_names),
+        schedules=(template.schedule,) if "schedule" in kept_names else choices.schedules,
+        offloads=(template.offload,) if "offload" in kept_names else choices.offloads,
+        num_microbatches=template.num_microbatches if "num_microbatches" in kept_names else None,
+        chunks=template.chunks if "chunks" in kept_names else None,
         fixed=fixed,
         axes=axes_to_try(setting.cluster, fixed),
     )
@@ -200,23 +200,23 @@ def _forms(
     ``far``, only if the fastest level of the network has more devices than that. The loss head takes another form where
     a device has the whole vocabulary.
     """
-    model, cluster, axes = setting.model, setting.cluster, REPEATED_HEADS[repeated_dim(strategy)]
+    model, cluster, head_axes = setting.model, setting.cluster, REPEATED_HEADS[repeated_dim(strategy)]
     reached_devices = cluster.domain if cluster.kind == "switched" and not far else cluster.num_chips
     variants: list[tuple[Strategy, tuple[str, ...]]] = [(strategy, ())]
-    if all(axis in fixed for axis in axes):
+    if all(axis in fixed for axis in head_axes):
         mesh = strategy.mesh | dict(fixed)
         variants = [(strategy_of_heads(msgspec.structs.replace(strategy, mesh=mesh), model.num_kv_heads), ())]
     elif model.num_kv_heads < min(model.num_heads, reached_devices):
-        variants.append((with_repeated_heads(strategy), axes))
-    for variant, repeated_axes in variants:
-        derived = setting.symbolic(variant)
+        variants.append((with_repeated_heads(strategy), head_axes))
+    for variant_strategy, repeated_axes in variants:
+        derived = setting.symbolic(variant_strategy)
         if not setting.assumptions.traits.is_compiled or keeps_logits(strategy):
             yield derived, None, repeated_axes
             continue
         if fixed.get("tensor") != 1:
             yield derived, True, repeated_axes
         if fixed.get("tensor", 1) == 1 and repeated_axes != ("tensor",):
-            yield setting.symbolic(variant, without=("tensor",)), False, repeated_axes
+            yield setting.symbolic(variant_strategy, without=("tensor",)), False, repeated_axes
 
 
 def _assignments(choices: Choices) -> list[tuple[dict[str, Rules], tuple[tuple[str, ...], ...]]]:

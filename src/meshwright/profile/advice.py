@@ -77,7 +77,7 @@ def _collectives(row: TimeRow, case: AdviceCase) -> str:
     axes = tuple(axis for axis in strategy.active_axes if axis in row.name.split())
     sizes_text = ", ".join(f"{axis}={strategy.mesh[axis]}" for axis in axes)
     op_costs = ((op, case.expected.get(op.step)) for op in case.times.ops if op.kind == "collective")
-    axis_ops = [op for op, step in op_costs if set(step.axes if step else ()) == set(axes)]
+    axis_ops = [op for op, cost in op_costs if set(cost.axes if cost else ()) == set(axes)]
     exposed_s, own_s, waited_s = (sum(getattr(op, name) for op in axis_ops) for name in ("wall_s", "own_s", "waited_s"))
     text = f"{format_seconds(exposed_s)} of {format_seconds(own_s)} on a device is not hidden"
     if waited_s:
@@ -165,14 +165,14 @@ def _copies(row: TimeRow, case: AdviceCase) -> str:
 
 def _memory(row: TimeRow, case: AdviceCase) -> str:
     class_row = case.of_class(row.name)
-    moved, measured_s = class_row.hbm_bytes if class_row else 0.0, row.measured_s or 0.0
-    wanted = float(case.rates.chip.hbm_bytes_per_s)
-    measured_rate = moved / measured_s if measured_s else 0.0
+    traffic, measured_s = class_row.hbm_bytes if class_row else 0.0, row.measured_s or 0.0
+    rate = float(case.rates.chip.hbm_bytes_per_s)
+    measured_rate = traffic / measured_s if measured_s else 0.0
     text = (
-        f"moves {format_bytes(moved)} a device where {format_bytes((row.predicted_s or 0.0) * wanted)} take as long as "
-        f"predicted, at {format_bytes(measured_rate)}/s of {format_bytes(wanted)}/s"
+        f"moves {format_bytes(traffic)} a device where {format_bytes((row.predicted_s or 0.0) * rate)} take as long as "
+        f"predicted, at {format_bytes(measured_rate)}/s of {format_bytes(rate)}/s"
     )
-    if measured_rate < wanted / 2:
+    if measured_rate < rate / 2:
         return f"{text}: its kernels are small or strided; {_larger(case)} makes them larger"
     longest_op = next((op for op in case.times.ops if op.kind == row.name), None)
     longest_text = f"; the longest is {longest_op.name} ({longest_op.step})" if longest_op else ""

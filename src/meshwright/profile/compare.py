@@ -96,13 +96,13 @@ def compare_times(
         rest_s = max(0.0, mean.total_s - sum(seconds_by_op.values()))
         rests = [(NOTHING, "overhead", rest_s, whole.overhead_s + whole.idle_s)]
     rows += [TimeRow(name=name, kind=kind, predicted_s=p, measured_s=m) for name, kind, m, p in rests]
-    seconds_by_step = {name: cost.seconds for name, cost in cost_by_step.items()}
+    predicted_steps = {name: cost.seconds for name, cost in cost_by_step.items()}
     kind_by_step = {name: class_of_op(cost.step.op) for name, cost in cost_by_step.items()}
     return ProfileComparison(
         predicted=whole,
         parts=tuple(_rows(predicted_parts, by_part, lambda name: "part")),
         terms=tuple(_worst(rows)),
-        steps=tuple(_rows(seconds_by_step, by_step, lambda name: kind_by_step.get(name, "not derived"))),
+        steps=tuple(_rows(predicted_steps, by_step, lambda name: kind_by_step.get(name, "not derived"))),
         classes=_classes(times),
         float32=_float32(times, program),
         shares_cores=shares_cores,

@@ -111,16 +111,16 @@ def load_trace(path: Path, program: TracedProgram) -> DeviceTrace:
 
 def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) -> DeviceTrace:
     """Reads the events of a program from the planes of a trace. Raises InputError if there are none."""
-    devices = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
+    device_planes = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
     host_planes = [plane for plane in planes if plane.name.startswith("/host:CPU")]
     host = _Host(program)
-    host.read(host_planes, ops=not devices)
+    host.read(host_planes, ops=not device_planes)
     platform: TracePlatform = "cpu"
     events, unnamed_s = host.events, 0.0
-    if devices:
-        platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
+    if device_planes:
+        platform = "gpu" if device_planes[0][0][1] == "GPU" else "tpu"
         all_events = [
-            e for m, plane in devices for e in _device_events(plane, int(m[2]), m[1] == "GPU", program, host.foreign)
+            e for m, p in device_planes for e in _device_events(p, int(m[2]), m[1] == "GPU", program, host.foreign)
         ]
         events = [event for event in all_events if event.op]
         unnamed_s = sum(event.seconds for event in all_events if not event.op)
@@ -149,10 +149,10 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
 def _device_events(plane: Any, device: int, gpu: bool, program: TracedProgram, foreign: set[str]) -> Iterator[OpEvent]:
     """Yields the events on one accelerator; the instruction is empty if neither statistics, text nor kernel name it,
     and is added to ``foreign`` if a statistic names it as the program's."""
-    lines = [line for line in plane.lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
+    stream_lines = [line for line in plane.lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
     if gpu:
-        lines = [line for line in lines if line.name.startswith("Stream")] or lines
-    for line in lines:
+        stream_lines = [line for line in stream_lines if line.name.startswith("Stream")] or stream_lines
+    for line in stream_lines:
         for event in line.events:
             stat_by_name = dict(event.stats)
             hlo_op = str(stat_by_name.get("hlo_op", ""))

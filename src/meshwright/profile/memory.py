@@ -163,26 +163,26 @@ def _peak(program: TracedProgram, computation: str, known_peaks: dict[str, dict[
         return known_peaks[computation]
     body = program.module.computations[computation].instructions
     roots_by_name = _roots(program.module, body)
-    last_use_index: dict[str, int] = {}
+    last_use_by_name: dict[str, int] = {}
     for index, instruction in enumerate(body):
         end_index = len(body) if instruction.is_root else index
         for name in (*instruction.operands, instruction.name):
             for root in roots_by_name.get(name, ()):
-                last_use_index[root] = max(last_use_index.get(root, 0), end_index)
-    live_bytes: dict[str, float] = {}
-    peak_bytes: dict[str, float] = {}
+                last_use_by_name[root] = max(last_use_by_name.get(root, 0), end_index)
+    live_bytes_by_name: dict[str, float] = {}
+    peak_bytes_by_name: dict[str, float] = {}
     for index, instruction in enumerate(body):
         if roots_by_name[instruction.name] == {instruction.name}:
-            live_bytes[instruction.name] = result_bytes(instruction)
+            live_bytes_by_name[instruction.name] = result_bytes(instruction)
         called_names = [name for _, name in instruction.called if name in program.module.computations]
         peaks = (_peak(program, name, known_peaks) for name in called_names) if instruction.opcode in CONTAINERS else ()
-        inner_bytes = max(peaks, key=lambda peak: sum(peak.values()), default={})
-        if sum(live_bytes.values()) + sum(inner_bytes.values()) > sum(peak_bytes.values()):
-            peak_bytes = {**live_bytes, **inner_bytes}
-        for name in [name for name in live_bytes if last_use_index[name] <= index]:
-            del live_bytes[name]
-    known_peaks[computation] = peak_bytes
-    return peak_bytes
+        inner_bytes_by_name = max(peaks, key=lambda peak: sum(peak.values()), default={})
+        if sum(live_bytes_by_name.values()) + sum(inner_bytes_by_name.values()) > sum(peak_bytes_by_name.values()):
+            peak_bytes_by_name = {**live_bytes_by_name, **inner_bytes_by_name}
+        for name in [name for name in live_bytes_by_name if last_use_by_name[name] <= index]:
+            del live_bytes_by_name[name]
+    known_peaks[computation] = peak_bytes_by_name
+    return peak_bytes_by_name
 
 
 def _roots(module: Module, body: Sequence[Instruction]) -> dict[str, set[str]]:

@@ -74,14 +74,14 @@ class Prefill:
         tokens = _random_tokens(step.model.vocab_size, (len(rows),), seed)
         slots = slots_of(positions, pages, row_seqs, page_len)
         starts = np.arange(num_seqs) * seq_len
-        packed = PackedRows(tokens, 0 * rows - 1, positions, slots, starts, sizes, sizes, pages, starts + seq_len - 1)
+        batch = PackedRows(tokens, 0 * rows - 1, positions, slots, starts, sizes, sizes, pages, starts + seq_len - 1)
         if step.has_windows:
             num_window_pages = step.storage.window_pages // num_seqs
             table = np.arange(num_seqs)[:, None] * num_window_pages + np.arange(pages_per_seq)[None] % num_window_pages
-            packed = packed._replace(window_pages=table, window_slots=slots_of(positions, table, row_seqs, page_len))
+            batch = batch._replace(window_pages=table, window_slots=slots_of(positions, table, row_seqs, page_len))
         latest_tokens = np.zeros(step.max_seqs, np.int32)
         params = step.place(init_params(step.model, seed))
-        self._given = params, step.init_cache(), latest_tokens, step.flat(packed)
+        self._given = params, step.init_cache(), latest_tokens, step.flat(batch)
         jax.block_until_ready(self._given)
 
     def compile(self) -> jax.stages.Compiled:

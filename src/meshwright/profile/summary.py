@@ -91,7 +91,7 @@ def analyse(
     cannot be read, or are of different programs.
     """
     program = load_program(hlo)
-    events = load_trace(trace, program)
+    device_trace = load_trace(trace, program)
     job, calibration, num_chips = plan.job, plan.calibration, plan.cluster.num_chips
     strategy = job_strategy(job, plan.strategy)
     priced = price_strategy(msgspec.structs.replace(plan.setting, storage=storage), strategy)
@@ -99,9 +99,9 @@ def analyse(
         _require_same(hlo, program, priced, num_chips)
     chip = priced.rates.chip
     program = msgspec.structs.replace(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
-    times = measure_times(events, program)
+    times = measure_times(device_trace, program)
     breakdown = Breakdown(priced)
-    comparison = compare_times(events, program, times, breakdown)
+    comparison = compare_times(device_trace, program, times, breakdown)
     profiled_s = times.mean.total_s
     step_s = statistics.median(recording.step_s) if recording and recording.step_s else profiled_s
     estimate = priced.estimate
@@ -109,7 +109,7 @@ def analyse(
     derived_flops = float(estimate.flops) / num_chips
     measured_shares = estimate.measured(step_s)
     mfu = measured_shares["mfu_causal"] or measured_shares["mfu"]
-    warnings = tuple(_warnings(profiled_s, step_s, events, recording, mfu))
+    warnings = tuple(_warnings(profiled_s, step_s, device_trace, recording, mfu))
     case = AdviceCase(
         comparison=comparison,
         times=times,
@@ -121,7 +121,7 @@ def analyse(
     )
     return Profile(
         plan=plan,
-        trace=events,
+        trace=device_trace,
         program=program,
         priced=priced,
         step_s=step_s,
@@ -138,7 +138,7 @@ def analyse(
         advice=advise(case),
         memory=recording.memory if recording else _temporaries(program),
         predicted_memory={name: float(num_bytes) for name, num_bytes in estimate.memory.items() if num_bytes},
-        notes=(*_notes(events, times, program_flops / derived_flops, num_devices=num_chips), *warnings),
+        notes=(*_notes(device_trace, times, program_flops / derived_flops, num_devices=num_chips), *warnings),
         warnings=warnings,
     )
 
@@ -152,7 +152,7 @@ def _require_same(hlo: Path, program: TracedProgram, priced: PricedStrategy, num
     """Raises InputError for a program of another number of devices, or with other weights on each, than a plan's."""
     module = program.module
     parameters = module.computations[module.entry].parameters.values()
-    held_bytes = sum(shape.num_bytes for array in parameters if "params[" in array.op_name for shape in array.shapes)
+    held_bytes = sum(shape.num_bytes for param in parameters if "params[" in param.op_name for shape in param.shapes)
     planned_bytes, fault = float(priced.estimate.memory["weights"]), ""
     if num_chips % module.num_devices:
         fault = f"is for {counted(module.num_devices, 'device')}, and the plan has {num_chips:,}"
@@ -183,8 +183,8 @@ def _warnings(
         yield f"The process kept {recording.cores:.1f} of {num_cores} cores busy in these steps{ending}"
 
 
-def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devices: int) -> Iterator[str]:
-    """Yields limits of the trace's figures; ``of_derived`` is the program's FLOPs over those of the derived steps."""
+def _notes(trace: DeviceTrace, times: StepTimes, flops_ratio: float, *, num_devices: int) -> Iterator[str]:
+    """Yields limits of the trace's figures; ``flops_ratio`` is the program's FLOPs over those of the derived steps."""
     if trace.platform == "cpu":
         yield (
             "The devices are emulated and share the cores of one machine, so that a device computes while others "
@@ -218,9 +218,9 @@ def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devic
         "A fusion's time counts for the derived step of its last operation; work that the compiler adds (slices of "
         "stacked weights, copies between loops) is outside the steps."
     )
-    if of_derived and abs(of_derived - 1) > SAME_FLOPS:
+    if flops_ratio and abs(flops_ratio - 1) > SAME_FLOPS:
         yield (
-            f"The products of the program take {of_derived:.2f} times the FLOPs of the derived steps, so that seconds "
+            f"The products of the program take {flops_ratio:.2f} times the FLOPs of the derived steps, so that seconds "
             "per FLOP differ by as much: calls of libraries count 0 if the program does not state their FLOPs, while "
             "padding, pipeline passes without a microbatch and empty slots of experts count in full."
         )

@@ -166,18 +166,18 @@ class _Sums:
 
 def measure_times(trace: DeviceTrace, program: TracedProgram) -> StepTimes:
     """Returns the times of a trace, as means over its steps and devices."""
-    sums, partition_by_device = _Sums(program), {}
+    running_sums, partition_by_device = _Sums(program), {}
     for device in trace.devices:
         events = [event for event in trace.events if event.device == device and program.is_work(event.op)]
         flights = in_flight(events, program, trace.platform)
-        partition_by_device[device] = _mean([sums.step(window, events, flights) for window in trace.windows])
-    num_windows = len(trace.windows) * len(trace.devices)
+        partition_by_device[device] = _mean([running_sums.step(window, events, flights) for window in trace.windows])
+    num_device_steps = len(trace.windows) * len(trace.devices)
     return StepTimes(
         mean=_mean(list(partition_by_device.values())),
         devices=partition_by_device,
-        ops=sums.ops(num_windows),
-        communication_s=sums.communication_s / num_windows,
-        hidden_s=sums.hidden_s / num_windows,
+        ops=running_sums.ops(num_device_steps),
+        communication_s=running_sums.communication_s / num_device_steps,
+        hidden_s=running_sums.hidden_s / num_device_steps,
     )
 
 
@@ -192,13 +192,13 @@ def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: Trace
     On TPU the two halves of an asynchronous collective are separate instructions; it is in flight from the start of the
     first to the end of the second. On GPU its kernel belongs to the first half.
     """
-    sent_events = [event for event in events if program.fact(event.op).bound == "communication"]
+    collective_events = [event for event in events if program.fact(event.op).bound == "communication"]
     if platform != "tpu":
-        return [(event.start_s, event.end_s) for event in sent_events]
+        return [(event.start_s, event.end_s) for event in collective_events]
     instructions = program.instructions
     start_by_op: dict[str, float] = {}
     spans = []
-    for event in sorted(sent_events, key=lambda event: event.start_s):
+    for event in sorted(collective_events, key=lambda event: event.start_s):
         instruction = instructions[event.op]
         if instruction.opcode.endswith("-start"):
             start_by_op[event.op] = event.start_s

@@ -64,14 +64,14 @@ class Table(msgspec.Struct, frozen=True):
         the end of the path, here ``median_s`` and ``memory.weights``, or the whole path if two columns end alike. A
         field without a ``Show`` is printed by the unit in its name (`shown_by_name`).
         """
-        read_by_head = {head: path if isinstance(path, tuple) else (path, None) for head, path in columns.items()}
-        rows = [[_field(record, path) for path, *_ in read_by_head.values()] for record in records]
-        paths = [path if isinstance(path, str) else "" for path, *_ in read_by_head.values()]
+        spec_by_head = {head: path if isinstance(path, tuple) else (path, None) for head, path in columns.items()}
+        rows = [[_field(record, path) for path, *_ in spec_by_head.values()] for record in records]
+        paths = [path if isinstance(path, str) else "" for path, *_ in spec_by_head.values()]
         last_names = [path.rpartition(".")[2] if "/" not in path else path.replace("/", ".") for path in paths]
         field_names = [end if last_names.count(end) == 1 else path for end, path in zip(last_names, paths, strict=True)]
         headings = [
             Heading(head, show or shown_by_name(path.partition("/")[0]), "".join(json_name) or name)
-            for (head, (_, show, *json_name)), path, name in zip(read_by_head.items(), paths, field_names, strict=True)
+            for (head, (_, show, *json_name)), path, name in zip(spec_by_head.items(), paths, field_names, strict=True)
         ]
         return Table(headings, rows, title)
 

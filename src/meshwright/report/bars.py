@@ -57,7 +57,7 @@ def _stacked(
     shown_parts = dict.fromkeys(part for parts in bars.values() for part, amount in parts.items() if amount > 0)
     color_by_part = palette_of(shown_parts)
     px = WIDTH_PX * scale / max_amount if max_amount else 0.0
-    rows = [
+    part_rows = [
         span(end - amount / scale, end, to_text(amount), color_by_part[part], px, bar=bar, part=part)
         for bar, parts in bars.items()
         for (part, amount), end in zip(parts.items(), accumulate(v / scale for v in parts.values()), strict=True)
@@ -76,6 +76,6 @@ def _stacked(
         limit_rows = [{"limit": limit / scale, "text": f"limit {to_text(limit)}"}]
         rule = plot(limit_rows).mark_rule(strokeDash=DASHES, strokeWidth=1.5, color=INK)
         layers += [rule.encode(x="limit:Q"), labels(limit_rows, "limit:Q", alt.YValue(-8), align="center", fill=INK)]
-    layers.append(spans(rows, y=y, x=x, color=color, band=0.68))
+    layers.append(spans(part_rows, y=y, x=x, color=color, band=0.68))
     layers.append(labels(sum_rows, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"))
     return alt.layer(*layers).properties(width=WIDTH_PX, height=BAR_PX * len(bars))

@@ -84,7 +84,7 @@ def lines(curves: Mapping[str, Points], x: Encoding, y: Encoding, color: Encodin
     layers = []
     for name, points in curves.items():
         # JSON has no NaN; null breaks the line.
-        rows = [{"name": name, "x": a, "y": b if math.isfinite(b) else None} for a, b in points]
+        rows = [{"name": name, "x": x_value, "y": b if math.isfinite(b) else None} for x_value, b in points]
         layers.append(plot(rows).mark_line(**mark_style).encode(x=x, y=y, color=color))
     return layers
 
@@ -110,7 +110,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     multiples: tuple[float, ...] = (1,) if len(powers) > 4 else (1, 2, 5) if high >= 20 * low else (1, 2, 3, 4, 5, 7)
     if high < 3 * low:
         multiples = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)
-    ticks = [float(f"{step * 10.0**power:.3g}") for power in powers for step in multiples]
+    ticks = [float(f"{multiple * 10.0**power:.3g}") for power in powers for multiple in multiples]
     return [tick for tick in ticks if low <= tick <= high]
 
 

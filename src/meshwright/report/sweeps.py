@@ -152,14 +152,14 @@ def bandwidth_figure(
     chips: Sequence[int], rates: Mapping[str, Sequence[float]], *, title: str, subtitle: str = ""
 ) -> Figure:
     """Draws bytes per second over chips, a line per collective; collectives with equal rates share a line."""
-    by_rates: dict[tuple[float, ...], str] = {}
+    name_by_rates: dict[tuple[float, ...], str] = {}
     for name, values in rates.items():
         # Rates are equal if three digits are: the picture shows no more.
         rates_key = tuple(float(f"{rate:.3g}") for rate in values)
-        by_rates[rates_key] = f"{by_rates[rates_key]}, {name}" if rates_key in by_rates else name
-    if not any(by_rates):
+        name_by_rates[rates_key] = f"{name_by_rates[rates_key]}, {name}" if rates_key in name_by_rates else name
+    if not any(name_by_rates):
         raise InputError("there is no point to draw. Give clusters of several chips.")
-    chart = _panel(chips, chips_axis(chips), {name: values for values, name in by_rates.items()}, "{}/s and chip", "B")
+    chart = _panel(chips, chips_axis(chips), {name: ys for ys, name in name_by_rates.items()}, "{}/s and chip", "B")
     return themed(chart, title, subtitle, width=2 * PANEL_PX[0], height=300)
 
 

@@ -70,7 +70,7 @@ class EngineGroup(TokenEngine):
         longest_requests = sorted(requests, key=lambda r: -len(r.prompt))[: -(-len(requests) // len(self.engines))]
         for engine_index, engine in enumerate(self.engines):
 
-            def tell(done: int, all: int, before: int = engine_index) -> None:
-                on_shape(before * all + done, len(self.engines) * all)
+            def tell(num_done: int, num_shapes: int, num_before: int = engine_index) -> None:
+                on_shape(num_before * num_shapes + num_done, len(self.engines) * num_shapes)
 
             engine.warm_up(tell, longest_requests, first_only=first_only)

@@ -51,8 +51,8 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
     else:
         mesh = make_mesh(options.mesh or usual_mesh(source.model, len(devices)))
         # weights are gathered where fsdp splits them alone
-        rules = LAYOUTS["gathered" if mesh["fsdp"] > 1 else "prompts"]
-        layout = EngineLayout(Strategy(mesh={**mesh, "data": 1}, assignment=rules), mesh["data"], options)
+        assignment = LAYOUTS["gathered" if mesh["fsdp"] > 1 else "prompts"]
+        layout = EngineLayout(Strategy(mesh={**mesh, "data": 1}, assignment=assignment), mesh["data"], options)
     strategy = msgspec.structs.replace(layout.strategy, state=state_name, precision="")
     needed = strategy.num_chips * layout.num_engines
     if needed > len(devices):
@@ -112,8 +112,8 @@ def _planned(model: Model, options: EngineOptions, devices: Sequence[Device]) ->
     with suppress(InputError, CannotRunError):
         chip = chip_of_kind(devices[0].device_kind)
         axis_sizes = [len(set(coords)) for coords in zip(*(device.coords for device in in_order(devices)), strict=True)]
-        shape = tuple(size for size in axis_sizes if size > 1) if chip.topology == "torus" else (len(devices), 1)
-        result = plan_service(service_setting(model, make_cluster(chip, shape)), service, stored=[stored_dtypes])
+        grid_shape = tuple(size for size in axis_sizes if size > 1) if chip.topology == "torus" else (len(devices), 1)
+        result = plan_service(service_setting(model, make_cluster(chip, grid_shape)), service, stored=[stored_dtypes])
         pool = next((plan.generate for plan in result.plans if not plan.has_pools), None)
         return EngineLayout(pool.strategy, pool.num_engines, options) if pool else None
     return None
@@ -126,10 +126,10 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLa
     assert options.plan is not None
     plan = load_plan(options.plan, ServicePlan)
     for dim, plan_size in plan.model.dims.items():
-        if plan_size != (size := model.dims.get(dim)):
+        if plan_size != (model_size := model.dims.get(dim)):
             raise InputError(
-                f"{options.plan} is for {plan.model.name}, whose {dim} is {plan_size}; that of {model.name} is {size}. "
-                f"Plan for this model, or give its folder."
+                f"{options.plan} is for {plan.model.name}, whose {dim} is {plan_size}; that of {model.name} is "
+                f"{model_size}. Plan for this model, or give its folder."
             )
     pool, storage = plan.generate, plan.stored.storage
     return EngineLayout(

@@ -298,13 +298,13 @@ def _free_bytes(
         # emulated devices share the machine's memory
         return free_bytes / 2 / (layout.strategy.num_chips * layout.num_engines), "half of the free memory"
     stats = device.memory_stats() or {}
-    sizes, item_bytes = held_dims(model.dims, mesh), int(STATE_BYTES[layout.strategy.state]["weights"])
+    dims, item_bytes = held_dims(model.dims, mesh), int(STATE_BYTES[layout.strategy.state]["weights"])
     quantised_by_name = quantised_weights(model, storage.weights)
     held_bytes = 0.0
     for name, (weight, repeat) in weight_variables(model).items():
         dtype_by_name = {array.name: array.dtype for array in quantised_by_name.get(name, ())} or {name: weight.dtype}
         for part, dtype in dtype_by_name.items():
             if part in array_of:
-                held_bytes += repeat * local_elements(array_of[part], sizes, mesh) * DTYPE_BYTES.get(dtype, item_bytes)
+                held_bytes += repeat * local_elements(array_of[part], dims, mesh) * DTYPE_BYTES.get(dtype, item_bytes)
     # the weights are loaded later, so they are counted
     return max(0.0, 0.9 * stats.get("bytes_limit", 0) - held_bytes), "90% of the device's memory without the weights"

@@ -62,7 +62,7 @@ class StepPrices:
         size_by_dim = {**sizes.dims, "O": num_outputs, "Q": 0.0, "Pg": 1.0, "Pw": 1.0, "Pl": 1.0, "Bp": 0.0}
         sizes = replace(sizes, dims=size_by_dim, sequences=(decode_seqs, prompt_seqs), cache={})
         weight_bytes = kv_bytes = flops = 0.0
-        names = {name for name, variable in self.derived.program.variables.items() if variable.role in WEIGHTS}
+        w_names = {name for name, variable in self.derived.program.variables.items() if variable.role in WEIGHTS}
         for step, num_runs in self.derived.steps():
             if step.is_collective:
                 continue
@@ -72,6 +72,6 @@ class StepPrices:
             flops = flops + num_runs * op_flops(step, sizes)
             if kind_of(step).group != "embedding":  # which reads a few rows of its table
                 weight_bytes = weight_bytes + num_runs * (
-                    sizes.total(*(array for array in step.inputs if array.name in names)) - unread_bytes(step, sizes)
+                    sizes.total(*(array for array in step.inputs if array.name in w_names)) - unread_bytes(step, sizes)
                 )
         return np.transpose(np.broadcast_arrays(seconds, weight_bytes, kv_bytes, flops))

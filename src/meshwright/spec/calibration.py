@@ -200,10 +200,10 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 def host_rates_in(calibration: Calibration, dtype: str) -> HostRates | None:
     """Returns the rates in a step, which are measured in float32, for products of another dtype: they take as much
     longer or shorter as products of this dtype by themselves."""
-    host, rates = calibration.host, calibration.matmul_flops_per_s
-    if host is None or not {dtype, "fp32"} <= rates.keys():
+    host, rate_of = calibration.host, calibration.matmul_flops_per_s
+    if host is None or not {dtype, "fp32"} <= rate_of.keys():
         return host
-    product_rates = msgspec.structs.replace(host.product, flop=host.product.flop * rates["fp32"] / rates[dtype])
+    product_rates = msgspec.structs.replace(host.product, flop=host.product.flop * rate_of["fp32"] / rate_of[dtype])
     return msgspec.structs.replace(host, product=product_rates)
 
 
@@ -213,10 +213,10 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
     if measured_flops_per_s is not None:
         return measured_flops_per_s
     if not chip.peak_flops and calibration.matmul_flops_per_s:
-        have, devices = ", ".join(sorted(calibration.matmul_flops_per_s)), calibration.devices or "N"
+        names, number = ", ".join(sorted(calibration.matmul_flops_per_s)), calibration.devices or "N"
         raise InputError(
-            f"calibration {calibration.name!r} measured {have} products, not {dtype}. Choose one of these, or measure "
-            f"the other: bench --on cpu:{devices} --dtypes {dtype},{have.replace(' ', '')} -o FILE, then --calibration "
+            f"calibration {calibration.name!r} measured {names} products, not {dtype}. Choose one of these, or measure "
+            f"the other: bench --on cpu:{number} --dtypes {dtype},{names.replace(' ', '')} -o FILE, then --calibration "
             f"FILE."
         )
     return peak(chip, dtype) * calibration.efficiency.compute * calibration.efficiency.narrow.get(dtype, 1.0)

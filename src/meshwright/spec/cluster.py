@@ -184,11 +184,11 @@ def parse_cluster(text: str) -> Cluster:
         raise InputError(f"{text!r} leaves the shape open. Name one here, such as {_EXAMPLES}.")
     if match is None:
         raise InputError(f"cluster {text!r} is not chip:shape. Write for example {_EXAMPLES}, or name a .toml file.")
-    slices_text, name, sizes_text, twist_text = match.groups()
-    if name.endswith(".toml") and {"shape", "levels"} & read_toml(Path(name)).data.keys():
-        raise InputError(f"{text!r}: name the file alone, {name}: it has its sizes itself, shape or [[levels]].")
+    slices_text, chip_name, sizes_text, twist_text = match.groups()
+    if chip_name.endswith(".toml") and {"shape", "levels"} & read_toml(Path(chip_name)).data.keys():
+        raise InputError(f"{text!r}: name the file alone, {chip_name}: it has its sizes itself, shape or [[levels]].")
     return make_cluster(
-        chip(name),
+        chip(chip_name),
         tuple(int(size) for size in sizes_text.split("x")),
         num_slices=1 if slices_text is None else int(slices_text),
         twisted=twist_text is not None,
@@ -278,10 +278,10 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
         clusters = [make_cluster(chip, shape, num_slices=num_slices) for shape in shapes]
         if clusters:
             twist_shapes = [cluster.shape for cluster in clusters if can_twist(chip, cluster.shape)]
-            twisted = [make_cluster(chip, shape, num_slices=num_slices, twisted=True) for shape in twist_shapes]
+            twist_tori = [make_cluster(chip, shape, num_slices=num_slices, twisted=True) for shape in twist_shapes]
             # shorter axes first among equals; a twisted torus follows its plain one
             return tuple(
-                sorted([*clusters, *twisted], key=lambda c: (-bisection_links(c), sum(c.shape), c.shape, c.twisted))
+                sorted([*clusters, *twist_tori], key=lambda c: (-bisection_links(c), sum(c.shape), c.shape, c.twisted))
             )
     raise CannotRunError(f"no slices of {chip.name} have {num_chips:,} chips. {_nearest_counts(chip, num_chips)}")
 
@@ -290,9 +290,9 @@ def slice_note(cluster: Cluster) -> list[str]:
     """Returns a line if no such slice is offered, which also says if none can be compiled; else []."""
     if is_offered(cluster.chip, cluster.shape):
         return []
-    slices = ", ".join(catalogued(cluster.chip, "libtpu").slices) + ", cubes of 4x4x4" * (len(cluster.shape) == 3)
+    slices_text = ", ".join(catalogued(cluster.chip, "libtpu").slices) + ", cubes of 4x4x4" * (len(cluster.shape) == 3)
     tail = "" if compiles(cluster.shape) else ", and no program can be compiled for it: libtpu takes hosts of 2x2 chips"
-    return [f"{cluster.short_name} is not a slice that is offered ({slices}){tail}"]
+    return [f"{cluster.short_name} is not a slice that is offered ({slices_text}){tail}"]
 
 
 def compiles(shape: ClusterShape) -> bool:
@@ -309,14 +309,14 @@ def bisection_links(cluster: Cluster) -> int:
 
 def _tori(chip: Chip, num_chips: int) -> list[ClusterShape]:
     """Lists the shapes of one slice, sizes ascending."""
-    axes = chip.num_ici_axes or 1
-    side = chip.wrap_multiple if axes == 3 else None
+    num_axes = chip.num_ici_axes or 1
+    side = chip.wrap_multiple if num_axes == 3 else None
     if chip.max_chips is not None and num_chips > chip.max_chips:
         return []
     if side is not None and num_chips % side**3 == 0:
-        return [tuple(side * size for size in box) for box in _boxes(num_chips // side**3, axes)]
+        return [tuple(side * n for n in box) for box in _boxes(num_chips // side**3, num_axes)]
     limit = side or max(chip.pod_shape, default=num_chips)
-    return [box for box in _boxes(num_chips, axes) if box[-1] <= limit and all(size.bit_count() == 1 for size in box)]
+    return [box for box in _boxes(num_chips, num_axes) if box[-1] <= limit and all(n.bit_count() == 1 for n in box)]
 
 
 def _boxes(volume: int, num_axes: int, min_size: int = 1) -> list[ClusterShape]:

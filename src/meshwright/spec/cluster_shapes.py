@@ -76,13 +76,13 @@ def _torus_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterSha
 
 
 def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
-    name, chips = f"{chip.name}:{times(shape)}", min(8, chip.domain_chips or 8)
+    name, n_chips = f"{chip.name}:{times(shape)}", min(8, chip.domain_chips or 8)
     if num_slices > 1:
-        raise InputError(f"{num_slices}*{name}: slices are for TPUs. Write domain x nodes: {chip.name}:{chips}x256.")
+        raise InputError(f"{num_slices}*{name}: slices are for TPUs. Write domain x nodes: {chip.name}:{n_chips}x256.")
     if len(shape) > len(LEVEL_NAMES):
         raise InputError(
             f"{name} has {len(shape)} sizes; at most {len(LEVEL_NAMES)} are read."
-            f" Write domain x nodes of a rack x racks of a pod x pods, such as {chip.name}:{chips}x2x192x8."
+            f" Write domain x nodes of a rack x racks of a pod x pods, such as {chip.name}:{n_chips}x2x192x8."
         )
     domain_chips, num_domains = shape[0], math.prod(shape[1:])
     max_domain = chip.domain_chips

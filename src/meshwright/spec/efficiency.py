@@ -48,15 +48,15 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
     if family_name is None:
         return None
     given_numbers = FittedNumbers(date="", source="given numbers", numbers=dict(numbers or {}))
-    fitted = fitted_numbers() if numbers is None else given_numbers
-    value_of = fitted.numbers
+    used_numbers = fitted_numbers() if numbers is None else given_numbers
+    value_of = used_numbers.numbers
     return Calibration(
         name="fitted",
         chip=chip.name,
-        date=fitted.date or None,
+        date=used_numbers.date or None,
         efficiency=efficiency_of(chip, family_name, value_of),
         hop_s={level: value_of[f"hop_s.{level}"] for level in ("nvlink", "network") if f"hop_s.{level}" in value_of},
-        sources={"efficiency": fitted.source},
+        sources={"efficiency": used_numbers.source},
     )
 
 

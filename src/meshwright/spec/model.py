@@ -141,7 +141,7 @@ class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def weights(self) -> dict[str, bool]:
         """Maps the weights of a layer that get adapters to whether they were named one by one."""
-        from_groups = {w: False for name in self._named for w in _TARGET_GROUPS.get(name, ())}
+        from_groups = {name_in_group: False for name in self._named for name_in_group in _TARGET_GROUPS.get(name, ())}
         from_names = dict.fromkeys((name for name in self._named if name in LORA_TARGETS), True)
         named_by_target = from_groups | from_names
         return {weight: named_by_target[name] for name, weight in LORA_TARGETS.items() if name in named_by_target}
@@ -278,9 +278,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.num_layers > MAX_LAYERS:
             raise InputError(f"{self.name}: num_layers={self.num_layers} must be at most {MAX_LAYERS}.")
         for field in ("sliding_layers", "dense_layers", "unrotated_layers"):
-            outside = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
-            if outside:
-                raise InputError(f"{self.name}: {field} has layer {outside[0]} of {self.num_layers}, counted from 0.")
+            bad_ids = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
+            if bad_ids:
+                raise InputError(f"{self.name}: {field} has layer {bad_ids[0]} of {self.num_layers}, counted from 0.")
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"{self.name}: num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}. "
@@ -325,12 +325,12 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         # not at the top: few models have a rule, and NumPy takes longer to load than a model to read
         from meshwright.masks.names import mask_named, score_named
 
-        for field, rule_of, available_names in (("mask", mask_named, MASK_DATA), ("score", score_named, ("slopes",))):
-            rule = getattr(self, f"attention_{field}")
-            bad_names = [name for name in rule_of(rule).data if name not in available_names] if rule else []
-            if bad_names:
+        for kind, rule_of, available_names in (("mask", mask_named, MASK_DATA), ("score", score_named, ("slopes",))):
+            rule_name = getattr(self, f"attention_{kind}")
+            bad_data = [name for name in rule_of(rule_name).data if name not in available_names] if rule_name else []
+            if bad_data:
                 raise InputError(
-                    f"{self.name}: attention_{field}={rule!r} reads {bad_names[0]}, which no batch has. Use another."
+                    f"{self.name}: attention_{kind}={rule_name!r} reads {bad_data[0]}, which no batch has. Use another."
                 )
 
     @property
@@ -397,9 +397,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Factor on the attention scores: the model's own or ``1 / sqrt(query_pre_attn_scalar or H)``; with latent
         attention and YaRN it is multiplied by the square of `yarn_mscale`."""
         scale = self.attention_multiplier or (self.query_pre_attn_scalar or self.head_dim) ** -0.5
-        scaling = self.rope_scaling
-        if self.latent_attention and scaling is not None and scaling.mscale_all_dim:
-            scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+        rope_scaling = self.rope_scaling
+        if self.latent_attention and rope_scaling is not None and rope_scaling.mscale_all_dim:
+            scale *= yarn_mscale(rope_scaling.factor, rope_scaling.mscale_all_dim) ** 2
         return scale
 
     @property

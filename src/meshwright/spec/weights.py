@@ -161,7 +161,7 @@ def _frozen(model: Model, row: Weight) -> tuple[Weight, ...]:
     if not model.lora.base or row.kind == "vector" or row.part not in ("attention", "mlp"):
         return (replace(row, frozen=True),)
     dims = group_dims(row.dims, row.inputs)
-    scale = Weight(
+    scale_row = Weight(
         name=f"{row.name}_scale",
         hf_name=f"{row.hf_name}_scale",
         dims=dims,
@@ -172,7 +172,7 @@ def _frozen(model: Model, row: Weight) -> tuple[Weight, ...]:
         frozen=True,
         dtype="fp32",
     )
-    return replace(row, frozen=True, dtype=model.lora.base), scale
+    return replace(row, frozen=True, dtype=model.lora.base), scale_row
 
 
 def _adapters(model: Model, base_weights: tuple[Weight, ...]) -> list[Weight]:
@@ -230,12 +230,12 @@ def mtp_params(model: Model) -> int:
 
 def _layers(model: Model) -> list[Weight]:
     """Returns the rows of the layers. In a decoder beside an encoder cross-attention follows self-attention."""
-    all_ids = tuple(range(model.num_layers))
-    ids_by_part = dict.fromkeys(get_args(WeightPart), all_ids)
+    all_layers = tuple(range(model.num_layers))
+    ids_by_part = dict.fromkeys(get_args(WeightPart), all_layers)
     ids_by_part |= dict.fromkeys(("router", "experts", "shared_experts", "buffer"), model.moe_layers)
-    ids_by_part["mlp"] = model.dense_layers if model.num_experts else all_ids
+    ids_by_part["mlp"] = model.dense_layers if model.num_experts else all_layers
     # a layer that predicts the token after the next is like the last one
-    ids_by_part = {part: ids + model.mtp_layers if all_ids[-1] in ids else ids for part, ids in ids_by_part.items()}
+    ids_by_part = {part: ids + model.mtp_layers if all_layers[-1] in ids else ids for part, ids in ids_by_part.items()}
     rows = _rows(model, "layers", layers=ids_by_part)
     rows += _rows(model, "mtp", layers=dict.fromkeys(ids_by_part, model.mtp_layers))
     if model.encoder is None:
@@ -259,13 +259,13 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
     """Returns the weights of a table's rows whose needs the model meets. ``layers`` maps each part to its layers; rows
     of parts without layers are left out."""
     size_by_letter = model.dims
-    facts = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
+    is_true_by_fact = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "layer_norm": model.norm == "layer_norm",
         "sigmoid_router": model.router_scores == "sigmoid",
         "latent": model.latent_attention,
         "latent_queries": model.latent_attention and model.q_lora_rank > 0,
     }
-    facts_met = {name if is_true else f"!{name}" for name, is_true in facts.items()}
+    facts_met = {name if is_true else f"!{name}" for name, is_true in is_true_by_fact.items()}
     hf_name_by_name = formats()[model.family].weights
     layer_prefix = f"{{prefix}}{'h' if model.family == 'gpt2' else 'layers'}.{{layer}}." if layers else ""
     return [
@@ -300,9 +300,9 @@ def _encoder(model: Model) -> list[Weight]:
         dense_layers=(),
     )
     outer_rows = _rows(model, "encoder")
-    num_before = 1 if model.learned_positions else 0
+    num_first_rows = 1 if model.learned_positions else 0
     layer_rows = [
         replace(row, name=row.name.replace("layers.", "encoder."), hf_name=f"encoder.{row.hf_name}")
         for row in _layers(decoder)
     ]
-    return [*outer_rows[:num_before], *layer_rows, *outer_rows[num_before:]]
+    return [*outer_rows[:num_first_rows], *layer_rows, *outer_rows[num_first_rows:]]

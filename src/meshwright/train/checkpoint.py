@@ -159,9 +159,9 @@ class Checkpoints:
         """
         stored = self._stored()
         assert stored is not None, "nothing to restore"
-        needed_arrays = describe_arrays(shapes)
-        for name in sorted(stored.arrays.keys() | needed_arrays.keys()):
-            want, held = needed_arrays.get(name, "nothing"), stored.arrays.get(name, "nothing")
+        text_by_path = describe_arrays(shapes)
+        for name in sorted(stored.arrays.keys() | text_by_path.keys()):
+            want, held = text_by_path.get(name, "nothing"), stored.arrays.get(name, "nothing")
             if want != held:
                 raise InputError(
                     f"{self.folder / str(stored.position.step)} has {held} as {name.lstrip('.')} and this run needs "

@@ -281,13 +281,13 @@ class Run:
         if math.isfinite(record.loss):
             fault = f"the loss is {record.loss:.4g} and the norm of the gradient {record.grad_norm}"
         place_text = where_not_finite(self.setup.step, self.state, flight.batch)
-        settings, steps = self.settings, self.checkpoints.steps()
-        weights = {"mtp_weight": self.setup.step.model.mtp_weight, **msgspec.structs.asdict(settings)}
-        weights_text = "".join(f", or a lower {name}={weights[name]:g}" for name in LOSS_WEIGHTS if weights[name] > 1)
-        saved_text = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
+        settings, held_steps = self.settings, self.checkpoints.steps()
+        setting_of = {"mtp_weight": self.setup.step.model.mtp_weight, **msgspec.structs.asdict(settings)}
+        remedies = "".join(f", or a lower {name}={setting_of[name]:g}" for name in LOSS_WEIGHTS if setting_of[name] > 1)
+        saved_text = f"the checkpoint of step {held_steps[-1]} and the metrics are" if held_steps else "the metrics are"
         raise CannotRunError(
             f"{fault} at step {record.step} with learning_rate={settings.learning_rate:g} and "
-            f"warmup_steps={settings.warmup_steps}: {place_text}. Use a lower rate or a longer warmup{weights_text}; "
+            f"warmup_steps={settings.warmup_steps}: {place_text}. Use a lower rate or a longer warmup{remedies}; "
             f"{saved_text} in {self.folder.path}."
         )
 

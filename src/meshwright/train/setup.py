@@ -66,8 +66,8 @@ def held_out(step: TrainStep, sources: Sequence[Source], job: Job, *, max_batche
 
     The batch size is the job's or, if the rows do not fill that, the largest that they fill and the mesh divides.
     """
-    row_counts = ((source, len(source.rows(job.seq_len))) for source in sources)
-    filled_sources = [source._replace(share=num_rows) for source, num_rows in row_counts if num_rows]
+    source_row_counts = ((source, len(source.rows(job.seq_len))) for source in sources)
+    filled_sources = [source._replace(share=num_rows) for source, num_rows in source_row_counts if num_rows]
     num_rows = int(sum(source.share for source in filled_sources))
     _, num_parts = batch_parts(step, "B")
     batch_seqs = min(job.batch_seqs, num_rows) // num_parts * num_parts
@@ -114,17 +114,17 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
     step, position = setup.step, checkpoints.position()
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
     base_names = step.param_shapes.keys() - step.saved(step.param_shapes).keys()
-    fresh = loaded_params = None
+    new_state = loaded_params = None
     if position is None or base_names:
         if folder := setup.settings.weights:
             model, shardings = frozen_base(step.model), step.canonical[1].params
             loaded_params = load_params(model, folder, {name: shardings[name] for name in rows(model)}, step.dtype)
-        fresh = step.init(setup.settings.seed, loaded_params)
-    digest = fingerprint(step.to_canonical({name: fresh.params[name] for name in sorted(base_names)})) if fresh else ""
+        new_state = step.init(setup.settings.seed, loaded_params)
+    digest = fingerprint(step.to_canonical({n: new_state.params[n] for n in sorted(base_names)})) if new_state else ""
     if position is None:
-        assert fresh is not None
+        assert new_state is not None
         start_position = Position(step=0, samples=0, tokens=0, phase=setup.batches.phase, base=digest, **tables)
-        return start_position, fresh
+        return start_position, new_state
     if base_names and digest != position.base:
         raise InputError(
             f"{checkpoints.folder.parent} trains an adapter of other weights than {setup.settings.weights or 'these'} "
@@ -132,8 +132,8 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
         )
     shapes, shardings = (state._replace(params=step.saved(state.params)) for state in step.canonical)
     state = checkpoints.restore(shapes, shardings, from_canonical=step.from_canonical)
-    if fresh is not None:
-        state = state._replace(params=fresh.params | state.params)
+    if new_state is not None:
+        state = state._replace(params=new_state.params | state.params)
     setup.batches.go_on(position.phase, position.samples)
     return msgspec.structs.replace(position, phase=setup.batches.phase, **tables), state
 
@@ -143,8 +143,8 @@ def start_words(settings: TrainSettings, model: Model) -> str:
     if not settings.weights:
         return "starts from random weights"
     rate, default_rate = settings.learning_rate, fine_tuning_rate(model)
-    target = "adapters" if default_rate == ADAPTER_RATE else "all weights"
-    suffix = f", the default to fine-tune {target}" if rate == default_rate else ""
+    trained_text = "adapters" if default_rate == ADAPTER_RATE else "all weights"
+    suffix = f", the default to fine-tune {trained_text}" if rate == default_rate else ""
     return f"starts from the weights in {settings.weights}, at learning_rate {rate:g}{suffix}{without_mtp_words(model)}"
 
 

@@ -43,10 +43,10 @@ def make_step(
 
 def require_divides(step: TrainStep, job: Job) -> None:
     """Raises InputError unless every device gets an equal part of the batch; `plan.legal` checks the weights."""
-    for name, letter, size in (("batch_seqs", "B", job.batch_seqs), ("seq_len", "T", job.seq_len)):
-        axes, num_parts = batch_parts(step, letter)
+    for name, dim, size in (("batch_seqs", "B", job.batch_seqs), ("seq_len", "T", job.seq_len)):
+        axes, num_parts = batch_parts(step, dim)
         if size % num_parts:
             raise InputError(
                 f"{name}={size} does not divide into {num_parts} parts "
-                f"({' x '.join(axes)}{' x microbatches' if letter == 'B' else ''}). Use a multiple of {num_parts}."
+                f"({' x '.join(axes)}{' x microbatches' if dim == 'B' else ''}). Use a multiple of {num_parts}."
             )

@@ -91,15 +91,15 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
             model = msgspec.convert(stored_info.position.model, Model)
         except msgspec.ValidationError as error:
             raise CannotRunError(f"{damaged_text}: {error}. {remedy}") from None
-        array_texts = stored_info.arrays
-        shapes = {name: shape for name, shape in param_shapes(model).items() if f".params['{name}']" in array_texts}
+        text_by_path = stored_info.arrays
+        param_structs = {n: struct for n, struct in param_shapes(model).items() if f".params['{n}']" in text_by_path}
         # ``bfloat16`` of ``bfloat16[2,32]``
-        dtypes = {name: np.dtype(array_texts[f".params['{name}']"].partition("[")[0]) for name in shapes}
+        dtypes = {name: np.dtype(text_by_path[f".params['{name}']"].partition("[")[0]) for name in param_structs}
 
         @lru_cache(_ARRAYS_AT_ONCE)
         def read(name: str) -> np.ndarray:
             sharding = SingleDeviceSharding(jax.devices()[0])
-            items = {"params": {name: jax.ShapeDtypeStruct(shapes[name].shape, dtypes[name], sharding=sharding)}}
+            items = {"params": {name: jax.ShapeDtypeStruct(param_structs[name].shape, dtypes[name], sharding=sharding)}}
             arguments = ocp.args.PyTreeRestore(
                 item=items, restore_args=ocp.checkpoint_utils.construct_restore_args(items), partial_restore=True
             )

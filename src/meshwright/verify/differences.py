@@ -177,12 +177,12 @@ def _name_sums(table: TrafficTable, key: TrafficKey) -> None:
 
 def _name_pair(table: TrafficTable, scatter_key: TrafficKey, sum_key: TrafficKey) -> None:
     """Names a reduce-scatter compiled as an all-reduce, which may also include the sum over replicas."""
-    derived = {scatter_key: -table.left[scatter_key]}
+    derived_amounts = {scatter_key: -table.left[scatter_key]}
     rest_key = "all_reduce", tuple(axis for axis in sum_key[1] if axis not in scatter_key[1])
     replica_sum = table.left.get(rest_key, NOTHING)
     if rest_key[1] and replica_sum.wire < 0:
-        derived[rest_key] = -replica_sum
-    table.name("full all-reduce", _words(scatter_key), derived, {sum_key: table.left[sum_key]})
+        derived_amounts[rest_key] = -replica_sum
+    table.name("full all-reduce", _words(scatter_key), derived_amounts, {sum_key: table.left[sum_key]})
 
 
 def _left_rows(table: TrafficTable) -> None:
@@ -220,10 +220,10 @@ def _is_of_a_tied_weight(table: TrafficTable, key: TrafficKey, left_amount: Amou
 
 def _is_one_round(table: TrafficTable, key: TrafficKey, left_amount: Amount) -> bool:
     """True if a row lacks whole arrays of its own size, at most one of a ring's n - 1 rounds."""
-    derived, compiled = table.rows.derived[key], table.rows.compiled[key]
+    derived_amount, compiled_amount = table.rows.derived[key], table.rows.compiled[key]
     num_rounds = math.prod(table.mesh[axis] for axis in key[1]) - 1
-    is_whole = same(left_amount.elements / left_amount.arrays, derived.elements / derived.arrays)
-    return is_whole and compiled.arrays > 0 and -left_amount.arrays * num_rounds <= derived.arrays
+    is_whole = same(left_amount.elements / left_amount.arrays, derived_amount.elements / derived_amount.arrays)
+    return is_whole and compiled_amount.arrays > 0 and -left_amount.arrays * num_rounds <= derived_amount.arrays
 
 
 RULES: tuple[Callable[[TrafficTable], None], ...] = (

@@ -84,7 +84,7 @@ def expected_collectives(
 
 def _pieces(derived: Derived, sizes: OpSizes) -> dict[str, int]:
     """Maps each weight outside the layers to the number of pieces in which it is gathered after an update."""
-    end_weights = {name for block in derived.blocks if not block.is_layer for name in weights_of(derived, block)}
+    end_weight_names = {name for block in derived.blocks if not block.is_layer for name in weights_of(derived, block)}
 
     def shape(array: ShardedArray) -> list[int]:
         return [int(sizes.local(array)[dim]) for dim in array.dims]
@@ -92,7 +92,7 @@ def _pieces(derived: Derived, sizes: OpSizes) -> dict[str, int]:
     return {
         name: cut(shape(weight.shard), shape(derived.declared[name]))[1]
         for name, weight in derived.weights.items()
-        if name in end_weights
+        if name in end_weight_names
     }
 
 
@@ -154,25 +154,25 @@ def expected_of_pipeline(
 
 
 def _counted_in_text(derived: Derived, tables: TickTables, sizes: SlotSizes) -> Iterator[_Counted]:
-    pieces_of = _pieces(derived, sizes)
+    pieces_by_name = _pieces(derived, sizes)
     block_weights = ((block, name) for block in derived.blocks for name in block.block.reads)
     block_counts = ((block, name) for block in derived.blocks for name in counts_of(block))
-    num_rows_of = {name: _rows(derived, block, tables) for block, name in (*block_weights, *block_counts)}
+    num_rows_by_name = {name: _rows(derived, block, tables) for block, name in (*block_weights, *block_counts)}
     for block, step, num_runs in steps_in_text(derived, tables):
         if step.is_collective:
             num_times = num_runs * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
             yield (step, 1, _rows(derived, block, tables)) if step.scope == "step" else (step, num_times, num_times)
-    channels_of = {"forward": tables.x_channels, "backward": tables.dx_channels}
+    channels_by_phase = {"forward": tables.x_channels, "backward": tables.dx_channels}
     for step in derived.boundary:
-        num_sends = sum(channel.offset != 0 for channel in channels_of[step.phase]) if step.op == "permute" else 1
+        num_sends = sum(channel.offset != 0 for channel in channels_by_phase[step.phase]) if step.op == "permute" else 1
         num_times = tables.num_ticks * num_sends
         yield step, num_times, num_times
     if tables.schedule.weight_copies > 1:
-        yield from ((step, 1, num_rows_of[step.result.name.removeprefix("d")]) for step in meetings(derived))
+        yield from ((step, 1, num_rows_by_name[step.result.name.removeprefix("d")]) for step in meetings(derived))
     for step in (*derived.ends, *derived.update):
         if step.is_collective:
-            num_times = num_rows_of.get(step.result.name, 1)
-            yield step, pieces_of.get(step.result.name, num_times) if step.op == "all_gather" else 1, num_times
+            num_times = num_rows_by_name.get(step.result.name, 1)
+            yield step, pieces_by_name.get(step.result.name, num_times) if step.op == "all_gather" else 1, num_times
 
 
 def steps_in_text(derived: Derived, tables: TickTables) -> Iterator[tuple[BlockSteps, Step, int]]:
@@ -226,15 +226,15 @@ class StepDerivation:
         """Sizes of all dims for the whole batch. C is the number of slots of an expert: its capacity, if it has one,
         else the filled ones in the mean."""
         model, job = self.setting.model, self.job
-        sizes = {
+        size_by_dim = {
             **held_dims(model.dims, self.strategy.mesh),
             **layer_dims(model),
             "B": job.batch_seqs if job.trains else job.tokens_per_step,
             "T": job.step_len if job.trains else 1,
         }
         if not job.trains:
-            sizes |= {"Q": job.batch_seqs, "O": job.batch_seqs}
-            sizes |= cache_sizes(
+            size_by_dim |= {"Q": job.batch_seqs, "O": job.batch_seqs}
+            size_by_dim |= cache_sizes(
                 batch_seqs=job.batch_seqs, max_len=self.setting.max_len, storage=self.setting.step_storage
             )
         if model.num_experts:
@@ -242,8 +242,8 @@ class StepDerivation:
             capacity_factor = self.strategy.capacity_factor
             even_slots = num_tokens * model.experts_per_token // model.num_experts
             num_slots = expert_capacity(model, num_tokens, capacity_factor) if capacity_factor else even_slots
-            sizes |= {"C": num_slots, "Er": len(ROUTING_ROWS)}
-        return sizes
+            size_by_dim |= {"C": num_slots, "Er": len(ROUTING_ROWS)}
+        return size_by_dim
 
     def expected(self) -> list[Expected]:
         """Returns the collectives of one step; of a pipeline, those in its text: every branch in every tick."""

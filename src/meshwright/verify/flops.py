@@ -56,12 +56,12 @@ def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Produc
     sums = count_products(program)
     left_out_labels = {label for label in (*sums.flops, *derived) if label in sums.by_data or _attends(label)}
     labels = [label for label in dict.fromkeys((*derived, *sums.flops)) if label not in left_out_labels]
-    flops = {label: (derived.get(label, 0.0), sums.flops.get(label, 0.0)) for label in labels}  # type: ignore[arg-type]
-    total_derived, total_compiled = (sum(pair[side] for pair in flops.values()) for side in (0, 1))
+    flop_pair_of = {label: (derived.get(label, 0.0), sums.flops.get(label, 0.0)) for label in labels}  # type: ignore[arg-type]
+    total_derived, total_compiled = (sum(flop_pair[side] for flop_pair in flop_pair_of.values()) for side in (0, 1))
     differing_rows = [
-        StepProducts(where=str(label or "no step"), derived=d, compiled=c)
-        for label, (d, c) in flops.items()
-        if abs(c - d) > TOLERANCE * max(c, d)
+        StepProducts(where=str(label or "no step"), derived=derived_flops, compiled=compiled_flops)
+        for label, (derived_flops, compiled_flops) in flop_pair_of.items()
+        if abs(compiled_flops - derived_flops) > TOLERANCE * max(compiled_flops, derived_flops)
     ]
     return Products(
         derived=total_derived,
@@ -100,10 +100,10 @@ def count_products(program: str) -> ProductCount:
             for role, callee in instruction.called:
                 if role == "condition" or callee not in module.computations or runs_further_rounds(module, instruction):
                     continue
-                flops_of = products(callee)
-                loops = bool(flops_of) and instruction.opcode == "while" and not runs_at_most_once(module, instruction)
+                sub_sums = products(callee)
+                loops = bool(sub_sums) and instruction.opcode == "while" and not runs_at_most_once(module, instruction)
                 num_trips = trip_count(module, instruction) if loops else 1
-                for (label, is_dynamic), flops in flops_of.items():
+                for (label, is_dynamic), flops in sub_sums.items():
                     # A function shared by several steps has no label and takes its caller's.
                     flop_sums[label or instruction.label, is_dynamic or num_trips is None] += (num_trips or 1) * flops
         return flop_sums

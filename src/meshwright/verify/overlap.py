@@ -53,7 +53,7 @@ def compare_overlap(
             num_devices = math.prod(mesh[axis] for axis in axes)
             group_size = sent.group_size if 1 < sent.group_size < num_devices else num_devices
             compiled_bytes[sent.kind, axes][sent.overlap] += sent.total_bytes * received_share(sent.kind, group_size)
-    derived = {(traffic.op, active_axes(traffic.axes, mesh)): traffic for traffic in priced.traffic}
+    priced_by_key = {(traffic.op, active_axes(traffic.axes, mesh)): traffic for traffic in priced.traffic}
     rows = [
         OverlapRow(
             kind=kind,
@@ -63,8 +63,8 @@ def compare_overlap(
             alone_s=traffic.alone_s if traffic else 0.0,
             hidden_s=traffic.alone_s - traffic.exposed_s if traffic else 0.0,
         )
-        for kind, axes in dict.fromkeys((*compiled_bytes, *derived))
-        for traffic in (derived.get((kind, axes)),)
+        for kind, axes in dict.fromkeys((*compiled_bytes, *priced_by_key))
+        for traffic in (priced_by_key.get((kind, axes)),)
     ]
     return OverlapComparison(
         rows=tuple(sorted(rows, key=lambda row: (-row.alone_s, -row.exposed_bytes))),

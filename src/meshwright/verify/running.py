@@ -162,9 +162,9 @@ def _wait(
         if time.monotonic() > deadline_s and end_kind == "exit":
             end_kind = "timeout"
             os.killpg(process.pid, signal.SIGKILL)
-        path_of = dump_files(dump_folder) if dump_folder is not None and end_kind == "exit" else None
-        if path_of is not None:
-            new_file_sizes = tuple(path.stat().st_size for path in path_of.values())
+        path_by_suffix = dump_files(dump_folder) if dump_folder is not None and end_kind == "exit" else None
+        if path_by_suffix is not None:
+            new_file_sizes = tuple(path.stat().st_size for path in path_by_suffix.values())
             num_steady_polls = num_steady_polls + 1 if new_file_sizes == file_sizes else 0
             file_sizes = new_file_sizes
             if num_steady_polls >= _STABLE_POLLS:
@@ -184,14 +184,14 @@ def _peak_kb(pid: int) -> int:
 
 def _outcome(folder: Path, ended: str, status: int, log: str, costs: dict[str, Any], *, on_cpu: bool) -> CompileOutcome:
     memory, error_fields = _read(folder / MEMORY, Memory), _read(folder / ERROR, dict)
-    path_of = None if on_cpu else dump_files(folder / DUMP)
+    path_by_end = None if on_cpu else dump_files(folder / DUMP)
     is_lowered, program = (folder / LOWERED).is_file(), read_program(folder / DUMP)
     # The partitioner reports that it replicated an array to reshard it.
     remarks = tuple(line.strip() for line in log.splitlines() if "nvoluntary full rematerialization" in line)
     options = _read(folder / OPTIONS, GivenOptions) or GivenOptions()
     outcome = partial(CompileOutcome, lowered=is_lowered, remarks=remarks, program=program, compiler=options, **costs)
-    if path_of is not None:
-        assigned_memory, hlo = read_memory(path_of[BUFFERS_END].read_text()), path_of[MODULE_END].read_text()
+    if path_by_end is not None:
+        assigned_memory, hlo = read_memory(path_by_end[BUFFERS_END].read_text()), path_by_end[MODULE_END].read_text()
         if memory is not None and ended == "exit":
             # the compiler's own summary counts aliased buffers twice, the dumped assignment does not
             return outcome(ended="done", memory=msgspec.structs.replace(assigned_memory, peak=memory.peak), hlo=hlo)

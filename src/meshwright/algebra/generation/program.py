@@ -120,9 +120,9 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
                 dims = program.variables[op.out].dims if op.kind == "einsum" else weight.dims[:1]
                 scale_dims_of[op.inputs[1]] = scale_dims_of.get(op.inputs[1], set(weight.dims)) & set(dims)
     pair_of, variables = {}, transformer(model).variables
-    for name, scaled_dims in scale_dims_of.items():
+    for name, scale_dims in scale_dims_of.items():
         weight, stored_dtype = weight_by_name[name], dtype
-        dims = tuple(dim for dim in weight.dims if dim in scaled_dims)
+        dims = tuple(dim for dim in weight.dims if dim in scale_dims)
         if not dtype:
             stored_dtype, has_groups = stored_of.get(weight.name, ("", False))
             if not stored_dtype or not (has_groups or len(dims) == len(weight.dims) - len(weight.inputs)):
@@ -164,16 +164,16 @@ def generation_program(model: Model, storage: Storage = AS_WRITTEN, *, joined: b
     latents, ``joined`` says that rows meet those of their own step by keys and values of heads, as in training.
     """
     program = plain_program(model, storage, joined=joined)
-    if not (pairs := quantised_weights(model, storage.weights)):
+    if not (pair_of := quantised_weights(model, storage.weights)):
         return program
-    variable_by_name = program.variables | {variable.name: variable for pair in pairs.values() for variable in pair}
+    variable_by_name = program.variables | {variable.name: variable for pair in pair_of.values() for variable in pair}
 
     def with_scale(op: Op) -> Op:
         if op.kind == "past_latent_attention":
-            return replace(op, inputs=(*op.inputs, *(pairs[name][1].name for name in op.inputs[-2:] if name in pairs)))
-        if op.kind not in QUANTISED or op.inputs[1] not in pairs:
+            return replace(op, inputs=(*op.inputs, *(pair_of[n][1].name for n in op.inputs[-2:] if n in pair_of)))
+        if op.kind not in QUANTISED or op.inputs[1] not in pair_of:
             return op
-        inputs = (*op.inputs, pairs[op.inputs[1]][1].name)
+        inputs = (*op.inputs, pair_of[op.inputs[1]][1].name)
         return replace(op, kind=f"quantised_{op.kind}", inputs=inputs)
 
     blocks = tuple(replace(b, ops=tuple(map(with_scale, b.ops))) for b in program.blocks)
@@ -219,8 +219,8 @@ class _Writer:
         if storage.adapters:
             self.variables |= {"adapters": Variable("adapters", ("B", "T"), "position")}
         for name in mask_data(model, PLAIN):  # of all positions of a sequence
-            cache_dim = {"B": "Q", "T": "S"}
-            self.variables[name] = Variable(name, tuple(cache_dim.get(dim, dim) for dim in MASK_DATA[name]), "position")
+            dim_of = {"B": "Q", "T": "S"}
+            self.variables[name] = Variable(name, tuple(dim_of.get(dim, dim) for dim in MASK_DATA[name]), "position")
 
     def block(self, block: Block) -> Block:
         """Returns the rewritten block under its name, without ops whose results are no longer used."""
@@ -276,31 +276,31 @@ class _Writer:
         maker_of = {maker.out: maker for maker in block.ops}
         source_by_letter = {"k": k, "v": v}
         if self.model.latent_attention:
-            unrotated, shared = maker_of[k].inputs
-            source_by_letter = {"c": maker_of[unrotated].inputs[0], "p": shared}
+            key_part, shared_key = maker_of[k].inputs
+            source_by_letter = {"c": maker_of[key_part].inputs[0], "p": shared_key}
         suffix = next(kind.suffix for kind in layer_kinds(self.model) if kind.block == block.name)
-        has_own_pages = bool(self.storage.window_pages) and window_of(block) is not None
-        pages, slots, pool_dim = (WINDOW_PAGES, "window_slots", "Pw") if has_own_pages else (PAGES, "slots", "Pg")
+        is_window = bool(self.storage.window_pages) and window_of(block) is not None
+        pages_name, slots_name, pool_dim = (WINDOW_PAGES, "window_slots", "Pw") if is_window else (PAGES, "slots", "Pg")
         sequence_names = ("first", "counts", "lengths")
         self.variables |= {name: Variable(name, ("Q",), "position") for name in sequence_names}
-        self.variables[pages] = Variable(pages, ("Q", "Bp"), "position")  # the pages of each sequence
-        self.variables[slots] = Variable(slots, ("B", "T"), "position")
+        self.variables[pages_name] = Variable(pages_name, ("Q", "Bp"), "position")  # the pages of each sequence
+        self.variables[slots_name] = Variable(slots_name, ("B", "T"), "position")
         cache_names, cache_scale_names = list[str](), list[str]()
         for letter, source_name in source_by_letter.items():
-            cache_name, *scale_names = self._write(f"cache_{letter}{suffix}", source_name, slots, pool_dim)
+            cache_name, *scale_names = self._write(f"cache_{letter}{suffix}", source_name, slots_name, pool_dim)
             cache_names.append(cache_name)
             cache_scale_names += scale_names
-        inputs, attributes = (*cache_names, *sequence_names, pages, *cache_scale_names), op.attributes
+        inputs, attributes = (*cache_names, *sequence_names, pages_name, *cache_scale_names), op.attributes
         if self.model.latent_attention:
             wk, wv = maker_of[maker_of[k].inputs[0]].inputs[1], maker_of[v].inputs[1]
             if not self.joined:
                 # queries are multiplied with the keys' projection and attend to latents; that of values follows
                 latent_dims = ("B", "T", "N", "Rkv")
-                unrotated = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
-                ql = self._add("einsum", (unrotated, wk), Variable("ql", latent_dims, "activation"))
-                latent_out = Variable("oc", latent_dims, "activation")
-                oc = self._add("cached_latent_attention", (ql, q, *inputs, *operand_names), latent_out, attributes)
-                self.ops.append(Op("einsum", (oc, wv), op.out))
+                plain_q = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
+                latent_q = self._add("einsum", (plain_q, wk), Variable("ql", latent_dims, "activation"))
+                array = Variable("oc", latent_dims, "activation")
+                result = self._add("cached_latent_attention", (latent_q, q, *inputs, *operand_names), array, attributes)
+                self.ops.append(Op("einsum", (result, wv), op.out))
                 return
             # with the rows of the step queries are multiplied as in training, by keys and values of heads
             out = self.variables[op.out]
@@ -320,14 +320,14 @@ class _Writer:
         writes = [(cache_name, source, dims, dtype)]
         if dtype == "int8":
             scale = self._add("kv_scale", (source,), Variable(scale_name(source), dims[:-1], "activation", "fp32"))
-            quantised_values = Variable(f"{source}_int8", dims, "activation", dtype)
-            values_name = self._add("kv_quantise", (source, scale), quantised_values)
+            int8_array = Variable(f"{source}_int8", dims, "activation", dtype)
+            values_name = self._add("kv_quantise", (source, scale), int8_array)
             writes = [(cache_name, values_name, dims, dtype), (scale_name(cache_name), scale, dims[:-1], "fp32")]
         written_names = []
         for name, array_name, array_dims, array_dtype in writes:
             cache_array = Variable(name, (pool_dim, "Pl", *array_dims[2:]), "cache", array_dtype)
             self.variables[name] = cache_array
-            updated = replace(cache_array, name=f"{name}'")
-            written_names.append(self._add("cache_write", (name, array_name, slots_name), updated))
+            new_array = replace(cache_array, name=f"{name}'")
+            written_names.append(self._add("cache_write", (name, array_name, slots_name), new_array))
         self.outputs += written_names
         return written_names

@@ -88,20 +88,20 @@ def _layout(tape: Tape) -> tuple[Attention, tuple[ShardedArray, ...]]:
     if q.axes_of(q.dims[2])[: len(head_axes)] == head_axes:
         # devices beyond those that split kv heads have queries of other positions instead of other heads
         q = q.resharded({q.dims[1]: q.axes[1] + q.axes[2][len(head_axes) :], q.dims[2]: head_axes})
-    for key in (k, v):
-        if key.axes_of(key.dims[2]) != q.axes_of(q.dims[2]) or key.axes_of("B") != q.axes_of("B"):
-            raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike. Split N as K.")
+    for array in (k, v):
+        if array.axes_of(array.dims[2]) != q.axes_of(q.dims[2]) or array.axes_of("B") != q.axes_of("B"):
+            raise InputError(f"attention of {q} with {array}: heads and sequences must be split alike. Split N as K.")
     position_axes = q.axes_of(positions_of(q))
     method = tape.shardings.strategy.context_attention if position_axes else "gather"
     if method == "ring" and not (details.sees_all or details.distance):  # blocks of a bias would each need a part
-        if any(key.axes_of("T") != q.axes_of("T") for key in (k, v)):
+        if any(array.axes_of("T") != q.axes_of("T") for array in (k, v)):
             raise InputError(f"ring attention of {q} with {k}: positions must be split alike. Give T the same axes.")
         details = replace(details, ring=position_axes)
     elif method == "ulysses":
         # heads take the axes of positions
         q, k, v = (a.resharded({a.dims[1]: (), a.dims[2]: a.axes[2] + position_axes}) for a in (q, k, v))
     else:
-        k, v = (key.resharded({positions_of(key): ()}) for key in (k, v))
+        k, v = (array.resharded({positions_of(array): ()}) for array in (k, v))
     # what a mask reads is whole along positions
     return details, (q, k, v, *(operand.like(q).resharded({"T": ()}) for operand in operands))
 

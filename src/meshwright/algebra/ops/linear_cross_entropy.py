@@ -79,11 +79,11 @@ def forward(tape: Tape) -> None:
 def backward(tape: Tape) -> None:
     """Makes the cotangents of the stream and of the table, from logits that are kept or recomputed in chunks."""
     head = _Head(tape)
-    peak, scaled = head.per_token(head.whole_peak), head.per_token(head.scaled)
-    dscaled, dpicked = (head.per_token(a).replace(name=f"d{a.name}") for a in (head.scaled, head.picked))
-    inputs = (tape.dout, peak, scaled, head.labels_of_stream)
-    tape.run("sum_loss_backward", inputs, dscaled, dpicked, details=head.details)
-    row_cotangents = [tape.move(a, head.whole_peak.replace(name=a.name)) for a in (dscaled, dpicked)]
+    peak, scaled_sum = head.per_token(head.whole_peak), head.per_token(head.scaled)
+    dscaled_sum, dpicked_logit = (head.per_token(a).replace(name=f"d{a.name}") for a in (head.scaled, head.picked))
+    inputs = (tape.dout, peak, scaled_sum, head.labels_of_stream)
+    tape.run("sum_loss_backward", inputs, dscaled_sum, dpicked_logit, details=head.details)
+    row_cotangents = [tape.move(a, head.whole_peak.replace(name=a.name)) for a in (dscaled_sum, dpicked_logit)]
     dx, dtable = tape.dinputs[0].like(head.left), tape.dinputs[1].like(head.right)
     dx, dtable = dx.replace(unreduced=head.vocabulary_axes), dtable.replace(unreduced=head.peak.spread)
     tape.need(head.whole_peak)

@@ -57,18 +57,18 @@ def update(weight: Updated) -> tuple[Step, ...]:
         return adamw.elementwise_update("adamw", adamw.MEANS, weight)
     shard, name = weight.shard, weight.shard.name
     gradient = stacked(weight, f"d{name}").replace(dtype="")
-    mixed = _joined(weight, f"{name}.momentum")
-    count_dim, *matrix_dims = mixed.dims
-    axes = tuple(axis for dim in matrix_dims for axis in mixed.axes_of(dim))
-    details = Dealt(over=count_dim, among=mixed.axes_of(count_dim), axes=axes, num_inputs=len(weight.inputs))
-    gathered = mixed.resharded({**dict.fromkeys(matrix_dims, ()), count_dim: (*mixed.axes_of(count_dim), *axes)})
+    blend = _joined(weight, f"{name}.momentum")
+    count_dim, *matrix_dims = blend.dims
+    axes = tuple(axis for dim in matrix_dims for axis in blend.axes_of(dim))
+    details = Dealt(over=count_dim, among=blend.axes_of(count_dim), axes=axes, num_inputs=len(weight.inputs))
+    gathered_blend = blend.resharded({**dict.fromkeys(matrix_dims, ()), count_dim: (*blend.axes_of(count_dim), *axes)})
     update_name, change = f"{name}.update", shard.replace(name=f"{name}.update", dtype="fp32")
     momentum = stacked(weight, f"{name}.momentum.state")
     steps = (
-        Step(op="muon_momentum", inputs=(gradient, momentum), result=mixed, more=(momentum,)),
-        *reshard(mixed, gathered),
-        Step(op="muon", inputs=(gathered,), result=gathered.replace(name=update_name)),
-        *reshard(gathered.replace(name=update_name), mixed.replace(name=update_name)),
+        Step(op="muon_momentum", inputs=(gradient, momentum), result=blend, more=(momentum,)),
+        *reshard(blend, gathered_blend),
+        Step(op="muon", inputs=(gathered_blend,), result=gathered_blend.replace(name=update_name)),
+        *reshard(gathered_blend.replace(name=update_name), blend.replace(name=update_name)),
         Step(op="muon_apply", inputs=(change, shard), result=shard),
     )
     return tuple(msgspec.structs.replace(step, details=details) for step in steps)

@@ -38,8 +38,8 @@ def forward(tape: Tape) -> None:
     ]
     result = tape.out.like(queries)
     tape.run(tape.op.kind, (queries, latents, *inputs), result, *statistics(result), details=tape.details(Attention))
-    for array, declared in zip((result, *statistics(result)), (tape.out, *statistics(tape.out)), strict=True):
-        tape.move(array, declared)
+    for array, declared_array in zip((result, *statistics(result)), (tape.out, *statistics(tape.out)), strict=True):
+        tape.move(array, declared_array)
 
 
 def _share(sizes: OpSizes) -> Number:

@@ -28,8 +28,8 @@ def forward(tape: Tape) -> None:
     keys_and_values = (tape.move(array, array.resharded({"B": owner_axes, "N": head_axes})) for array in (k, v))
     result = tape.out.like(queries)
     tape.run(tape.op.kind, (queries, *keys_and_values, first_rows, row_counts), result, *statistics(result))
-    for array, declared in zip((result, *statistics(result)), (tape.out, *statistics(tape.out)), strict=True):
-        tape.move(array, declared)
+    for array, declared_array in zip((result, *statistics(result)), (tape.out, *statistics(tape.out)), strict=True):
+        tape.move(array, declared_array)
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:

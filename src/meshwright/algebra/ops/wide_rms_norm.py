@@ -20,14 +20,14 @@ def backward(tape: Tape) -> None:
     """Reduces the sum over each row of scaled cotangent times input, then makes the cotangents of the device's part."""
     x, scale = tape.inputs
     dx, dscale = tape.dinputs
-    squares, sums = _sums(tape, "squares").replace(unreduced=()), _sums(tape, "along")
+    square_sums, along_sums = _sums(tape, "squares").replace(unreduced=()), _sums(tape, "along")
     dout, scale_part = tape.move(tape.dout, tape.dout.like(x)), _scale(x, scale)
-    tape.run("wide_rms_norm_along", (dout, x, scale_part), sums)
-    whole_sums = tape.move(sums, sums.replace(unreduced=()))
+    tape.run("wide_rms_norm_along", (dout, x, scale_part), along_sums)
+    whole_along_sums = tape.move(along_sums, along_sums.replace(unreduced=()))
     row_axes = tuple(axis for axis in x.spread if axis not in scale_part.spread)
     dscale = dscale.like(scale_part).replace(unreduced=row_axes)
     cotangents = zip(tape.op.inputs, (dx.like(x), dscale), strict=True)
-    tape.run_backward((x, scale_part, squares, whole_sums), cotangents, dout=dout)
+    tape.run_backward((x, scale_part, square_sums, whole_along_sums), cotangents, dout=dout)
 
 
 def _scale(x: ShardedArray, scale: ShardedArray) -> ShardedArray:

@@ -40,7 +40,7 @@ def in_blocks(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     weights = {variable.name for variable in shardings.program.of_role(*WEIGHTS)}
     passes = ((steps.forward, steps.kept), (steps.backward, ()))
     forward, backward = (
-        with_collective_matmuls(of_pass, ways=ways, kept=kept, weights=weights, along=dim) for of_pass, kept in passes
+        with_collective_matmuls(one_pass, ways=ways, kept=kept, weights=weights, along=dim) for one_pass, kept in passes
     )
     return replace(steps, forward=forward, backward=backward)
 
@@ -113,16 +113,16 @@ def _multiplies(step: Step, gather: Step) -> bool:
 
 def _with_sum(units: list[Unit], sum_step: Step, ways: int, kept: Collection[ShardedArray], along: str) -> list[Unit]:
     """Joins the ReduceScatter or AllReduce of a sum with the products that it adds: one round for all addends."""
-    partial = sum_step.inputs[0]
-    dim = sum_step.dim if sum_step.op == "reduce_scatter" else along if along in partial.dims else partial.dims[-1]
-    maker_indices = [i for i, unit in enumerate(units) if any(partial in s.results for s in unit)]
-    user_steps = [step for unit in units for step in unit if partial in step.inputs and step is not sum_step]
-    if user_steps or partial in kept or not maker_indices or sum_step.reduction == "max":
+    operand = sum_step.inputs[0]
+    dim = sum_step.dim if sum_step.op == "reduce_scatter" else along if along in operand.dims else operand.dims[-1]
+    maker_indices = [i for i, unit in enumerate(units) if any(operand in s.results for s in unit)]
+    user_steps = [step for unit in units for step in unit if operand in step.inputs and step is not sum_step]
+    if user_steps or operand in kept or not maker_indices or sum_step.reduction == "max":
         return units
     parts = [units[i][0] for i in maker_indices]
     is_alone = all(len(units[i]) == 1 and _is_einsum(part) for i, part in zip(maker_indices, parts, strict=True))
     is_in_turn = [part.accumulates for part in parts] == [False] + [True] * (len(parts) - 1)
-    is_even = all(_split_alike(part, dim, partial.axes_of(dim)) for part in parts)
+    is_even = all(_split_alike(part, dim, operand.axes_of(dim)) for part in parts)
     member_indices = {_place(units, sum_step), *maker_indices}
     if not (is_alone and is_in_turn and is_even and _is_convex(member_indices, _before(units))):
         return units
@@ -198,18 +198,18 @@ def _place(units: Sequence[Unit], step: Step) -> int:
 
 def _before(units: Sequence[Unit]) -> list[set[int]]:
     """Returns for each unit the units that must come before it: they write what it reads, or read what it changes."""
-    writer_of: dict[ShardedArray, int] = {}
-    readers_of: dict[ShardedArray, set[int]] = {}
+    writer_index_of: dict[ShardedArray, int] = {}
+    reader_indices_of: dict[ShardedArray, set[int]] = {}
     predecessors: list[set[int]] = []
     for index, unit in enumerate(units):
         written_arrays = {a for step in unit for a in step.results}
         read_arrays = {a for step in unit for a in step.inputs} | {step.result for step in unit if step.accumulates}
-        earlier_indices = {writer_of[a] for a in read_arrays | written_arrays if a in writer_of}
+        earlier_indices = {writer_index_of[a] for a in read_arrays | written_arrays if a in writer_index_of}
         for array in written_arrays:
-            earlier_indices |= readers_of.pop(array, set())
-            writer_of[array] = index
+            earlier_indices |= reader_indices_of.pop(array, set())
+            writer_index_of[array] = index
         for array in read_arrays:
-            readers_of.setdefault(array, set()).add(index)
+            reader_indices_of.setdefault(array, set()).add(index)
         predecessors.append(earlier_indices - {index})
     return predecessors
 
@@ -235,7 +235,7 @@ def _joined(units: list[Unit], member_indices: set[int], unit: Unit) -> list[Uni
     Other units keep their order.
     """
     predecessors = _before(units)
-    others = {*range(len(units))} - member_indices
-    required_indices = {min(member_indices) - 1, *(i for j in member_indices for i in predecessors[j] & others)}
-    early_indices = {i for i in others - _after(member_indices, predecessors) if i <= max(required_indices)}
-    return [*(units[i] for i in sorted(early_indices)), unit, *(units[i] for i in sorted(others - early_indices))]
+    other_ids = {*range(len(units))} - member_indices
+    required_indices = {min(member_indices) - 1, *(i for j in member_indices for i in predecessors[j] & other_ids)}
+    early_indices = {i for i in other_ids - _after(member_indices, predecessors) if i <= max(required_indices)}
+    return [*(units[i] for i in sorted(early_indices)), unit, *(units[i] for i in sorted(other_ids - early_indices))]

@@ -22,14 +22,14 @@ def with_fused_head(block: BlockSteps) -> BlockSteps:
     step_of = {step.op: step for step in (*block.forward, *block.backward)}
     if "chunked_logits_statistics" not in step_of:
         return block
-    statistics, loss, bwd = (step_of[op] for op in ("chunked_logits_statistics", "sum_loss", "chunked_logits_backward"))
-    loss_inputs = (statistics.result, step_of["rescale"].result, statistics.more[1], statistics.inputs[2])
+    stats_step, loss, bwd = (step_of[op] for op in ("chunked_logits_statistics", "sum_loss", "chunked_logits_backward"))
+    loss_inputs = (stats_step.result, step_of["rescale"].result, stats_step.more[1], stats_step.inputs[2])
     if loss.inputs != loss_inputs:
         # a part of the statistics is on another device
         return block
     cotangents = bwd.results
     slopes = tuple(array.replace(name=f"{array.name}_slope") for array in cotangents)
-    fused_step = replace(loss, op="fused_head", inputs=statistics.inputs, more=slopes)
+    fused_step = replace(loss, op="fused_head", inputs=stats_step.inputs, more=slopes)
     dloss = step_of["sum_loss_backward"].inputs[0]
     scale_steps = [
         replace(bwd, op="scale", inputs=(slope, dloss), result=array, more=())

@@ -94,11 +94,11 @@ def boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
     if not _has_stages(program, shardings) or not stream_name:
         return ()
     steps: list[Step] = []
-    sides: tuple[tuple[Phase, ShardedArray], ...] = (
+    phase_streams: tuple[tuple[Phase, ShardedArray], ...] = (
         ("forward", shardings.declared(stream_name)),
         ("backward", shardings.cotangent(stream_name)),
     )
-    for phase, stream_array in sides:
+    for phase, stream_array in phase_streams:
         sent_array = stream_array
         if "tensor" in shardings.axes and "tensor" not in stream_array.spread and "T" in stream_array.dims:
             sent_array = stream_array.resharded({"T": (*stream_array.axes_of("T"), "tensor")})
@@ -116,8 +116,8 @@ def ends(program: Program, shardings: Shardings) -> tuple[Step, ...]:
     steps = []
     for name in (n for n in outer_names if shardings.is_weight(n) and not program.variables[n].frozen):
         gradient = shardings.optimizer(name).replace(name=f"d{name}")
-        partial = gradient.replace(unreduced=("pipeline",))
-        steps.append(Step(op="all_reduce", inputs=(partial,), result=gradient, axes=("pipeline",), scope="step"))
+        partial_sum = gradient.replace(unreduced=("pipeline",))
+        steps.append(Step(op="all_reduce", inputs=(partial_sum,), result=gradient, axes=("pipeline",), scope="step"))
     return tuple(replace(s, block="stage", phase="backward") for s in steps)
 
 

@@ -44,12 +44,12 @@ class SavedSet:
             return False
         if self.names is None:
             return True
-        name = array.name.removeprefix(ENCODER).removeprefix(CROSS)
-        if name == "lse":  # attention's backward pass needs it wherever it needs the result
+        base_name = array.name.removeprefix(ENCODER).removeprefix(CROSS)
+        if base_name == "lse":  # attention's backward pass needs it wherever it needs the result
             return "o" in self.names
         variables = self.shardings.program.variables
         is_declared = array.name in variables and self.shardings.declared(array.name).axes == array.axes
-        return is_declared and not array.unreduced and (name in self.names or array.name in self.names)
+        return is_declared and not array.unreduced and (base_name in self.names or array.name in self.names)
 
 
 def keeps_logits(strategy: Strategy) -> bool:

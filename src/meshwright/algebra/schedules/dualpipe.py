@@ -28,7 +28,7 @@ DeviceStreams = tuple[tuple[int, int], tuple[int, int]]
 def dual_order(distance: int, depth: int, per_stream: int, streams: DeviceStreams) -> Iterator[StagePass]:
     """Yields the passes of the device ``distance`` devices from the end where stream 0 enters; after ``depth`` devices
     the streams turn back (V), or cross. A stream is the microbatches of one direction, ``per_stream`` of them."""
-    num_inner, half, is_odd = depth - 1 - distance, (distance + 1) // 2, distance % 2 == 1
+    num_inner, middle, is_odd = depth - 1 - distance, (distance + 1) // 2, distance % 2 == 1
     # F and B of a stream; S is a B whose weight gradients wait for the next W
     words = [
         *["F0"] * (2 * num_inner),
@@ -39,7 +39,7 @@ def dual_order(distance: int, depth: int, per_stream: int, streams: DeviceStream
     ]
     for turn in range(distance + 1):
         # the second half of these leaves its weight gradients for the idle time to come
-        words += ["S1" if turn > half or (turn == half and is_odd) else "B1", "S0" if turn >= half else "B0"]
+        words += ["S1" if turn > middle or (turn == middle and is_odd) else "B1", "S0" if turn >= middle else "B0"]
     words += [*["W", "S0"] * num_inner, *["W"] * (distance + 1)]
     microbatch_counters = {(kind, stream): itertools.count(streams[stream][1]) for kind in "FB" for stream in (0, 1)}
     pending_passes = deque[StagePass]()

@@ -34,7 +34,7 @@ def read_schedule(path: str | Path) -> Schedule:
     text = read_text(path, "Give a schedule: a line for each device.")
     placement: PlacementName = "looped"
     orders: list[list[StagePass]] = []
-    line_of_op: list[list[str]] = []
+    where_of_op: list[list[str]] = []
     for line_number, line in enumerate(text.splitlines(), start=1):
         where, content = f"{path}:{line_number}", line.partition("#")[0].strip()
         if match := _SETTING.fullmatch(content):
@@ -50,9 +50,9 @@ def read_schedule(path: str | Path) -> Schedule:
                 raise InputError(f"{where}: device {device} comes before device {len(orders)}. Number them from 0.")
             if device == len(orders):
                 orders.append([])
-                line_of_op.append([])
+                where_of_op.append([])
             orders[device] += ops
-            line_of_op[device] += [where] * len(ops)
+            where_of_op[device] += [where] * len(ops)
         elif content:
             raise InputError(f"{where}: {content!r} is no line of a schedule. Write for example 0: F0 F1 B0 B1.")
     num_ops = sum(map(len, orders))
@@ -70,7 +70,7 @@ def read_schedule(path: str | Path) -> Schedule:
         route_of=tuple(route_of[m] for m in sorted(route_of)),
         orders=tuple(map(tuple, orders)),
     )
-    return check(schedule, lambda device, op_index: line_of_op[device][op_index])
+    return check(schedule, lambda device, op_index: where_of_op[device][op_index])
 
 
 def _read_op(where: str, word: str) -> StagePass:
@@ -89,12 +89,12 @@ def schedule_of_file(path: str) -> ScheduleDefinition:
 def _schedule_of_file(path: str, changed_ns: int) -> ScheduleDefinition:
     """Reads a file once for each change, since a search needs it many times."""
     schedule = read_schedule(path)
-    stages, num_microbatches = schedule.num_devices, schedule.num_microbatches
+    num_stages, num_microbatches = schedule.num_devices, schedule.num_microbatches
     requirement = Requirement(
-        lambda p, m, v: (p == stages) & (m == num_microbatches),
+        lambda p, m, v: (p == num_stages) & (m == num_microbatches),
         lambda p, m, v: (
-            f"{path} is for {stages} stages and {num_microbatches} microbatches, and the strategy has pipeline={p} and "
-            f"num_microbatches={m}. Change one of them."
+            f"{path} is for {num_stages} stages and {num_microbatches} microbatches, and the strategy has "
+            f"pipeline={p} and num_microbatches={m}. Change one of them."
         ),
     )
     return ScheduleDefinition(
@@ -102,7 +102,7 @@ def _schedule_of_file(path: str, changed_ns: int) -> ScheduleDefinition:
         year=0,
         order=lambda device, **sizes: schedule.orders[device],
         placement=_placement(schedule),
-        chunks=schedule.num_virtual_stages // stages,
+        chunks=schedule.num_virtual_stages // num_stages,
         requirements=(requirement,),
     )
 

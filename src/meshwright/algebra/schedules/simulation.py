@@ -90,21 +90,21 @@ def simulate(
         tasks, starts, ends = schedule.tasks[device], start_s[device], end_s[device]
         now_s = ends[-1] if ends else zero_s
         while len(ends) < len(tasks):
-            makes, needs, is_sent, takes = tasks[len(ends)]
-            if needs:
-                arrival_s = ready_s.get(needs)
+            result, needed_result, is_sent, pass_kind = tasks[len(ends)]
+            if needed_result:
+                arrival_s = ready_s.get(needed_result)
                 if arrival_s is None:
-                    waiting_device[needs] = device
+                    waiting_device[needed_result] = device
                     break
                 if is_sent:
                     arrival_s += send_s
                 now_s = arrival_s if arrival_s > now_s else now_s
             starts.append(now_s)
-            now_s += seconds_by_kind[takes][makes.stage]
+            now_s += seconds_by_kind[pass_kind][result.stage]
             ends.append(now_s)
-            ready_s[makes] = now_s
-            if makes in waiting_device:
-                awake_devices.append(waiting_device.pop(makes))
+            ready_s[result] = now_s
+            if result in waiting_device:
+                awake_devices.append(waiting_device.pop(result))
     rows = enumerate(zip(schedule.orders, end_s, strict=True))
     stuck_texts = [f"device {device} before {ops[len(ends)]}" for device, (ops, ends) in rows if len(ends) < len(ops)]
     if stuck_texts:

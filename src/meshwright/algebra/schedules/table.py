@@ -129,14 +129,14 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             for op in order:
                 kind, m = op.kind, op.microbatch
                 stage = stage_of[self.route_of[m], device, op.chunk]
-                needs: Result | None = Result("B", stage, m)
+                needed_result: Result | None = Result("B", stage, m)
                 if kind == "F":
-                    needs = Result("F", stage - 1, m) if stage else None
+                    needed_result = Result("F", stage - 1, m) if stage else None
                 elif kind == "B":
-                    needs = Result("B", stage + 1, m) if stage < last_stage else Result("F", stage, m)
-                is_sent = needs is not None and self.place(needs.stage, m).device != device
+                    needed_result = Result("B", stage + 1, m) if stage < last_stage else Result("F", stage, m)
+                is_sent = needed_result is not None and self.place(needed_result.stage, m).device != device
                 is_whole = kind == "B" and (m, op.chunk) not in split_passes
-                tasks.append(Task(Result(kind, stage, m), needs, is_sent, "BW" if is_whole else kind))
+                tasks.append(Task(Result(kind, stage, m), needed_result, is_sent, "BW" if is_whole else kind))
             tasks_by_device.append(tuple(tasks))
         return tuple(tasks_by_device)
 

@@ -306,24 +306,24 @@ class _Builder:
         values_by_buffer: dict[str, list[_Value]] = {name: [] for name in Slots.__struct_fields__}
         for m, stage in itertools.product(range(self.schedule.num_microbatches), range(self.last + 1)):
             forward, backward, weight = (Result(kind, stage, m) for kind in PASSES)
-            ends_of = {
+            passes_by_buffer = {
                 "x": (Result("F", stage - 1, m), forward),
                 "dx": (Result("B", stage + 1, m), backward),
                 "stash": (forward, backward),
                 "handed": (backward, weight),
                 **({"head": (forward, backward)} if stage == self.last else {}),
             }
-            for name, (source, reader) in ends_of.items():
-                if source in self.at and reader in self.at:
-                    written_at = 4 * self.at[source] + (_ARRIVES if name in ("x", "dx") else _MOMENT[source.kind])
+            for name, (writer, reader) in passes_by_buffer.items():
+                if writer in self.at and reader in self.at:
+                    written_at = 4 * self.at[writer] + (_ARRIVES if name in ("x", "dx") else _MOMENT[writer.kind])
                     read_at, device = 4 * self.at[reader] + _MOMENT[reader.kind], self.schedule.place(stage, m).device
                     values_by_buffer[name].append(_Value(device, written_at, read_at, (stage, m)))
         return values_by_buffer
 
     def _columns(self, kind: PassKind, form: type[OfPass], slots_of: dict[str, dict[tuple[int, int], int]]) -> OfPass:
         column_of = {field: np.full(self.shape, IDLE, np.int32) for field in form._fields}
-        for (of_kind, stage, m), tick in self.at.items():
-            if of_kind == kind:
+        for (result_kind, stage, m), tick in self.at.items():
+            if result_kind == kind:
                 place = self.schedule.place(stage, m)
                 entry_of = {f"{name}_slot": slots.get((stage, m), IDLE) for name, slots in slots_of.items()}
                 entry_of |= {"microbatch": m, "chunk": place.chunk}
@@ -342,11 +342,11 @@ class _Builder:
 
     def _arrivals(self, kind: PassKind, channel: MessageChannel, slot_of: dict[tuple[int, int], int]) -> np.ndarray:
         """Returns the slot in which each device puts the message of this channel."""
-        to_previous, column = 1 if kind == "F" else -1, np.full(self.shape, IDLE, np.int32)
+        stage_step, column = 1 if kind == "F" else -1, np.full(self.shape, IDLE, np.int32)
         for (stage, m), slot in slot_of.items():
-            sender, receiver = self.schedule.place(stage - to_previous, m).device, self.schedule.place(stage, m).device
+            sender, receiver = self.schedule.place(stage - stage_step, m).device, self.schedule.place(stage, m).device
             if (receiver - sender) % self.shape[1] == channel.offset:
-                column[self.at[Result(kind, stage - to_previous, m)], receiver] = slot
+                column[self.at[Result(kind, stage - stage_step, m)], receiver] = slot
         return column
 
 
@@ -356,7 +356,7 @@ def _coloured(values: list[_Value]) -> tuple[dict[tuple[int, int], int], Counter
     Taken in the order in which they are written, values need as many slots as are alive at once, and no more.
     """
     slot_of: dict[tuple[int, int], int] = {}
-    num_slots = Counter[int]()
+    num_slots_of = Counter[int]()
     sorted_values = sorted(values, key=lambda value: (value.device, value.written))
     for device, device_values in itertools.groupby(sorted_values, key=lambda value: value.device):
         free_slots, busy_slots = list[int](), list[tuple[int, int]]()
@@ -364,8 +364,8 @@ def _coloured(values: list[_Value]) -> tuple[dict[tuple[int, int], int], Counter
             while busy_slots and busy_slots[0][0] < value.written:
                 heappush(free_slots, heappop(busy_slots)[1])
             if not free_slots:
-                free_slots.append(num_slots[device])
-                num_slots[device] += 1
+                free_slots.append(num_slots_of[device])
+                num_slots_of[device] += 1
             slot_of[value.key] = slot = heappop(free_slots)
             heappush(busy_slots, (value.read, slot))
-    return slot_of, num_slots
+    return slot_of, num_slots_of

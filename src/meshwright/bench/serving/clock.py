@@ -99,11 +99,11 @@ def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequ
     names = ("num_decode", "cached_tokens", "prefill_tokens", "prefill_past")
     loads = [[statistics.fmean(getattr(step, name) for step in group) for name in names] for group in steps_of.values()]
     median_s = np.array([statistics.median(step.seconds for step in group) for group in steps_of.values()])
-    width = 1 + len(decode_rows)
-    matrix = np.zeros((len(loads), width + len(chunk_rows) + 2))  # start, what each shape takes more than the last, ...
+    chunk_column = 1 + len(decode_rows)
+    matrix = np.zeros((len(loads), chunk_column + len(chunk_rows) + 2))  # start, what each shape adds to the last, ...
     matrix[:, 0] = 1
     for matrix_row, (num_decoding, num_cached, num_prefilled, num_past) in zip(matrix, loads, strict=True):
-        shape_rows, first_column = (chunk_rows, width) if num_prefilled else (decode_rows, 1)
+        shape_rows, first_column = (chunk_rows, chunk_column) if num_prefilled else (decode_rows, 1)
         matrix_row[first_column : first_column + bisect_left(shape_rows, round(num_decoding + num_prefilled)) + 1] = 1
         matrix_row[-2:] = num_cached, num_prefilled * (num_past + 1)
     column_scale = np.maximum(matrix.max(axis=0), 1)
@@ -113,8 +113,8 @@ def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequ
     return EngineClock(
         decode_rows=tuple(decode_rows),
         chunk_rows=tuple(chunk_rows),
-        decode_s=tuple((start_s + np.cumsum(extra_s[: width - 1])).tolist()),
-        chunk_s=tuple((start_s + np.cumsum(extra_s[width - 1 :])).tolist()),
+        decode_s=tuple((start_s + np.cumsum(extra_s[: chunk_column - 1])).tolist()),
+        chunk_s=tuple((start_s + np.cumsum(extra_s[chunk_column - 1 :])).tolist()),
         cached_s=cached_s,
         pair_s=pair_s,
         error=float(np.median(relative_errors)),
@@ -161,11 +161,11 @@ class StepTimer:
             if step.repeats:
                 self._mirror.commit(step)
             if previous_load is not None and step.repeats and num_steps > 1:
-                decode, cached, tokens, past = previous_load
-                kind = (decode, tokens and decode + tokens, *(round(np.log2(1 + length)) for length in (cached, past)))
+                decode, cached, prefill, past = previous_load
+                kind = (decode, prefill and decode + prefill, *(round(np.log2(1 + count)) for count in (cached, past)))
                 self.steps.append(
                     TimedStep(
-                        num_decode=decode, cached_tokens=cached, prefill_tokens=tokens, prefill_past=past,
+                        num_decode=decode, cached_tokens=cached, prefill_tokens=prefill, prefill_past=past,
                         seconds=now_s - last_return_s, kind=kind,
                     )
                 )  # fmt: skip

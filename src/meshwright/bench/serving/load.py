@@ -209,13 +209,13 @@ def _prompts(traffic: RequestTraffic, facts: ServerFacts) -> list[list[int]]:
     """Returns random tokens for every request, others in every call, so that no cache of prefixes has them; those of a
     prefix are the same."""
     rng = np.random.default_rng()
-    seed = int(rng.integers(2**32))
+    prefix_seed = int(rng.integers(2**32))
     min_token = min(_FIRST_TOKEN, facts.vocab_size - 1)
     prompts = []
     for _, request in traffic.requests():
         prompt_tokens = rng.integers(min_token, facts.vocab_size, request.prompt)
         if request.prefix is not None:
-            prefix_rng = np.random.default_rng([seed, request.prefix])
+            prefix_rng = np.random.default_rng([prefix_seed, request.prefix])
             prompt_tokens[: request.prefix_len] = prefix_rng.integers(min_token, facts.vocab_size, request.prefix_len)
         prompts.append(prompt_tokens.tolist())
     return prompts

@@ -75,8 +75,8 @@ class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         moves_by_array = {}
         for array in (*self.operands, *self.results):
             indices = np.array([self.steps[dim] for dim in array.dims if dim in self.steps]).reshape(-1, self.num_steps)
-            is_new = np.append(True, (np.diff(indices) != 0).any(axis=0))
-            moves_by_array[array.name] = np.roll(is_new, -1) if array in self.results else is_new
+            is_new_tile = np.append(True, (np.diff(indices) != 0).any(axis=0))
+            moves_by_array[array.name] = np.roll(is_new_tile, -1) if array in self.results else is_new_tile
         return moves_by_array
 
     def moved_bytes(self, arrays: Iterable[TiledArray]) -> NDArray[np.int64]:
@@ -125,7 +125,7 @@ def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool
         raise InputError(f"tiles of {block} must divide {words}, in at most {MAX_STEPS:,} steps. Use another --block.")
     indices_of = dict(zip(nest_dims, np.indices(blocks_per_dim).reshape(len(nest_dims), -1), strict=True))
     if causal and "s" in indices_of:
-        indices_of = {dim: indices[indices_of["s"] <= indices_of["t"]] for dim, indices in indices_of.items()}
+        indices_of = {dim: tile_indices[indices_of["s"] <= indices_of["t"]] for dim, tile_indices in indices_of.items()}
 
     def array(name: str, dims: str) -> TiledArray:
         (rows, cols), tile_shape = ([size_of[dim] for dim in dims] for size_of in (sizes, tile_sizes))

@@ -78,18 +78,18 @@ class SystolicArray:
     def __init__(self, inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> None:
         (self.num_inputs, depth), (_, width) = inputs.shape, weights.shape
         self.rows, self.cols = rows, cols
-        tile_rows, tile_cols = math.ceil(depth / rows), math.ceil(width / cols)
-        padded = np.pad(inputs, ((0, 0), (0, tile_rows * rows - depth)))
-        self._inputs = padded.reshape(self.num_inputs, tile_rows, rows)
-        padded = np.pad(weights, ((0, tile_rows * rows - depth), (0, tile_cols * cols - width)))
-        self._tiles = padded.reshape(tile_rows, rows, tile_cols, cols).transpose(2, 0, 1, 3).reshape(-1, rows, cols)
+        row_tiles, col_tiles = math.ceil(depth / rows), math.ceil(width / cols)
+        padded = np.pad(inputs, ((0, 0), (0, row_tiles * rows - depth)))
+        self._inputs = padded.reshape(self.num_inputs, row_tiles, rows)
+        padded = np.pad(weights, ((0, row_tiles * rows - depth), (0, col_tiles * cols - width)))
+        self._tiles = padded.reshape(row_tiles, rows, col_tiles, cols).transpose(2, 0, 1, 3).reshape(-1, rows, cols)
         self._period = tile_period(self.num_inputs, rows=rows)
         self.last_cycle = systolic_cycles(self.num_inputs, depth, width, rows=rows, cols=cols).total
         self.cycle = 0
         zero_cells = np.zeros((rows, cols), np.int64)
         self.activation = self.sums = self.held = self.moving = zero_cells
         self.tag = zero_cells - 1  # which input a cell works on, counted over all tiles; -1 for none
-        self._sums_out = np.zeros((self.num_inputs, tile_cols * cols), np.int64)
+        self._sums_out = np.zeros((self.num_inputs, col_tiles * cols), np.int64)
         self._width = width
 
     @property
@@ -109,8 +109,8 @@ class SystolicArray:
         self.sums = np.where(self.tag >= 0, sums_above + self.activation * self.held, 0)
         # What leaves the bottom row is added to its entries of the result.
         (busy_cols,) = np.nonzero(self.tag[-1] >= 0)
-        tile, input_index = np.divmod(self.tag[-1, busy_cols], self.num_inputs)
-        self._sums_out[input_index, tile // self._inputs.shape[1] * self.cols + busy_cols] += self.sums[-1, busy_cols]
+        tile_ids, input_ids = np.divmod(self.tag[-1, busy_cols], self.num_inputs)
+        self._sums_out[input_ids, tile_ids // self._inputs.shape[1] * self.cols + busy_cols] += self.sums[-1, busy_cols]
         # Columns that are being loaded move down by one. A row below the front stands still: it may hold a weight that
         # its cell has not taken over yet.
         rows_moved, entering_weights = self.weights_at(self.cycle)

@@ -131,17 +131,17 @@ def _chip_to_chip(cluster: Cluster, source: tuple[int, ...], target: tuple[int, 
 
 def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float) -> list[TransferLeg]:
     """Returns the legs of all other chips' parts into one chip, whose own links are taken as the bottleneck."""
-    chips, links = cluster.num_chips, physical_links(cluster)
-    if chips == 1:
+    n_chips, links = cluster.num_chips, physical_links(cluster)
+    if n_chips == 1:
         return []
     if cluster.kind == "torus":
         num_lanes = sum(neighbour != target for neighbour in neighbours(cluster, target))
         hops = max(torus_hops(cluster, target).values())
-        name = f"{chips - 1} chips into one over its {num_lanes} links"
-        return [_link_leg(links[0], num_bytes * (chips - 1) / chips, lanes=num_lanes, hops=hops, name=name)]
+        name = f"{n_chips - 1} chips into one over its {num_lanes} links"
+        return [_link_leg(links[0], num_bytes * (n_chips - 1) / n_chips, lanes=num_lanes, hops=hops, name=name)]
     domain = cluster.shape[0]
-    senders = ((links[0], domain - 1, "its domain into one chip"), (links[1], chips - domain, "the rest into one chip"))
-    return [_link_leg(link, num_bytes * num_from / chips, name=name) for link, num_from, name in senders if num_from]
+    parts = ((links[0], domain - 1, "its domain into one chip"), (links[1], n_chips - domain, "the rest into one chip"))
+    return [_link_leg(link, num_bytes * num_from / n_chips, name=name) for link, num_from, name in parts if num_from]
 
 
 # -- on a torus -----------------------------------------------------------------------------------------

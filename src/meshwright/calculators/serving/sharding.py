@@ -85,13 +85,13 @@ def sharding(replica: ServingReplica, batch_seqs: int) -> Facts | None:
 
     W is a torus axis as in `limits`, or a chip's own link in a switched domain.
     """
-    width, chip, num_chips = torus_width(replica.cluster), replica.cluster.chip, replica.cluster.num_chips
+    torus, chip, num_chips = torus_width(replica.cluster), replica.cluster.chip, replica.cluster.num_chips
     link, hop_s = chip.nvlink_bytes_per_s, chip.nvlink_hop_s
-    if width:
+    if torus:
         link, hop_s = chip.ici_link_bytes_per_s, chip.ici_hop_s
     if replica.model is None or link is None or num_chips == 1:
         return None
-    rate, num_axes, hbm = width.bytes_per_s if width else link, sum(width.axes) if width else 1, replica.hbm_bytes_per_s
+    rate, num_axes, hbm = torus.bytes_per_s if torus else link, sum(torus.axes) if torus else 1, replica.hbm_bytes_per_s
     d_model, d_ff, weight_bytes = replica.model.d_model, feed_forward_width(replica.model), dtype_bytes(replica.weights)
     product = DecodeStep(
         batch_seqs=batch_seqs, kv_bytes=0, weight_bytes=weight_bytes * d_model * d_ff, active_params=d_model * d_ff,

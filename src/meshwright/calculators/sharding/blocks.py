@@ -149,14 +149,14 @@ def _exchange(step: Step, blocks: BlockSet, mesh: Mesh) -> list[np.ndarray]:
 
 def _exchange_in_group(step: Step, blocks: list[np.ndarray]) -> list[np.ndarray]:
     group_size, dims = len(blocks), step.result.dims
-    dim = dims.index(step.dim) if step.dim else 0
+    dim_id = dims.index(step.dim) if step.dim else 0
     if step.op == "all_gather":
-        return [np.concatenate(blocks, dim)] * group_size
+        return [np.concatenate(blocks, dim_id)] * group_size
     if step.op == "slice":
-        return [np.split(block, group_size, dim)[n] for n, block in enumerate(blocks)]
+        return [np.split(block, group_size, dim_id)[n] for n, block in enumerate(blocks)]
     if step.op == "all_to_all":
         pieces_by_device = [np.split(block, group_size, dims.index(step.to_dim)) for block in blocks]
-        return [np.concatenate([pieces[n] for pieces in pieces_by_device], dim) for n in range(group_size)]
+        return [np.concatenate([pieces[n] for pieces in pieces_by_device], dim_id) for n in range(group_size)]
     is_max = step.reduction == "max"
     reduced_block = np.stack(blocks).max(axis=0) if is_max else sum(blocks[1:], start=blocks[0])
-    return np.split(reduced_block, group_size, dim) if step.op == "reduce_scatter" else [reduced_block] * group_size
+    return np.split(reduced_block, group_size, dim_id) if step.op == "reduce_scatter" else [reduced_block] * group_size

@@ -71,7 +71,7 @@ def shardings(array: ShardedArray, dims: Sizes, mesh: Mapping[str, int]) -> tupl
     axes = [axis for axis, size in mesh.items() if size > 1]
     layouts: list[ShardedArray] = []
     for dim_by_axis in itertools.product((None, *array.dims), repeat=len(axes)):
-        dim_axes = [[a for a, dim_of in zip(axes, dim_by_axis, strict=True) if dim_of == dim] for dim in array.dims]
+        dim_axes = [[a for a, axis_dim in zip(axes, dim_by_axis, strict=True) if axis_dim == dim] for dim in array.dims]
         shards_by_dim = [product(mesh[axis] for axis in group) for group in dim_axes]
         if any(dims[dim] % size for dim, size in zip(array.dims, shards_by_dim, strict=True)):
             continue
@@ -95,25 +95,25 @@ def parse_chain(
     if (n_axes := sum(size > 1 for size in mesh.values())) > MAX_AXES:
         raise InputError(f"the mesh has {n_axes} axes above 1; a chain is searched on at most {MAX_AXES}. Merge some.")
     products: list[ChainProduct] = []
-    pinned: dict[str, ShardedArray] = {}
+    pin_by_name: dict[str, ShardedArray] = {}
     for text in texts:
-        products.append(_product(text, products[-1].out if products else None, pinned, dtype))
-    array_names = [products[0].carried.name, *(a.name for p in products for a in (p.other, p.out))]
-    for name in array_names:
-        if array_names.count(name) > 1:
+        products.append(_product(text, products[-1].out if products else None, pin_by_name, dtype))
+    names = [products[0].carried.name, *(a.name for p in products for a in (p.other, p.out))]
+    for name in names:
+        if names.count(name) > 1:
             raise InputError(f"array {name} is used in more than one place of the chain. Give each array its own name.")
-    arrays = {a.name: a for p in products for a in (p.carried, p.other, p.out)}
+    array_by_name = {a.name: a for p in products for a in (p.carried, p.other, p.out)}
     for text in fixed:
         array = parse_array(text).replace(dtype=dtype)
-        if array.name not in arrays:
-            raise InputError(f"--fixed {text} is no array of the chain.{nearest(array.name, arrays)}")
-        _same_dims(array, arrays[array.name])
-        pinned[array.name] = array
-    refuse_unknown_dims(dims, arrays.values())
-    for array in (*arrays.values(), *pinned.values()):
+        if array.name not in array_by_name:
+            raise InputError(f"--fixed {text} is no array of the chain.{nearest(array.name, array_by_name)}")
+        _same_dims(array, array_by_name[array.name])
+        pin_by_name[array.name] = array
+    refuse_unknown_dims(dims, array_by_name.values())
+    for array in (*array_by_name.values(), *pin_by_name.values()):
         check(array, dims, mesh)
-    choices = {name: (pinned[name],) if name in pinned else shardings(arrays[name], dims, mesh) for name in array_names}
-    return Chain(products=tuple(products), dims=dims, mesh=mesh, choices=choices, fixed=frozenset(pinned))
+    choices = {n: (pin_by_name[n],) if n in pin_by_name else shardings(array_by_name[n], dims, mesh) for n in names}
+    return Chain(products=tuple(products), dims=dims, mesh=mesh, choices=choices, fixed=frozenset(pin_by_name))
 
 
 def _product(text: str, before: ShardedArray | None, pinned: dict[str, ShardedArray], dtype: str) -> ChainProduct:
@@ -136,12 +136,12 @@ def _product(text: str, before: ShardedArray | None, pinned: dict[str, ShardedAr
     )
 
 
-def _whole(array: ShardedArray, pinned: dict[str, ShardedArray], dtype: str) -> ShardedArray:
+def _whole(array: ShardedArray, pinned_by_name: dict[str, ShardedArray], dtype: str) -> ShardedArray:
     typed_array = array.replace(dtype=dtype)
     if array.spread:
-        if pinned.get(array.name, typed_array) != typed_array:
-            raise InputError(f"{array} is also written as {pinned[array.name]}. Give it one sharding.")
-        pinned[array.name] = typed_array
+        if pinned_by_name.get(array.name, typed_array) != typed_array:
+            raise InputError(f"{array} is also written as {pinned_by_name[array.name]}. Give it one sharding.")
+        pinned_by_name[array.name] = typed_array
     return typed_array.replace(axes=((),) * len(array.dims))
 
 

@@ -92,8 +92,8 @@ def mlp_work(text: str) -> SweptWork | None:
     layer_match = _LAYER.fullmatch(text.strip())
     if layer_match is None:
         return None
-    width, hidden = int(layer_match[1]), int(layer_match[2])
-    if not 1 <= min(width, hidden) <= max(width, hidden) <= MAX_WIDTH:
+    d_model, d_ff = int(layer_match[1]), int(layer_match[2])
+    if not 1 <= min(d_model, d_ff) <= max(d_model, d_ff) <= MAX_WIDTH:
         raise InputError(f"{text}: no layer has such widths. Give 1 to {MAX_WIDTH:,}, such as mlp:8192x32768.")
     variables = {
         "Win": Variable("Win", ("D", "F"), "weight"),
@@ -102,8 +102,8 @@ def mlp_work(text: str) -> SweptWork | None:
     block_text = "Tmp[B,F] = In[B,D] * Win[D,F]\nOut[B,D] = Tmp[B,F] * Wout[F,D]"
     block = parse_block("mlp", block_text, variables, carry="In", result="Out")
     strategy = Strategy(mesh=make_mesh({}), assignment=MLP_ASSIGNMENT, remat="none")
-    derived = derive(Program((block,), variables), strategy, symbolic=True)
-    return SweptWork(name=text, derived=derived, dims={"D": width, "F": hidden}, seq_len=1, d_ff=hidden)
+    derivation = derive(Program((block,), variables), strategy, symbolic=True)
+    return SweptWork(name=text, derived=derivation, dims={"D": d_model, "F": d_ff}, seq_len=1, d_ff=d_ff)
 
 
 def model_work(model: Model, *, seq_len: int, whole: bool = False, remat: str = "none") -> SweptWork:
@@ -211,17 +211,17 @@ def closed_forms(
     work: SweptWork, cluster: Cluster, calibration: Calibration | None = None
 ) -> dict[str, tuple[str, float]]:
     """Returns curve name -> (formula, tokens) on one slice of a torus: FSDP over all axes, best mixture with tensor."""
-    width = torus_width(cluster)
-    if width is None or cluster.num_slices > 1 or len(width.axes) < 2:
+    torus = torus_width(cluster)
+    if torus is None or cluster.num_slices > 1 or len(torus.axes) < 2:
         return {}
     rates = calibration or datasheet_calibration(cluster.chip)
-    alpha = limits.ici_intensity(matmul_rate(cluster.chip, rates, "bf16"), width.bytes_per_s * rates.efficiency.ici)
-    (tensor, *other_axes), total_axes = width.axes, sum(width.axes)
+    alpha = limits.ici_intensity(matmul_rate(cluster.chip, rates, "bf16"), torus.bytes_per_s * rates.efficiency.ici)
+    (tensor_axes, *fsdp_axes), total_axes = torus.axes, sum(torus.axes)
     fsdp_tokens = limits.data_parallel_min_batch(alpha, total_axes, cluster.num_chips)
-    mixed_per_chip = limits.mixed_min_tokens_per_chip(alpha, work.d_ff, fsdp_axes=sum(other_axes), tensor_axes=tensor)
+    chip_tokens = limits.mixed_min_tokens_per_chip(alpha, work.d_ff, fsdp_axes=sum(fsdp_axes), tensor_axes=tensor_axes)
     return {
         "FSDP alone": (f"N alpha / {total_axes:g}", float(fsdp_tokens)),
-        "best mesh": (f"4 N alpha^2 / ({tensor * sum(other_axes):g} F)", float(mixed_per_chip) * cluster.num_chips),
+        "best mesh": (f"4 N alpha^2 / ({tensor_axes * sum(fsdp_axes):g} F)", float(chip_tokens) * cluster.num_chips),
     }
 
 

@@ -81,8 +81,8 @@ def combinations(fields: SweptFields) -> list[tuple[dict[str, str], Facts]]:
     if num_points > MAX_POINTS:
         raise InputError(f"{num_points:,} points are too many for one sweep. Give at most {MAX_POINTS}.")
     points = []
-    for items in itertools.product(*(values.items() for values in fields.values())):
-        texts, values = zip(*items, strict=True)
+    for text_and_value_pairs in itertools.product(*(values.items() for values in fields.values())):
+        texts, values = zip(*text_and_value_pairs, strict=True)
         points.append((dict(zip(fields, texts, strict=True)), dict(zip(fields, values, strict=True))))
     return points
 

@@ -116,11 +116,11 @@ def _point(
 ) -> SweepPoint:
     """Returns the point of one combination of values; the batch per chip is that of the ``first`` cluster."""
     cluster, seq_len = point["on"], parse_count(point["seq_len"], what="seq_len", least=1)
-    by_section = parse_fields([f"{name}={value}" for name, value in point.items() if name not in OWN], sections=PLANNED)
-    mesh_axes = take_axes(None, by_section["strategy"])
+    fields_of = parse_fields([f"{name}={value}" for name, value in point.items() if name not in OWN], sections=PLANNED)
+    mesh_axes = take_axes(None, fields_of["strategy"])
     strategy: Strategy | None = None
     if "micro" in point:
-        strategy = with_fields(Strategy(mesh=filled_mesh(cluster, mesh_axes)), "strategy", by_section["strategy"])
+        strategy = with_fields(Strategy(mesh=filled_mesh(cluster, mesh_axes)), "strategy", fields_of["strategy"])
         num_replicas = int(product(strategy.mesh[axis] for axis in BATCH_AXES))
         batch_seqs = parse_count(point["micro"], what="micro", least=1) * num_replicas * strategy.num_microbatches
     else:
@@ -131,17 +131,17 @@ def _point(
                 f"{first_seqs} sequences on {first.num_chips} chips are no whole number on {cluster.num_chips} chips. "
                 f"Give a batch that is a multiple of {counted(first.num_chips, 'sequence')}."
             )
-    job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", by_section["job"])
+    job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", fields_of["job"])
     require_training(job, "sweep")
     setting = Setting(
-        with_fields(point["model"], "model", by_section["model"]),
+        with_fields(point["model"], "model", fields_of["model"]),
         cluster,
         job,
         rates.get(cluster.chip.name),
-        assumptions=with_fields(AS_RUN, "assumptions", by_section["assumptions"]),
+        assumptions=with_fields(AS_RUN, "assumptions", fields_of["assumptions"]),
     )
     if strategy is None:
-        return _searched(values, setting, space_of(setting, mesh_axes, by_section["strategy"]))
+        return _searched(values, setting, space_of(setting, mesh_axes, fields_of["strategy"]))
     reason = next((refusal.message for refusal in legal(setting, strategy) if refusal.rule != MEMORY_RULE), "")
     if reason:
         return SweepPoint(values=values, setting=setting, best=None, reason=reason)

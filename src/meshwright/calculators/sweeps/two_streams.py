@@ -58,11 +58,11 @@ def two_streams(
     )
     priced_strategy = price_strategy(setting, strategy)
     lanes = _Passes(priced_strategy, way, bucket_bytes)
-    block = max(priced_strategy.costs.layers, key=lambda block: block.steps.repeat)
-    input_names = {name for op in block.steps.block.ops for name in op.inputs}
+    one_layer = max(priced_strategy.costs.layers, key=lambda one_layer: one_layer.steps.repeat)
+    input_names = {name for op in one_layer.steps.block.ops for name in op.inputs}
     update_costs = [cost for cost in priced_strategy.costs.once if cost.step.result.name in input_names]
-    passes = [("forward", layer, block.forward) for layer in range(layers)]
-    redo_costs, back_costs, segment_len = block.again, block.backward[len(block.again) :], strategy.segment
+    passes = [("forward", layer, one_layer.forward) for layer in range(layers)]
+    redo_costs, back_costs, segment_len = one_layer.again, one_layer.backward[len(one_layer.again) :], strategy.segment
     for layer in reversed(range(layers)):
         first_layer = layer // segment_len * segment_len if redo_costs and isinstance(segment_len, int) else layer
         passes += [*(("recompute", i, redo_costs) for i in range(first_layer, layer)), ("backward", layer, back_costs)]
@@ -105,7 +105,7 @@ class _Passes(Lanes):
                 ready_s[step.result] = self.gathered[id(costs), layer, step.result]
             elif step.is_collective and cost.hides:
                 self.waiting.append((cost, layer, start_s))
-                is_full = sum(float(queued.network_bytes) for queued, _, _ in self.waiting) >= self.bucket_bytes
+                is_full = sum(float(grad_cost.network_bytes) for grad_cost, _, _ in self.waiting) >= self.bucket_bytes
                 if self.way.send == "each":
                     self.waiting.clear()
                     self.collective(cost, layer, start_s)

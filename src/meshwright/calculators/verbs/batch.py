@@ -185,10 +185,10 @@ def compute_bound_tokens(cluster: Cluster, *, dtype: str, weight_bytes: float = 
 
 def _links(cluster: Cluster) -> tuple[str | None, float | None, float]:
     """Returns the link that FSDP's collectives cross, its bytes/s, and its axes; (None, None, 1) without one."""
-    chip, width = cluster.chip, torus_width(cluster)
-    if width is not None:
-        axes_text = f"{len(width.axes)} {'axis' if len(width.axes) == 1 else 'axes'}"
-        return f"ICI, {axes_text}, W {width.words}", width.bytes_per_s, sum(width.axes)
+    chip, torus_links = cluster.chip, torus_width(cluster)
+    if torus_links is not None:
+        axes_text = f"{len(torus_links.axes)} {'axis' if len(torus_links.axes) == 1 else 'axes'}"
+        return f"ICI, {axes_text}, W {torus_links.words}", torus_links.bytes_per_s, sum(torus_links.axes)
     if cluster.num_chips > 1 and cluster.kind == "switched" and chip.nvlink_bytes_per_s:
         link_rate, link_name = chip.nvlink_bytes_per_s, "NVLink"
         if cluster.nodes > 1 and chip.nic_bytes_per_s:

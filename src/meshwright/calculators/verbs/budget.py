@@ -105,16 +105,16 @@ def command(given: Given) -> Answer:
         facts: Facts = {"flops": None, "failures": failure_facts}
     else:
         flops, num_params, num_tokens = _budget(given, model, law)
-        used_facts = _utilisation(flops, cluster, given)
-        mfu = used_facts["mfu"] if used_facts else given.mfu or ASSUMED_MFU
+        utilisation = _utilisation(flops, cluster, given)
+        mfu = utilisation["mfu"] if utilisation else given.mfu or ASSUMED_MFU
         # published chip-hours include the time that failures cost
-        useful_share = failure_facts["goodput"] if failure_facts and not used_facts else 1.0
+        useful_share = failure_facts["goodput"] if failure_facts and not utilisation else 1.0
         facts = {
             "flops": flops,
             "petaflop_days": petaflop_days(flops),
             **_law_facts(flops, law, (num_params, num_tokens), model),
             "tokens": num_tokens,
-            "utilisation": used_facts,
+            "utilisation": utilisation,
             "run": _run(flops, cluster, given, mfu, useful_share) if cluster else None,
             "years": _years(flops, given, mfu) if given.with_years else None,
             "failures": failure_facts,
@@ -174,12 +174,12 @@ def _law_facts(flops: float, law: ScalingLaw, sizes: tuple[float | None, float |
     if num_params is not None and tokens is not None:
         count_by_part = params_by_part(model) if model else {}
         # Kaplan leaves embeddings out of N
-        inner = num_params - count_by_part.get("embedding", 0) - count_by_part.get("unembedding", 0)
-        spent = {law.name: law.allocation(num_params if law.params_counted == "all" else inner, tokens) for law in laws}
-        facts["spent"] = spent[law.name]
-        facts["loss_by_law"] = {name: allocation.loss for name, allocation in spent.items()}
+        core_n = num_params - count_by_part.get("embedding", 0) - count_by_part.get("unembedding", 0)
+        alloc_by_law = {x.name: x.allocation(num_params if x.params_counted == "all" else core_n, tokens) for x in laws}
+        facts["spent"] = alloc_by_law[law.name]
+        facts["loss_by_law"] = {name: allocation.loss for name, allocation in alloc_by_law.items()}
         with suppress(InputError):
-            facts["optimal_flops_for_its_loss"] = flops_for_loss(law, spent[law.name].loss)
+            facts["optimal_flops_for_its_loss"] = flops_for_loss(law, alloc_by_law[law.name].loss)
     return facts
 
 
@@ -221,9 +221,9 @@ def run_cost(flops: float, chip: Chip, given: Given, *, num_chips: int = 1, dtyp
     """
     peak_rate, per_rack = peak(chip, dtype), given.chips_per_rack
     train_s = train_seconds(flops, num_chips=num_chips, peak_flops=peak_rate, mfu=mfu)
-    hour_usd, watts = given.price or chip.price_usd_per_hour, given.watts or chip.power_w
-    used_time = chip_time(train_s, replace(chip, price_usd_per_hour=hour_usd, power_w=watts), num_chips)
-    kwh = used_time.energy_kwh
+    hour_usd, watts_per_chip = given.price or chip.price_usd_per_hour, given.watts or chip.power_w
+    used_time = chip_time(train_s, replace(chip, price_usd_per_hour=hour_usd, power_w=watts_per_chip), num_chips)
+    chips_kwh = used_time.energy_kwh
     return {
         **asdict(used_time),
         "chip": chip.name,
@@ -232,26 +232,26 @@ def run_cost(flops: float, chip: Chip, given: Given, *, num_chips: int = 1, dtyp
         "peak_flops": peak_rate,
         "mfu": mfu,
         "years": years(train_s),
-        "facility_energy_kwh": kwh and facility_energy_kwh(kwh, pue=given.pue, host_share=given.host_share),
+        "facility_energy_kwh": chips_kwh and facility_energy_kwh(chips_kwh, pue=given.pue, host_share=given.host_share),
         "flops_per_dollar": hour_usd and flops_per_dollar(peak_rate, price_usd_per_hour=hour_usd, mfu=mfu),
-        "flops_per_joule": watts and flops_per_joule(peak_rate, watts_per_chip=watts, mfu=mfu),
+        "flops_per_joule": watts_per_chip and flops_per_joule(peak_rate, watts_per_chip=watts_per_chip, mfu=mfu),
         "floor_area_m2": per_rack and floor_area_m2(num_chips, chips_per_rack=per_rack, m2_per_rack=given.m2_per_rack),
     }
 
 
-def _run(flops: float, cluster: Cluster, given: Given, mfu: float, useful: float) -> Facts:
-    """Returns the cost on a cluster of which failures leave a ``useful`` share of the time."""
-    if useful <= 0:
+def _run(flops: float, cluster: Cluster, given: Given, mfu: float, useful_share: float) -> Facts:
+    """Returns the cost on a cluster of which failures leave ``useful_share`` of the time."""
+    if useful_share <= 0:
         raise InputError("failures leave no time for work at this interval. Save faster, or give fewer nodes.")
     cost_facts = run_cost(
-        flops, cluster.chip, given, num_chips=cluster.num_chips, dtype=_dtype(cluster, given), mfu=mfu * useful
+        flops, cluster.chip, given, num_chips=cluster.num_chips, dtype=_dtype(cluster, given), mfu=mfu * useful_share
     )
     return {
         "cluster": cluster.short_name,
         **cost_facts,
         "mfu": mfu,
         "pue": given.pue,
-        "goodput": useful,
+        "goodput": useful_share,
         "one_chip_years": years(train_seconds(flops, peak_flops=cost_facts["peak_flops"], mfu=mfu)),
     }
 
@@ -337,21 +337,21 @@ def _laws_text(facts: Facts, law: ScalingLaw) -> Iterator[Piece]:
 
 def _spent_text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
     """Yields a given size beside the optimum: loss, ratio, and the budget that would have sufficed."""
-    spent, best, least_flops = facts["spent"], facts["optimum"], facts["optimal_flops_for_its_loss"]
+    chosen, optimum, least_flops = facts["spent"], facts["optimum"], facts["optimal_flops_for_its_loss"]
     name = model.name if model else "this size"
     suffix = f" (N{', active' if model.num_experts else ''}, look-up included)" if model else ""
     yield Fact(
         "here",
-        f"{name}: {format_params(spent.num_params)} parameters{suffix} on {format_params(spent.num_tokens)} tokens, "
-        f"{three_digits(spent.tokens_per_param)} a parameter, {spent.num_params / best.num_params:.2g} times the best "
-        f"size",
+        f"{name}: {format_params(chosen.num_params)} parameters{suffix} on {format_params(chosen.num_tokens)} tokens, "
+        f"{three_digits(chosen.tokens_per_param)} a parameter, {chosen.num_params / optimum.num_params:.2g} times "
+        f"the best size",
     )
     losses_text = ", ".join(f"{law_name} {law_loss:.3f}" for law_name, law_loss in facts["loss_by_law"].items())
     yield Fact("loss", losses_text)
     if least_flops is not None:
         yield Fact(
             "from the optimum",
-            f"{spent.loss - best.loss:+.3f} in loss by {law.name}; the best size reaches its loss with "
+            f"{chosen.loss - optimum.loss:+.3f} in loss by {law.name}; the best size reaches its loss with "
             f"{least_flops:.3g} FLOPs, {least_flops / facts['flops']:.0%} of these",
         )
 

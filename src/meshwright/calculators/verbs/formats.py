@@ -52,9 +52,9 @@ def command(given: Given) -> Answer:
         "decoded": None if given.code is None else _decoded(given.code, forms),
         "dot_product": None if given.length is None else _dots(forms, given.length, given),
     }
-    stored = [{"given": row["value"], **way} for row in facts["values"] for way in row["stored"]]
-    ways = [{"format": row["format"], **way} for row in facts["dot_product"] or () for way in row["ways"]]
-    tables = [table for table in (stored, facts["decoded"] and [facts["decoded"]], ways) if table] or [facts["formats"]]
+    stored_rows = [{"given": row["value"], **way} for row in facts["values"] for way in row["stored"]]
+    way_rows = [{"format": row["format"], **way} for row in facts["dot_product"] or () for way in row["ways"]]
+    tables = [t for t in (stored_rows, facts["decoded"] and [facts["decoded"]], way_rows) if t] or [facts["formats"]]
     return Answer(facts, _text(given, facts), raw=tables)
 
 
@@ -203,7 +203,7 @@ def dot_product_ways(
     num_lanes = vector_bits // form.stored_bits
     if num_lanes < 1:
         raise InputError(f"a vector of {vector_bits} bits holds no {form.name}. Give at least {form.stored_bits}.")
-    num_steps = math.ceil(length / num_lanes)
+    num_vectors = math.ceil(length / num_lanes)
     rows, cols, depth = MATRIX_SHAPE
     # operands of a matrix instruction arrive in vector loads of their own
     depth = depth * 16 // form.stored_bits if form.stored_bits <= 16 else depth
@@ -212,7 +212,7 @@ def dot_product_ways(
     way_counts: list[tuple[str, float, float, float, float]] = [
         ("multiply, then add", 1, 2 * length, 2 * length - 1, 1),
         ("fused multiply-add", 1, 2 * length, length, 1),
-        (f"vector of {num_lanes}", num_lanes, 2 * num_steps, num_steps + 2 * int(math.log2(num_lanes)), 1),
+        (f"vector of {num_lanes}", num_lanes, 2 * num_vectors, num_vectors + 2 * int(math.log2(num_lanes)), 1),
         (f"matrix {rows}x{cols}x{depth}", results * depth, num_tiles * operand_loads / results, num_tiles / results,
          math.ceil(results / num_lanes) / results),
     ]  # fmt: skip

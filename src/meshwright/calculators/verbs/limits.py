@@ -89,12 +89,12 @@ def letters(sizes: Facts, cluster: Cluster, job: Job, given: Given) -> Letters:
 
     ``sizes`` are the model's. Raises InputError for a cluster without links. Source: How to Scale Your Model, 5.
     """
-    num_slices, width = cluster.num_slices, torus_width(cluster)
+    num_slices, torus = cluster.num_slices, torus_width(cluster)
     slice_size, peak_rate = cluster.num_chips // num_slices, peak(cluster.chip, given.dtype)
     link_letters = switched_letters(cluster, peak_rate, Efficiency()) if slice_size > 1 else {}
-    if width is None and not link_letters:
+    if torus is None and not link_letters:
         raise InputError(f"{cluster.short_name} has no links in the catalogue. Name several TPUs, or several GPUs.")
-    axes, num_tensor_axes = width.axes if width else (1.0,), given.tensor_axes
+    axes, num_tensor_axes = torus.axes if torus else (1.0,), given.tensor_axes
     if not 1 <= num_tensor_axes <= max(1, len(axes) - 1):
         raise InputError(
             f"--tensor-axes {given.tensor_axes}: {cluster.short_name} has {len(axes)} axes. Leave one for the data."
@@ -105,7 +105,7 @@ def letters(sizes: Facts, cluster: Cluster, job: Job, given: Given) -> Letters:
         batch_tokens=job.tokens_per_step / num_slices,
         num_chips=slice_size,
         peak_flops=peak_rate,
-        alpha=ici_intensity(peak_rate, width.bytes_per_s) if width else None,
+        alpha=ici_intensity(peak_rate, torus.bytes_per_s) if torus else None,
         fsdp_axes=sum(axes[num_tensor_axes:]) or axes[-1],
         tensor_axes=sum(axes[:num_tensor_axes]),
         tensor=given.tensor,

@@ -52,13 +52,13 @@ def command(given: Given) -> Answer:
     rule = None if ":" in given.name else mask_named(given.name)
     score = None if given.score is None else score_named(given.score)
     table_sizes = {"q_len": given.seq_len, "kv_len": given.seq_len, "block": given.block, "heads": given.num_heads}
-    mask: tuple[Any, ...]
+    mask_args: tuple[Any, ...]
     if rule is None:
-        table, mask = table_of_user(given.name, **table_sizes), (partial(load_user, given.name),)
+        table, mask_args = table_of_user(given.name, **table_sizes), (partial(load_user, given.name),)
     else:
         mask_arrays = example_data(rule, length=given.seq_len, heads=given.num_heads)
-        table, mask = counted_table(rule.make(*mask_arrays), **table_sizes), (rule.make, mask_arrays, rule.terms)
-    facts = {**_facts(given, table), **(_measured(given, mask, score) if given.run else {"measured": None})}
+        table, mask_args = counted_table(rule.make(*mask_arrays), **table_sizes), (rule.make, mask_arrays, rule.terms)
+    facts = {**_facts(given, table), **(_measured(given, mask_args, score) if given.run else {"measured": None})}
     rows = [{"source": source, **row} for source in ("predicted", "measured") for row in facts[source] or ()]
     pictures = {given.png: lambda: mask_figure(table, title=f"Attention mask {given.name}")}
     return Answer(facts, _text(facts, table), pictures, [rows, [facts]])
@@ -123,7 +123,7 @@ def _row(run: str, dense_s: float, blocks_s: float) -> Facts:
     return {"pass": run, "dense_s": dense_s, "blocks_s": blocks_s, "ratio": blocks_s / dense_s}
 
 
-def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> Facts:
+def _measured(given: Given, mask_args: tuple[Any, ...], score: Rule | None) -> Facts:
     """Returns the medians of runs on this machine, in float32 on a CPU and in bf16 elsewhere."""
     import jax
     import jax.numpy as jnp
@@ -135,9 +135,9 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> Facts:
     from meshwright.nn.attention.tiles import Mod
 
     seq_len, num_heads = given.seq_len, given.num_heads
-    rule = score and Mod(score.make, example_data(score, length=seq_len, heads=num_heads), score.terms)
-    make_call = partial(AttentionCall, scale=given.head_dim**-0.5, score=rule)
-    call_by_column = {"dense_s": make_call(), "blocks_s": make_call(mask=Mod(*mask))}
+    score_mod = score and Mod(score.make, example_data(score, length=seq_len, heads=num_heads), score.terms)
+    make_call = partial(AttentionCall, scale=given.head_dim**-0.5, score=score_mod)
+    call_by_column = {"dense_s": make_call(), "blocks_s": make_call(mask=Mod(*mask_args))}
     dtype = jnp.float32 if call_by_column["dense_s"].platform == "cpu" else jnp.bfloat16
     operands = jax.random.normal(jax.random.key(0), (4, 1, seq_len, num_heads, given.head_dim), dtype)
 
@@ -158,9 +158,9 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> Facts:
         )
         raise CannotRunError(f"not measured: {next(iter(reasons.values()))}. Use {hint_text}.")
     rows = [_row(run, *(timings[run, column].median_s for column in call_by_column)) for run in RUNS]
-    blocks = [block_size(seq_len, max_block) for max_block in (ROWS, LISTED)]
-    share = 1 - call_by_column["blocks_s"].placed(seq_len, seq_len).blocks(1, num_heads, *blocks).sparsity()
-    return {"measured": rows, "kernel_blocks": blocks, "kernel_share": share, "device": jax.devices()[0].device_kind}
+    sizes = [block_size(seq_len, max_block) for max_block in (ROWS, LISTED)]
+    share = 1 - call_by_column["blocks_s"].placed(seq_len, seq_len).blocks(1, num_heads, *sizes).sparsity()
+    return {"measured": rows, "kernel_blocks": sizes, "kernel_share": share, "device": jax.devices()[0].device_kind}
 
 
 SECONDS: Facts = {"pass": "pass", "dense": "dense_s", "blocks": "blocks_s", "ratio": ("ratio", "{:.3f}".format)}

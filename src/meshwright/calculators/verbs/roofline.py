@@ -99,7 +99,7 @@ def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given
     return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, roof)}, [[facts]])
 
 
-def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) -> Facts:
+def _critical(op: LocalOp, chip: Chip, roof: Roofline, sizes: dict[str, int]) -> Facts:
     """Returns the batch from which a product on matrix units is compute-bound; else intensity hardly depends on sizes.
 
     The batch is the first dim of the left array that the right one lacks, taken as whole tiles.
@@ -108,27 +108,27 @@ def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) ->
         return dict.fromkeys(("critical_dim", "critical_batch", "critical_batch_wide"))
     lhs, rhs, out = op.operands
     dim = next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
-    rates = {"bytes_per_s": line.bytes_per_s, "peak_flops": line.peak_flops}
-    padded_peak = line.peak_flops / op.padding(unit, {**sizes, dim: 2048 * sizes[dim]})
+    rates = {"bytes_per_s": roof.bytes_per_s, "peak_flops": roof.peak_flops}
+    padded_peak = roof.peak_flops / op.padding(chip, {**sizes, dim: 2048 * sizes[dim]})
     # if every other dim were infinite, only the weight's bytes would count
     wide_batch = None if dim in rhs.dims else critical_batch(**rates, weight_bytes=dtype_bytes(rhs.dtype))
     exact_batch = critical_size((lhs, rhs), out, sizes, dim=dim, **rates | {"peak_flops": padded_peak})
     return {"critical_dim": dim, "critical_batch": exact_batch, "critical_batch_wide": wide_batch}
 
 
-def _text(product: str, unit: Chip, r: Facts) -> Iterator[Piece]:
+def _text(product: str, chip: Chip, r: Facts) -> Iterator[Piece]:
     dim, exact_batch, wide_batch = r["critical_dim"], r["critical_batch"], r["critical_batch_wide"]
     rows = [
         ["compute", format_flop_count(r["flops"]), format_flops(r["peak_flops"]), format_seconds(r["math_s"])],
         [r["channel"], format_bytes(r["bytes"]), format_rate(r["bytes_per_s"]),
          format_seconds(r["transfer_s"])],
     ]  # fmt: skip
-    yield Table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")
+    yield Table(["", "amount", f"{chip.name} rate", "time"], rows, f"{product} on {chip.name} in {r['compute_dtype']}")
     if r["padding"] > 1:
-        tiles_text = f"whole tiles of {unit.mxu_dim} x {unit.mxu_dim}, rows by 8"
+        tiles_text = f"whole tiles of {chip.mxu_dim} x {chip.mxu_dim}, rows by 8"
         yield Fact("padded compute", f"{r['padding']:.3g} times the FLOPs, in the time: {tiles_text}", column=16)
     if r["units"] == "vector":
-        units = "vector units" if vector_peak(unit) else "vector units, whose rate is not known: compute takes longer"
+        units = "vector units" if vector_peak(chip) else "vector units, whose rate is not known: compute takes longer"
         yield Fact("computed by", f"{units}; FLOPs an element: {', '.join(r['steps'])}", column=16)
     intensity_text, critical_text = four_digits(r["intensity"]), four_digits(r["critical_intensity"])
     lower_text, upper_text = format_seconds(r["time_s_lower"]), format_seconds(r["time_s_upper"])
@@ -147,12 +147,12 @@ def _text(product: str, unit: Chip, r: Facts) -> Iterator[Piece]:
         yield Fact("padded memory", f"{padded_text} times what the elements need, in tiles of ({tile_text})", column=16)
 
 
-def _figure(product: str, unit: Chip, line: Roofline) -> Any:
+def _figure(product: str, chip: Chip, roof: Roofline) -> Any:
     from meshwright.report.roofline import RooflinePoint, roofline_figure
 
-    rate_by_link = {"HBM": unit.hbm_bytes_per_s, "VMEM": unit.vmem_bytes_per_s, line.channel.upper(): line.bytes_per_s}
+    rate_by_link = {"HBM": chip.hbm_bytes_per_s, "VMEM": chip.vmem_bytes_per_s, roof.channel.upper(): roof.bytes_per_s}
     known_links = {name: rate for name, rate in rate_by_link.items() if rate is not None}
-    point = RooflinePoint(label=product, intensity=line.work.intensity, flops_per_s=line.reached_flops_per_s)
+    point = RooflinePoint(label=product, intensity=roof.work.intensity, flops_per_s=roof.reached_flops_per_s)
     return roofline_figure(
-        peak_flops_per_s=line.peak_flops, link_bytes_per_s=known_links, points=[point], title=f"Roofline of {unit.name}"
+        peak_flops_per_s=roof.peak_flops, link_bytes_per_s=known_links, points=[point], title=f"Roofline of {chip.name}"
     )

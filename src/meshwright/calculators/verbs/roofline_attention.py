@@ -121,15 +121,15 @@ def _text(facts: Facts) -> Iterator[Piece]:
         f"Attention of one layer of {facts['model']} on {facts['chip']}: FLOPs/byte, and its time over that of the "
         f"feed-forward block",
     )
-    group_size, critical_flops = facts["queries_per_kv_head"], facts["critical_intensity"]
+    group_size, critical_flops_per_byte = facts["queries_per_kv_head"], facts["critical_intensity"]
     yield Fact(
         "prefill",
         f"compute-bound from {four_digits(facts['compute_bound_len'])} positions: T G / (G + 1) > "
-        f"{four_digits(critical_flops)} FLOPs/byte, G = {group_size}",
+        f"{four_digits(critical_flops_per_byte)} FLOPs/byte, G = {group_size}",
         COLUMN,
     )
     num_seqs = facts["batch_seqs"]
-    bound_text = "never compute-bound" if group_size <= critical_flops else "compute-bound"
+    bound_text = "never compute-bound" if group_size <= critical_flops_per_byte else "compute-bound"
     yield Fact(
         "generation",
         f"near G = {group_size} FLOPs/byte: {bound_text}; {num_seqs:,} sequence{'s' if num_seqs > 1 else ''} at once",

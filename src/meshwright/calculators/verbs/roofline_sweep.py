@@ -49,8 +49,8 @@ def sweep_points(
             raise InputError(f"--sweep {dim}: the product has no such dim. Choose of {', '.join(dims)}.")
         if swept_dims.count(dim) > 1 or dim in sizes:
             raise InputError(f"dim {dim} is given twice. Leave it out of --dims, or of one --sweep.")
-    sizes_by_text = {",".join(sweep[0]): {str(sizes): sizes for sizes in sweep} for sweep in reversed(sweeps)}
-    points = (values.values() for _, values in combinations(sizes_by_text))
+    swept_fields = {",".join(sweep[0]): {str(sizes): sizes for sizes in sweep} for sweep in reversed(sweeps)}
+    points = (values.values() for _, values in combinations(swept_fields))
     sizes_of_points = [{dim: size for part in reversed(parts) for dim, size in part.items()} for parts in points]
     return [(point_sizes, price(point_sizes)) for point_sizes in sizes_of_points]
 
@@ -60,8 +60,8 @@ def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, alon
     binds: that point leaves out tiles that are not whole, which would put it below the curve."""
     dims, drawn_points = tuple(along[0]), list(points[:1])
 
-    def whole(size: int, beside: SweptSizes) -> tuple[SweptSizes, Roofline]:
-        sizes = {**beside, **dict.fromkeys(dims, size)}
+    def whole(size: int, point_sizes: SweptSizes) -> tuple[SweptSizes, Roofline]:
+        sizes = {**point_sizes, **dict.fromkeys(dims, size)}
         return sizes, replace(price(sizes), padding=1.0)
 
     def binds_as_there(size: int, there: SweptSizes) -> bool:
@@ -87,30 +87,30 @@ RATE_COLUMNS: Facts = {
 def sweep_answer(op: LocalOp, unit: Chip, given: Any, sizes: SweptSizes, sweeps: Sequence[Sweep]) -> Answer:
     """Returns the swept points as a table, and their rates as curves."""
 
-    def price(swept: SweptSizes) -> Roofline:
-        return op.roofline(unit, {**sizes, **swept}, given.channel)
+    def price(swept_sizes: SweptSizes) -> Roofline:
+        return op.roofline(unit, {**sizes, **swept_sizes}, given.channel)
 
     points, dtype = sweep_points(price, op.dims, sizes, sweeps), op.dtype(unit)
     title = f"{given.product} on {unit.name}"
     rows = [
         {
             "sizes": sizes,
-            "intensity": line.work.intensity,
-            "time_s_lower": line.lower_s,
-            "time_s_upper": line.upper_s,
-            "flops_per_s": line.reached_flops_per_s,
-            "share_of_peak": line.reached_flops_per_s / line.peak_flops,
-            "bound_by": line.bound_by,
+            "intensity": roof.work.intensity,
+            "time_s_lower": roof.lower_s,
+            "time_s_upper": roof.upper_s,
+            "flops_per_s": roof.reached_flops_per_s,
+            "share_of_peak": roof.reached_flops_per_s / roof.peak_flops,
+            "bound_by": roof.bound_by,
         }
-        for sizes, line in points
+        for sizes, roof in points
     ]
-    first_line = points[0][1]
+    first_roof = points[0][1]
     facts = {
         "chip": unit.name,
         "channel": given.channel,
         "compute_dtype": dtype,
-        "peak_flops": first_line.peak_flops,
-        "bytes_per_s": first_line.bytes_per_s,
+        "peak_flops": first_roof.peak_flops,
+        "bytes_per_s": first_roof.bytes_per_s,
         "points": rows,
     }
     columns = {" = ".join(sweep[0]): (f"sizes/{next(iter(sweep[0]))}", "{:,}".format) for sweep in sweeps}
@@ -127,9 +127,9 @@ def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: SweptLines)
 
     first_sweep, *others = sweeps
     curves: dict[str, list[tuple[float, float]]] = {}
-    for sizes, line in points:
+    for sizes, roof in points:
         label = ", ".join(f"{' = '.join(sweep[0])} = {sizes[next(iter(sweep[0]))]:,}" for sweep in others) or unit.name
-        curves.setdefault(label, []).append((float(sizes[next(iter(first_sweep[0]))]), float(line.reached_flops_per_s)))
+        curves.setdefault(label, []).append((float(sizes[next(iter(first_sweep[0]))]), float(roof.reached_flops_per_s)))
     peak_flops = points[0][1].peak_flops
     return curves_figure(
         curves,

@@ -170,17 +170,17 @@ def read_times(*, forward: str, backward: str | None, weight: str | None, send: 
     units: set[str] = set()
     forwards, sends = _read("--forward", forward, units), _read("--send", send, units)
     backwards = _read("--backward", backward, units) if backward else tuple(2 * time for time in forwards)
-    weights = _read("--weight", weight, units) if weight else tuple(0.5 * time for time in backwards)
+    weight_times = _read("--weight", weight, units) if weight else tuple(0.5 * time for time in backwards)
     if units >= {UNITS, "s"}:
         raise InputError("some times have a unit and some have none. Write all of them as 1.2ms or all as 1.2.")
     if len(sends) > 1:
         raise InputError(f"--send {send!r} is more than one time. Give one; it holds at every boundary.")
     if min(forwards + backwards) <= 0:
         raise InputError("--forward and --backward must be more than 0.")
-    num_times = max(len(backwards), len(weights))
-    full_times, weight_parts = (values * num_times if len(values) == 1 else values for values in (backwards, weights))
+    num_times = max(len(backwards), len(weight_times))
+    full_times, weight_parts = (times * num_times if len(times) == 1 else times for times in (backwards, weight_times))
     unit = "s" if "s" in units else UNITS
-    times = Times(forward=forwards, backward=backwards, weight=weights, send=sends[0], unit=unit)
+    times = Times(forward=forwards, backward=backwards, weight=weight_times, send=sends[0], unit=unit)
     for full_backward, weight_part in zip(full_times, weight_parts, strict=False):
         if weight_part > full_backward:
             problem_text = f"--weight {times.cell(weight_part)} is more than --backward {times.cell(full_backward)}"
@@ -220,13 +220,13 @@ def _sizes(given: Given, what: str) -> tuple[int, int]:
 
 
 def _build(name: str, sizes: tuple[int, int], chunks: int | None) -> Schedule:
-    stages, microbatches = sizes
+    num_stages, num_micro = sizes
     num_chunks = default_chunks(name) if chunks is None else chunks
-    if 3 * stages * microbatches * num_chunks > MAX_OPS:
+    if 3 * num_stages * num_micro * num_chunks > MAX_OPS:
         raise InputError(
-            f"{stages} stages of {num_chunks} chunks x {microbatches} microbatches are more than {MAX_OPS:,} rows."
+            f"{num_stages} stages of {num_chunks} chunks x {num_micro} microbatches are more than {MAX_OPS:,} rows."
         )
-    return build(name, stages=stages, microbatches=microbatches, chunks=num_chunks)
+    return build(name, stages=num_stages, microbatches=num_micro, chunks=num_chunks)
 
 
 def _step(simulation: Simulation) -> dict[str, float]:
@@ -330,9 +330,9 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, facts: Facts, tim
         yield Fact("published", f"{times.show(facts['bubble_published'])} by {paper.formula}: {paper.why}")
     copies_text = "two copies of the weights" if facts["weight_copies"] > 1 else "one copy of the weights"
     yield Fact("peak stash", f"{counted(max(facts['peak_stash']), 'whole-stage microbatch')}; {copies_text}")
-    fused = facts["fused"]
-    yield Fact("in lockstep", f"{counted(fused['ticks'], 'fused tick')}, {times.show(fused['step'])}, "
-               f"peak stash {fused['peak_stash']:.4g}")  # fmt: skip
+    fused_facts = facts["fused"]
+    yield Fact("in lockstep", f"{counted(fused_facts['ticks'], 'fused tick')}, {times.show(fused_facts['step'])}, "
+               f"peak stash {fused_facts['peak_stash']:.4g}")  # fmt: skip
     yield _devices_table(schedule, facts, times)
     timeline = timeline_text(schedule, simulation, width=width())
     if not timeline:
@@ -368,8 +368,8 @@ def _devices_table(schedule: Schedule, r: Facts, times: Times) -> Table:
         for device, (busy, idle, stash) in enumerate(zip(r["busy"], r["idle"], r["peak_stash"], strict=True))
     ]
     if len(rows) > MAX_DEVICES_SHOWN:
-        num_half = MAX_DEVICES_SHOWN // 2
-        rows = [*rows[:num_half], ["..."] * 5, *rows[-num_half:]]
+        rows_at_each_end = MAX_DEVICES_SHOWN // 2
+        rows = [*rows[:rows_at_each_end], ["..."] * 5, *rows[-rows_at_each_end:]]
     return Table(["device", "holds stage", "busy", "idle", "peak stash"], rows)
 
 

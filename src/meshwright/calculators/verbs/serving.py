@@ -181,9 +181,9 @@ def _memory(replica: ServingReplica, kv_bytes: float, batch: int) -> list[Facts]
 
 
 def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> Facts:
-    num_chips, unit, prompt_len = at.cluster.num_chips, at.cluster.chip, given.prompt
+    num_chips, chip, prompt_len = at.cluster.num_chips, at.cluster.chip, given.prompt
     step_s, prefill_s = at.step(batch, kv_bytes).time_s, at.prefill_s(prompt_len, given.mfu)
-    link, cache = unit.dcn_bytes_per_s if unit.topology == "torus" else unit.nic_bytes_per_s, at.kv_bytes(prompt_len)
+    link, cache = chip.dcn_bytes_per_s if chip.topology == "torus" else chip.nic_bytes_per_s, at.kv_bytes(prompt_len)
     return {
         "batch": batch,
         "fits": batch <= at.batch_that_fits(kv_bytes),
@@ -291,8 +291,8 @@ def _text(facts: Facts) -> Iterator[Piece]:
         f"{facts['prompt']:,}, {facts['output']:,} generated"
     )
     yield Table.of(facts["memory"], MEMORY)
-    free, max_batch = BYTES(facts["free_bytes"]), facts["largest_batch"]
-    yield Fact("fits", f"{counted(max_batch, 'cache')} of {facts['context']:,} in the {free} that weights leave", WIDE)
+    room, max_batch = BYTES(facts["free_bytes"]), facts["largest_batch"]
+    yield Fact("fits", f"{counted(max_batch, 'cache')} of {facts['context']:,} in the {room} that weights leave", WIDE)
     yield Table.of(facts["steps"], STEPS, "A step: caches, then weights or FLOPs, whichever takes longer")
     is_huge = facts["requests"]["batch"] > MANY * facts["critical_batch"]
     longer_text = "; with more, a step is longer and tokens/s hardly more, so that such batches are of no use" * is_huge

@@ -132,14 +132,14 @@ def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict
         )
 
 
-def _result(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None) -> Facts:
+def _result(question: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None) -> Facts:
     prices, scatter_steps = (
-        price_einsum(asked.steps, dims, mesh, rates),
-        [s for s in asked.steps if s.op == "reduce_scatter"],
+        price_einsum(question.steps, dims, mesh, rates),
+        [s for s in question.steps if s.op == "reduce_scatter"],
     )
     mesh_size, device_flops = math.prod(mesh.values()), sum(p.flops for p in prices)
-    array_names, all_dims = [a.name for a in asked.arrays], {dim for a in asked.factors for dim in a.dims}
-    array_of = {a.name if array_names.count(a.name) == 1 else str(a): a for a in asked.arrays}
+    array_names, all_dims = [a.name for a in question.arrays], {dim for a in question.factors for dim in a.dims}
+    array_of = {a.name if array_names.count(a.name) == 1 else str(a): a for a in question.arrays}
     return {
         "steps": [
             {
@@ -151,7 +151,7 @@ def _result(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], ra
                 "time_s": price.time_s,
                 "critical": step.is_collective,
             }
-            for step, price in zip(asked.steps, prices, strict=True)
+            for step, price in zip(question.steps, prices, strict=True)
         ],
         "local_shapes": {name: list(local_shape(a, dims, mesh)) for name, a in array_of.items()},
         "bytes_per_device": {
@@ -194,20 +194,20 @@ def _ways(
     return [{**row, "times_cheapest": row[cost_field] / least_cost if least_cost else None} for row in rows]
 
 
-def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRates | None) -> Facts | None:
+def _slice_and_sum(question: ShardQuestion, dims: dict[str, int], rates: EinsumRates | None) -> Facts | None:
     """Returns the sizes at which slicing the contracted dim over its ICI axis beats a whole product on every device.
 
     Slices are summed by an AllReduce. W is that of the axes that split the dim. None if nothing is contracted, or the
     cluster is no torus. Source: How to Scale Your Model, exercise 3.4.
     """
-    (lhs, rhs), out = asked.factors, asked.result
+    (lhs, rhs), out = question.factors, question.result
     dim = next((d for d in lhs.dims if d in rhs.dims and d not in out.dims), None)
-    width = None if rates is None else torus_width(rates.cluster)
-    if dim is None or rates is None or width is None:
+    torus = None if rates is None else torus_width(rates.cluster)
+    if dim is None or rates is None or torus is None:
         return None
     split_axes = next((a.axes[a.dims.index(dim)] for a in (lhs, rhs) if a.axes[a.dims.index(dim)]), ())
     legs = group_legs(rates.laid, split_axes)
-    link_rate, words = width.bytes_per_s, width.words
+    link_rate, words = torus.bytes_per_s, torus.words
     if legs:
         link_rate = sum((1 + leg.wraps) * leg.bytes_per_s / leg.sharing for leg in legs)
         words = "both ways" if any(leg.wraps for leg in legs) else "one way, no ring"
@@ -253,16 +253,16 @@ def _error(computed: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _inputs(
-    asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]
+    question: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]
 ) -> tuple[tuple[Step, ...], tuple[ShardedArray, ...], dict[str, int]]:
     """Returns steps that make the arrays asked about, the arrays that these begin with, and the sizes of all dims.
 
     Addends of an unreduced array come from a product: each device of {U_Z} multiplies its own terms of a dim
     over Z, so that a missing sum shows.
     """
-    if asked.factors:
-        return (), asked.factors, dims
-    array = asked.arrays[0]
+    if question.factors:
+        return (), question.factors, dims
+    array = question.arrays[0]
     if not array.unreduced:
         return (), (array,), dims
     terms_dim = "terms"
@@ -313,8 +313,8 @@ def _text(title: str, result: Facts) -> Iterator[Piece]:
         flops_ratio = result["flops_total"] / result["flops_unsharded"]
         factor_text = f"{four_digits(flops_ratio)} times" if flops_ratio != 1 else "as many as"
         yield Fact("FLOPs per device", local, column=COLUMN)
-        text = f"{total} on {counted(result['devices'], 'device')}, {factor_text} the unsharded product's {full}"
-        yield Fact("FLOPs in all", text, column=COLUMN)
+        total_text = f"{total} on {counted(result['devices'], 'device')}, {factor_text} the unsharded product's {full}"
+        yield Fact("FLOPs in all", total_text, column=COLUMN)
     if result["time_s"] is not None and result["placement"]:
         placement_text = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
         time_text = f"{format_seconds(result['time_s'])}, one step after the other ({placement_text})"
@@ -349,17 +349,17 @@ def _text(title: str, result: Facts) -> Iterator[Piece]:
         yield Fact("run", f"{text}: largest error {run_facts['largest_error']:.1e} of the largest entry", column=COLUMN)
 
 
-def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:
+def _figure(question: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:
     from meshwright.report.arrays.sharding import sharding_figure
 
     # what was given, then the array that each step leaves
-    arrays = asked.arrays[:-1] if asked.steps else asked.arrays
+    arrays = question.arrays[:-1] if question.steps else question.arrays
     panels = [panel(array, dims, mesh) for array in arrays]
-    panels += [panel(step.result, dims, mesh, by=_step_words(step)) for step in asked.steps]
+    panels += [panel(step.result, dims, mesh, by=_step_words(step)) for step in question.steps]
     mesh_text = ", ".join(f"{a}={n}" for a, n in mesh.items())
-    when_text = " Arrays as given and after each step;" if asked.steps else ""
+    when_text = " Arrays as given and after each step;" if question.steps else ""
     subtitle = f"Mesh {mesh_text}.{when_text} {'n' if when_text else 'N'}umbers in blocks are devices."
-    return sharding_figure(panels, title=asked.title, subtitle=subtitle)
+    return sharding_figure(panels, title=question.title, subtitle=subtitle)
 
 
 def _step_words(step: Step) -> str:

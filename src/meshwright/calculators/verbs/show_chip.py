@@ -173,7 +173,7 @@ def _derived_rows(c: Chip, facts: Facts) -> list[list[Any]]:
         math_dtype, weight_dtype = name.split(" x ")
         formula = f"{'int8 ' * (math_dtype == 'int8')}peak / memory rate{' / 2' * (DTYPE_BYTES[weight_dtype] == 1)}"
         batch_rows.append((f"least batch, {name}", name, "{:.4g} tokens".format, formula))
-    table: tuple[tuple[str, str, Show, str], ...] = (
+    figures: tuple[tuple[str, str, Show, str], ...] = (
         ("critical intensity", "critical_intensity", "{:.4g} FLOPs/byte".format, "peak / memory rate"),
         *batch_rows,
         ("least batch, weights from host", "critical_batch_pcie", "{:,.0f} tokens".format, "peak / host link"),
@@ -190,7 +190,7 @@ def _derived_rows(c: Chip, facts: Facts) -> list[list[Any]]:
         ("memory over link rate", "memory_over_link", "{:.3g} times".format, "memory rate / link"),
         ("DCN of a chip", "dcn_bytes_per_s", format_rate, "of a host / its chips"),
     )
-    return known_rows(facts | facts["critical_batch"], table)
+    return known_rows(facts | facts["critical_batch"], figures)
 
 
 # -- the inside of a GPU --------------------------------------------------------------------------------
@@ -227,20 +227,20 @@ def _gpu_facts(c: Chip, dtype: str | None) -> Facts | None:
 
 def _gpu_text(c: Chip, gpu: Facts, dtype: str | None) -> Iterator[Piece]:
     """Yields the parts of the GPU beside its whole die, then the rates that follow from them."""
-    sold, die = gpu["sold"], gpu["die"]
-    gpus = [sold, die] if die else [sold]
+    sold_chip, die = gpu["sold"], gpu["die"]
+    gpus = [sold_chip, die] if die else [sold_chip]
     rows = [
-        [label, *(or_dash(getattr(unit, field) or None, show) for unit in gpus)]
+        [label, *(or_dash(getattr(one_gpu, field) or None, show) for one_gpu in gpus)]
         for label, field, show in UNITS
-        if getattr(sold, field)
+        if getattr(sold_chip, field)
     ]
     title = "Inside the GPU"
     if gpu["sms_used"] is not None:
         title += f": {gpu['sms_used']:.0%} of the die's SMs are switched on (floor sweeping)"
     yield ""
     yield Table(["", c.name, *([f"whole {die.name}"] if die else [])], rows, title)
-    if sold.tensor_flops_per_sm_cycle:
-        in_cores, in_lanes = sold.tensor_flops_per_sm_cycle, sold.fp32_flops_per_sm_cycle
+    if sold_chip.tensor_flops_per_sm_cycle:
+        in_cores, in_lanes = sold_chip.tensor_flops_per_sm_cycle, sold_chip.fp32_flops_per_sm_cycle
         ratio = f"{gpu['tensor_over_fp32_a_cycle']:.3g} times as many"
         yield Fact("an SM, a cycle", f"{in_cores:,} FLOPs in its tensor cores, {in_lanes:,} in its FP32 lanes: {ratio}")
     yield from _peak_text("peak from these", gpu["peak_flops_from_anatomy"], c.peak_flops.get(dtype or ""), c.clock_hz)

@@ -51,8 +51,8 @@ def clusters_answer(clusters: Sequence[Cluster]) -> Answer:
 def slice_facts(c: Cluster) -> Facts:
     """Returns rings, links across the middle of one slice, and the seconds in which its chips exchange 1 GB each."""
     placement = physical_placement(c)
-    torus_links = [link.name for link in placement.links if link.level == "ici"]
-    rates = group_rates(placement, torus_links)
+    link_names = [link.name for link in placement.links if link.level == "ici"]
+    rates = group_rates(placement, link_names)
     return {
         "cluster": c.short_name,
         "rings": sum(c.wraps),
@@ -85,13 +85,13 @@ def cluster_levels(c: Cluster) -> list[Facts] | None:
 
 def cluster_facts(c: Cluster) -> Facts:
     """Returns sums over the chips, and the least batches; None or left out where the chip's figures are not known."""
-    unit, dtype = c.chip, product_dtype(c.chip)
+    chip, dtype = c.chip, product_dtype(c.chip)
     total_by_name: Facts = {"num_chips": c.num_chips, "num_hosts": c.num_hosts}
     if dtype:
         total_by_name = anatomy.pod_totals(c, dtype=dtype)
     facts: Facts = {
         "cluster": c.short_name,
-        "chip": unit.name,
+        "chip": chip.name,
         "kind": c.kind,
         "shape": list(c.shape),
         "num_slices": c.num_slices,
@@ -101,19 +101,19 @@ def cluster_facts(c: Cluster) -> Facts:
         "compute_dtype": dtype,
         **total_by_name,
     }
-    watts, peak, width, per_host = unit.power_w, dtype and unit.peak_flops[dtype], torus_width(c), unit.chips_per_host
+    watts, peak, torus, host_chips = chip.power_w, dtype and chip.peak_flops[dtype], torus_width(c), chip.chips_per_host
     # tokens a step (of a slice) from which plain data parallelism is not bound by the network
     fsdp_tokens = dcn_tokens = None
-    if peak and width:
-        alpha = limits.ici_intensity(peak, width.bytes_per_s)
-        fsdp_tokens = limits.data_parallel_min_batch(alpha, sum(width.axes), c.num_chips // c.num_slices)
-    if peak and unit.dcn_bytes_per_s_per_host and per_host:
-        dcn_tokens = limits.dcn_min_batch_per_pod(peak, unit.dcn_bytes_per_s_per_host, per_host)
+    if peak and torus:
+        alpha = limits.ici_intensity(peak, torus.bytes_per_s)
+        fsdp_tokens = limits.data_parallel_min_batch(alpha, sum(torus.axes), c.num_chips // c.num_slices)
+    if peak and chip.dcn_bytes_per_s_per_host and host_chips:
+        dcn_tokens = limits.dcn_min_batch_per_pod(peak, chip.dcn_bytes_per_s_per_host, host_chips)
     return {
         **facts,
         "energy_kwh_per_day": watts and energy_kwh(DAY_S, num_chips=c.num_chips, watts_per_chip=watts),
         "fsdp_min_batch_tokens": fsdp_tokens,
-        "width": width and width.words,
+        "width": torus and torus.words,
         "dcn_min_batch_tokens_per_slice": dcn_tokens,
     }
 

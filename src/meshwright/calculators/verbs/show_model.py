@@ -50,12 +50,12 @@ def model_answer(m: Model, seq_len: int | None = None, folder: str = "") -> Answ
         columns = ("strategy", "forward", "forward_bytes", "backward", "backward_bytes")
         facts["flops"] = _flops(m, seq_len)
         facts["layer_traffic"] = [dict(zip(columns, (name, *row), strict=True)) for name, row in traffic_of.items()]
-    rows = (
+    row_tables = (
         facts["weights"],
         facts["kv_cache"],
         *((facts["flops"]["parts"], facts["layer_traffic"]) if seq_len else ()),
     )
-    return Answer(facts, _text(m, facts), raw=[[facts], *rows])
+    return Answer(facts, _text(m, facts), raw=[[facts], *row_tables])
 
 
 def _text(m: Model, facts: Facts) -> Iterator[Piece]:
@@ -77,7 +77,7 @@ def _text(m: Model, facts: Facts) -> Iterator[Piece]:
 
 def model_facts(m: Model) -> Facts:
     """Returns the counts of a model."""
-    published = entry(m.name).published if m.name in models() and load_model(m.name) == m else None
+    published_facts = entry(m.name).published if m.name in models() and load_model(m.name) == m else None
     param_count = num_params(m)
     return {
         "name": m.name,
@@ -89,7 +89,7 @@ def model_facts(m: Model) -> Facts:
         "mtp_params": mtp_params(m),
         "params_by_part": params_by_part(m),
         "vocabulary_params": sum(params_by_part(m).get(part, 0) for part in VOCABULARY),
-        "published_params": published.params if published else None,
+        "published_params": published_facts.params if published_facts else None,
         "train_flops_per_token": token_flops(m),
         "kv_cache_bytes_per_token": accounting.kv_cache_bytes(m, 1),
         "kv_cache": cache_designs(m),
@@ -134,15 +134,15 @@ def _folder_facts(m: Model, folder: Path) -> Facts:
 
 def _flops(m: Model, seq_len: int) -> Facts:
     """Returns FLOPs of one sequence of training by part, with and without the causal discount of scores."""
-    full_of, causal_of = (accounting.forward_flops(m, seq_len, causal=is_causal) for is_causal in (False, True))
-    shares = [{part: flops / sum(parts.values()) for part, flops in parts.items()} for parts in (full_of, causal_of)]
+    full_flops, causal_flops = (accounting.forward_flops(m, seq_len, causal=is_causal) for is_causal in (False, True))
+    shares = [{part: flops / sum(each.values()) for part, flops in each.items()} for each in (full_flops, causal_flops)]
     rows = [
         {"part": part, "forward_flops": flops, "backward_flops": 2 * flops, "total_flops": 3 * flops,
-         "share": shares[0][part], "total_causal_flops": 3 * causal_of[part], "share_causal": shares[1][part]}
-        for part, flops in full_of.items()
+         "share": shares[0][part], "total_causal_flops": 3 * causal_flops[part], "share_causal": shares[1][part]}
+        for part, flops in full_flops.items()
     ]  # fmt: skip
-    return {"seq_len": seq_len, "parts": rows, "total_flops": 3 * sum(full_of.values()),
-            "causal_flops": 3 * sum(causal_of.values())}  # fmt: skip
+    return {"seq_len": seq_len, "parts": rows, "total_flops": 3 * sum(full_flops.values()),
+            "causal_flops": 3 * sum(causal_flops.values())}  # fmt: skip
 
 
 def _attention_intensity(m: Model) -> dict[str, float] | None:
@@ -283,11 +283,11 @@ def _at_length_text(facts: Facts) -> Iterator[Piece]:
         "causal": ("total_causal_flops", format_flop_count),
         "share, causal": ("share_causal", "{:.1%}".format),
     }
-    total, causal = (format_flop_count(flops[key]) for key in ("total_flops", "causal_flops"))
+    total, causal_text = (format_flop_count(flops[key]) for key in ("total_flops", "causal_flops"))
     yield Table.of(
         flops["parts"],
         columns,
-        f"A sequence of {flops['seq_len']:,} tokens: {total}, {causal} with causal scores; N without the look-up",
+        f"A sequence of {flops['seq_len']:,} tokens: {total}, {causal_text} with causal scores; N without the look-up",
     )
     yield Table.of(
         facts["layer_traffic"],
@@ -320,7 +320,7 @@ def _cache_text(m: Model, rows: list[Facts]) -> Iterator[Piece]:
 
 def _zero_text(zero: Facts) -> Iterator[Piece]:
     bytes_of_part = STATE_BYTES[zero["state"]]
-    words = ", ".join(f"{part} {bytes_of_part[part]:g}" for part in ("weights", "gradients", "optimizer"))
+    parts_text = ", ".join(f"{part} {bytes_of_part[part]:g}" for part in ("weights", "gradients", "optimizer"))
     rows = [
         [f"ZeRO-{stage}{' (FSDP)' if stage == '3' else ''}",
          ", ".join(accounting.ZERO_SHARDS[int(stage)]) or "nothing", *map(format_bytes, sizes)]
@@ -329,8 +329,8 @@ def _zero_text(zero: Facts) -> Iterator[Piece]:
     yield Table(
         ["", "split over the devices", *(f"{n:,} devices" for n in zero["num_devices"])],
         rows,
-        f"Training state of a device, {zero['state']} (bytes a parameter: {words}); a plan of one microbatch scatters "
-        f"gradients as they are made: there ZeRO-1 holds as few as ZeRO-2",
+        f"Training state of a device, {zero['state']} (bytes a parameter: {parts_text}); a plan of one microbatch "
+        f"scatters gradients as they are made: there ZeRO-1 holds as few as ZeRO-2",
     )
 
 

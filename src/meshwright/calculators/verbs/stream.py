@@ -48,7 +48,7 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Stream the tiles of one loop through VMEM: matmul (x[T,D] w[D,F]), flash or flash-backward (one head, bf16)."""
-    unit, name, vmem_bytes = given.on, given.loop, known(given.on, "vmem_bytes")
+    chip, name, vmem_bytes = given.on, given.loop, known(given.on, "vmem_bytes")
     if name == "matmul" and given.causal:
         raise InputError("--causal: a product leaves out no tile. Use it with flash or flash-backward.")
     block = given.block or max(128, given.seq_len // MOST_A_SIDE if given.png else 0)
@@ -56,42 +56,42 @@ def command(given: Given) -> Answer:
     loop = tiled_loop(name, **sizes, block=block, causal=given.causal)
     loops = {block: loop}
     if loop.vmem_bytes > vmem_bytes:
-        needed_text, room_text = format_bytes(loop.vmem_bytes), f"{unit.name} has {format_bytes(vmem_bytes)}"
+        needed_text, room_text = format_bytes(loop.vmem_bytes), f"{chip.name} has {format_bytes(vmem_bytes)}"
         raise CannotRunError(f"tiles of {block} need {needed_text} of VMEM, {room_text}. Use a smaller --block.")
     for size in BLOCKS:
         with suppress(InputError):
             loops[size] = tiled_loop(name, **sizes, block=size, causal=given.causal)
     facts = {
-        **{"loop": name, "chip": unit.name, **sizes, "causal": given.causal, "num_steps": loop.num_steps},
-        "critical_intensity": critical_intensity(peak(unit, "bf16"), channel_rate(unit, "hbm")),
-        **_totals(loop, block, unit),
+        **{"loop": name, "chip": chip.name, **sizes, "causal": given.causal, "num_steps": loop.num_steps},
+        "critical_intensity": critical_intensity(peak(chip, "bf16"), channel_rate(chip, "hbm")),
+        **_totals(loop, block, chip),
         "arrays_bytes": sum(math.prod(array.shape) * array.itemsize for array in (*loop.operands, *loop.results)),
-        "untiled": None if name == "matmul" else _bounds(*untiled_attention(name, **sizes), unit),
-        "steps": _steps(loop, unit, shown(loop.num_steps, ROWS, 2)),
-        "blocks": [_totals(each, size, unit) for size, each in sorted(loops.items()) if each.vmem_bytes <= vmem_bytes],
+        "untiled": None if name == "matmul" else _bounds(*untiled_attention(name, **sizes), chip),
+        "steps": _steps(loop, chip, shown(loop.num_steps, ROWS, 2)),
+        "blocks": [_totals(each, size, chip) for size, each in sorted(loops.items()) if each.vmem_bytes <= vmem_bytes],
     }
     tiles_text = f"tiles of {block}{', causal' * given.causal}"
-    title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, {tiles_text}, on {unit.name}"
-    pictures = {given.png: lambda: _figure(loop, unit, title), given.roofline: lambda: _roofline(facts, unit)}
+    title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, {tiles_text}, on {chip.name}"
+    pictures = {given.png: lambda: _figure(loop, chip, title), given.roofline: lambda: _roofline(facts, chip)}
     return Answer(facts, _text(facts, title), pictures, [facts["steps"], facts["blocks"]])
 
 
-def _bounds(num_bytes: int, flops: int, unit: Chip) -> Facts:
-    line = chip_roofline(Work(flops=flops, num_bytes=num_bytes), unit, dtype="bf16")
+def _bounds(num_bytes: int, flops: int, chip: Chip) -> Facts:
+    line = chip_roofline(Work(flops=flops, num_bytes=num_bytes), chip, dtype="bf16")
     bounds = {"intensity": line.work.intensity, "math_s": line.math_s, "transfer_s": line.transfer_s}
     return {"hbm_bytes": num_bytes, "flops": flops, **bounds, "bound_by": line.bound_by}
 
 
-def _totals(loop: TiledLoop, block: int, unit: Chip) -> Facts:
-    end_s, _ = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
+def _totals(loop: TiledLoop, block: int, chip: Chip) -> Facts:
+    end_s, _ = loop.times(peak(chip, "bf16"), channel_rate(chip, "hbm"))
     moved_bytes = int(loop.moved_bytes((*loop.operands, *loop.results)).sum())
-    bounds = _bounds(moved_bytes, loop.flops_per_step * loop.num_steps, unit)
+    bounds = _bounds(moved_bytes, loop.flops_per_step * loop.num_steps, chip)
     return {"block": block, **bounds, "vmem_bytes": loop.vmem_bytes, "time_s": float(end_s[-1])}
 
 
-def _steps(loop: TiledLoop, unit: Chip, step_indices: Iterable[int | None]) -> list[Facts]:
+def _steps(loop: TiledLoop, chip: Chip, step_indices: Iterable[int | None]) -> list[Facts]:
     """Returns the steps of these numbers: what moves for each, and sums at its end."""
-    end_s, is_compute_bound = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
+    end_s, is_compute_bound = loop.times(peak(chip, "bf16"), channel_rate(chip, "hbm"))
     moved_bytes = np.cumsum(loop.moved_bytes((*loop.operands, *loop.results)))
     return [
         {
@@ -136,23 +136,23 @@ def _text(facts: Facts, title: str) -> Iterator[Piece]:
 # -- the picture ----------------------------------------------------------------------------------------
 
 
-def _roofline(facts: Facts, unit: Chip) -> Any:
+def _roofline(facts: Facts, chip: Chip) -> Any:
     points = [(f"b = {row['block']:,}", row, row["time_s"]) for row in facts["blocks"]]
     if (untiled := facts["untiled"]) is not None:
         points.append(("without tiles", untiled, max(untiled["math_s"], untiled["transfer_s"])))
     return roofline_figure(
-        peak_flops_per_s=peak(unit, "bf16"),
-        link_bytes_per_s={"HBM": channel_rate(unit, "hbm")},
+        peak_flops_per_s=peak(chip, "bf16"),
+        link_bytes_per_s={"HBM": channel_rate(chip, "hbm")},
         points=[RooflinePoint(name, row["intensity"], row["flops"] / time_s) for name, row, time_s in points],
-        title=f"{facts['loop']}{', causal' * facts['causal']}: tiles of b rows on the roofline of {unit.name}",
+        title=f"{facts['loop']}{', causal' * facts['causal']}: tiles of b rows on the roofline of {chip.name}",
     )
 
 
-def _figure(loop: TiledLoop, unit: Chip, title: str) -> Any:
+def _figure(loop: TiledLoop, chip: Chip, title: str) -> Any:
     """Draws the first three steps, three from the first complete result on, and the last two."""
     last, first = loop.num_steps - 1, max(3, int(np.flatnonzero(loop.moves[loop.results[0].name])[0]))
     steps_shown = sorted({step for step in (0, 1, 2, first, first + 1, first + 2, last - 1, last) if 0 <= step <= last})
-    frames = [_frame(loop, row) for row in _steps(loop, unit, steps_shown)]
+    frames = [_frame(loop, row) for row in _steps(loop, chip, steps_shown)]
     return stream_figure(frames, title=title, subtitle="Bytes and FLOPs so far, when the step ends, and what binds it.")
 
 
@@ -166,10 +166,10 @@ def _frame(loop: TiledLoop, row: Facts) -> StreamFrame:
     state_of = {name: state for state, names in titles_in.items() for name in names}
     tile_of = {name: (title, state_of.get(title, SUM)) for name, title in zip(loop.moves, titles, strict=True)}
 
-    def grid(one: TiledArray) -> list[list[str]]:
-        other_state = "in HBM" if one in loop.operands else "not in HBM yet"
-        num_rows, num_cols = (size // tile for size, tile in zip(one.shape, one.tile, strict=True))
-        return [[state_of.get(one.title((i, j)), other_state) for j in range(num_cols)] for i in range(num_rows)]
+    def grid(array: TiledArray) -> list[list[str]]:
+        other_state = "in HBM" if array in loop.operands else "not in HBM yet"
+        num_rows, num_cols = (size // tile for size, tile in zip(array.shape, array.tile, strict=True))
+        return [[state_of.get(array.title((i, j)), other_state) for j in range(num_cols)] for i in range(num_rows)]
 
     moved_text, flops_text, end_text = format_bytes(row["hbm_bytes"]), FLOPS(row["flops"]), format_seconds(row["end_s"])
     return StreamFrame(

@@ -51,7 +51,7 @@ def command(given: Given) -> Answer:
             subtitle=f"Bytes that every chip receives per second, in collectives of {size_text}.",
         )
 
-    text: list[Piece] = [
+    pieces: list[Piece] = [
         f"{chip_name}: what every chip receives per second in collectives of {size_text} over all chips",
         Table.of(
             _rows(points),
@@ -65,7 +65,7 @@ def command(given: Given) -> Answer:
         f"an all-reduce receives everything twice; times rest on {rates.describe() if rates else 'the data sheet'}"
         f"{slice_turns_text(clusters[-1])}",
     ]
-    return Answer({"bytes": num_bytes, "points": points}, text, {given.png: picture}, [points])
+    return Answer({"bytes": num_bytes, "points": points}, pieces, {given.png: picture}, [points])
 
 
 def bandwidth_sweep(
@@ -83,8 +83,8 @@ def bandwidth_sweep(
         for kind in SWEPT:
             # rates count the whole array on the group: an all-to-all's is the buffers of all chips together
             full_bytes = num_bytes * num_chips if kind == "all_to_all" else num_bytes
-            time_s, group = min(
-                ((float(collective_time(kind, full_bytes, group)), group) for group in groups), key=lambda pair: pair[0]
+            time_s, rates = min(
+                ((float(collective_time(kind, full_bytes, rates)), rates) for rates in groups), key=lambda pair: pair[0]
             )
             points.append(
                 {
@@ -93,7 +93,7 @@ def bandwidth_sweep(
                     "collective": kind,
                     "seconds": time_s,
                     "bytes_per_s": float(received_share(kind, num_chips)) * full_bytes / time_s,
-                    "bound_by": collective_bound_by(kind, full_bytes, group),
+                    "bound_by": collective_bound_by(kind, full_bytes, rates),
                 }
             )
     return points

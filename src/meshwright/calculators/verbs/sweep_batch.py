@@ -69,8 +69,8 @@ def command(given: Given) -> Answer:
         raise InputError(f"{given.model} is one layer without a loss: it has a forward pass only. Leave out --step.")
     token_grid = _tokens(given.batches, clusters[0].num_chips)
     curves = scheme_curves(work, clusters, token_grid, axes=given.axes, whole_axes=given.whole_axes, calibration=rates)
-    closed_by_name = closed_forms(work, clusters[0], rates)
-    crossings = [crossing(curve, closed_by_name) for curve in curves]
+    form_by_name = closed_forms(work, clusters[0], rates)
+    crossings = [crossing(curve, form_by_name) for curve in curves]
     facts = {
         "model": work.name,
         "cluster": given.on,
@@ -111,9 +111,9 @@ def _what(work: SweptWork) -> str:
     return "one layer, forward pass" if work.model is None else pass_text
 
 
-def _text(work: SweptWork, on: str, curves: Sequence[Curve], crossings: Sequence[Facts]) -> Iterator[Piece]:
-    turns = slice_turns_text(parse_clusters(on)[0])
-    yield f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden{turns}"
+def _text(work: SweptWork, cluster_text: str, curves: Sequence[Curve], crossings: Sequence[Facts]) -> Iterator[Piece]:
+    turns_text = slice_turns_text(parse_clusters(cluster_text)[0])
+    yield f"{work.name} on {cluster_text}, {_what(work)}: collectives one after the other, nothing hidden{turns_text}"
     first_curve, last_curve = curves[0], curves[-1]
     columns = {"compute": last_curve.compute_s}
     if len(curves) == 1:
@@ -140,7 +140,7 @@ def _text(work: SweptWork, on: str, curves: Sequence[Curve], crossings: Sequence
 # -- picture --------------------------------------------------------------------------------------------
 
 
-def _figure(title: str, what: str, curves: Sequence[Curve], crossings: Sequence[Facts]) -> Figure:
+def _figure(title: str, work_text: str, curves: Sequence[Curve], crossings: Sequence[Facts]) -> Figure:
     comms_curves: list[CommsCurve] = []
     for curve, crossing_facts in zip(curves, crossings, strict=True):
         seconds_of = {curve.name: curve.total_s}
@@ -164,5 +164,5 @@ def _figure(title: str, what: str, curves: Sequence[Curve], crossings: Sequence[
         curves[0].tokens.tolist(),
         comms_curves,
         title=f"{title}: communication against compute",
-        subtitle=f"{what.capitalize()}. Compute-bound from: {crossings_text or 'nowhere in this range'}.",
+        subtitle=f"{work_text.capitalize()}. Compute-bound from: {crossings_text or 'nowhere in this range'}.",
     )

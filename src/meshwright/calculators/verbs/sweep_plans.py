@@ -52,9 +52,9 @@ def refusals(rows: Sequence[Mapping[str, Any]]) -> str:
     texts = []
     for kind, refused_rows in rows_of.items():
         nearest_row = min(refused_rows, key=lambda row: row["least_bytes"] or 0)
-        word = "such as" if nearest_row["least_bytes"] is None else "nearest"
+        nearest_word = "such as" if nearest_row["least_bytes"] is None else "nearest"
         detail_text = nearest_row["reason"].removeprefix(kind).rstrip(".")
-        texts.append(f"{kind} ({len(refused_rows)}, {word} {nearest_row['label']}{detail_text})")
+        texts.append(f"{kind} ({len(refused_rows)}, {nearest_word} {nearest_row['label']}{detail_text})")
     return f"{sum(map(len, rows_of.values()))} of {len(rows)} points do not run: {'; '.join(texts)}" if texts else ""
 
 
@@ -142,10 +142,10 @@ def command(given: Given) -> Answer:
         note for setting, strategy in pairs for note in (*assumption_notes(setting), *slots_note(setting, strategy))
     )
     figure_name = "hbm_bytes_per_chip" if len(varied_names) > 1 and given.figure == "memory" else given.figure
-    swept = Swept(rows=rows, varied=varied_names, figure=figure_name, weak=given.weak, held="micro" in fields)
+    sweep = Swept(rows=rows, varied=varied_names, figure=figure_name, weak=given.weak, held="micro" in fields)
     model_rows = [{"name": name, "params": num_params(model)} for name, model in fields["model"].items()]
     facts = {
-        **{name: swept.same(name) for name in ("model", "cluster", "seq_len", "tokens_per_step", "limit_bytes")},
+        **{name: sweep.same(name) for name in ("model", "cluster", "seq_len", "tokens_per_step", "limit_bytes")},
         "axis": varied_names[0],
         "fields": {name: list(fields[name]) for name in varied_names},
         "scaling": "weak" if given.weak else "strong",
@@ -153,9 +153,9 @@ def command(given: Given) -> Answer:
         "clusters": [cluster.short_name for cluster in fields["on"].values()],
         "points" if len(varied_names) == 1 else "cells": rows,
     }
-    pieces = [*swept.text(), *notes, *map(describe, fields["model"].values())]
+    pieces = [*sweep.text(), *notes, *map(describe, fields["model"].values())]
     raw = [{"memory_bytes" if name == "memory" else name: value for name, value in row.items()} for row in rows]
-    return Answer(facts, list(filter(None, pieces)), {given.png: swept.picture}, [raw])
+    return Answer(facts, list(filter(None, pieces)), {given.png: sweep.picture}, [raw])
 
 
 def varied_fields(fields: SweptFields) -> list[str]:

@@ -90,13 +90,13 @@ def command(given: Given) -> Answer:
     rows = [_point(texts, values, varied_names, rates) for texts, values in points]
     if all(row["axes"] is None for row in rows):
         raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
-    swept = SweptServices(rows=rows, varied=varied_names, figure=given.figure)
+    sweep = SweptServices(rows=rows, varied=varied_names, figure=given.figure)
     facts = {
-        **{name: swept.same(name) for name in ("model", "cluster")},
+        **{name: sweep.same(name) for name in ("model", "cluster")},
         "fields": {name: list(fields[name]) for name in varied_names},
         "points" if len(varied_names) == 1 else "cells": rows,
     }
-    return Answer(facts, list(swept.text()), {given.png: swept.picture}, [rows])
+    return Answer(facts, list(sweep.text()), {given.png: sweep.picture}, [rows])
 
 
 class SweptServices(Swept, frozen=True, kw_only=True):

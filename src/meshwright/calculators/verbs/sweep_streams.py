@@ -67,7 +67,7 @@ def command(given: Given) -> Answer:
         for lanes in timelines
     ]
     place_text = f"{given.model} on {cluster.short_name}"
-    text: list[Piece] = [
+    pieces: list[Piece] = [
         f"{place_text}, data parallel: {layers_text}",
         Table.of(timelines, {"way": "name", **SECONDS}),
         f"exposed: the chip waits for the links; buckets of {format_bytes(parse_bytes(given.bucket))}; weights are "
@@ -83,4 +83,4 @@ def command(given: Given) -> Answer:
         )
 
     facts = {"model": given.model, "cluster": cluster.short_name, "layers": given.layers, "ways": way_rows}
-    return Answer(facts, text, {given.png: picture})
+    return Answer(facts, pieces, {given.png: picture})

@@ -91,13 +91,13 @@ def _matrices(given: Given, depth: int, width: int, *, low: int = -9) -> tuple[M
     return rng.integers(low, 10, (given.num_inputs, depth)), rng.integers(low, 10, (depth, width))
 
 
-def _speed(cycles: SystolicCycles, shape: tuple[int, int], on: str | None) -> Facts:
+def _speed(cycles: SystolicCycles, shape: tuple[int, int], chip_name: str | None) -> Facts:
     """Returns seconds and FLOP/s of one array at a chip's clock; None if no clock is published."""
-    unit = None if on is None else chip(on)
-    clock_hz = unit and unit.clock_hz
+    one_chip = None if chip_name is None else chip(chip_name)
+    clock_hz = one_chip and one_chip.clock_hz
     peak_flops = clock_hz and 2 * shape[0] * shape[1] * clock_hz
     return {
-        "chip": unit and unit.name,
+        "chip": one_chip and one_chip.name,
         "time_s": clock_hz and cycles.total / clock_hz,
         "peak_flops": peak_flops,
         "flops_per_s": peak_flops and peak_flops * cycles.useful_share,
@@ -210,6 +210,6 @@ def _outside(near: list[tuple[Matrix, Matrix]]) -> tuple[BoundaryValue, ...]:
     return tuple(
         BoundaryValue(lane=lane, distance=distance, value=int(values[lane]))
         for lane in range(len(near[0][0]))
-        for distance, (entry_of_lane, values) in enumerate(near, start=1)
-        if entry_of_lane[lane] >= 0
+        for distance, (tags, values) in enumerate(near, start=1)
+        if tags[lane] >= 0
     )

@@ -107,11 +107,11 @@ def command(given: Given) -> Answer:
 def _transfer_text(title: str, legs: list[TransferLeg], facts: Facts) -> Iterator[Piece]:
     rows = []
     for leg_number, leg in enumerate(legs, 1):
-        amount, rate = (format_flop_count, format_flops) if leg.channel == "compute" else (format_bytes, format_rate)
+        show, show_rate = (format_flop_count, format_flops) if leg.channel == "compute" else (format_bytes, format_rate)
         lanes_text = f"{leg.lanes} x " if leg.lanes > 1 else ""
         cells = (
-            amount(leg.amount),
-            lanes_text + rate(leg.rate),
+            show(leg.amount),
+            lanes_text + show_rate(leg.rate),
             format_seconds(leg.latency_s),
             format_seconds(leg.send_s),
         )
@@ -279,7 +279,7 @@ def _draw_frames(
     from meshwright.report.arrays.ring import MAX_DEVICES, Numbers, ring_figure
     from meshwright.report.figure import PICTURES, save
 
-    draw_kind = next((drawable for drawable in DRAWN_KINDS if drawable == kind), None)
+    draw_kind = next((known_kind for known_kind in DRAWN_KINDS if known_kind == kind), None)
     if draw_kind is None:
         kinds_text = f"{', '.join(DRAWN_KINDS[:-1])} or {DRAWN_KINDS[-1]}"
         raise InputError(f"--frames draws one collective: give --collective {kinds_text}.")
@@ -288,13 +288,13 @@ def _draw_frames(
     leg, size, moves = legs[0], int(legs[0].size), leg_moves(draw_kind, legs[0], two_way=two_way)
     if size > MAX_DEVICES:
         raise InputError(f"--frames shows at most {MAX_DEVICES} devices and the axis has {size}. Name a smaller one.")
-    shape, usage = "a line", "both directions of each link are used"
+    layout, usage = "a line", "both directions of each link are used"
     if leg.level != "ici":
-        shape, usage = ("a switch", "in one step") if len(moves) == 1 else ("trees", "each step reaches twice as far")
+        layout, usage = ("a switch", "in one step") if len(moves) == 1 else ("trees", "each step reaches twice as far")
     elif leg.wraps:
-        shape, usage = "a ring", "both ways round" if two_way else "one way round"
+        layout, usage = "a ring", "both ways round" if two_way else "one way round"
     frames = collective_frames(draw_kind, size, moves)
-    title = f"{BOOK_NAMES[draw_kind]} on {shape} of {size}: {len(frames) - 1} step{'s' * (len(frames) > 2)}"
+    title = f"{BOOK_NAMES[draw_kind]} on {layout} of {size}: {len(frames) - 1} step{'s' * (len(frames) > 2)}"
     subtitle = f"{WORDS[draw_kind]}; {usage} ({place})."
     numbers: Numbers = "sources" if draw_kind == "all_gather" else "blocks" if draw_kind == "all_to_all" else "addends"
     if path.suffix.lower() in PICTURES:

@@ -158,12 +158,12 @@ def _kernels(given: Given) -> Answer:
     folder = KERNELS if given.file == PUBLISHED else given.file
     if given.page:
         _with_tables(given.page, {"kernels": ""})
-    groups, omitted = kernels.read_kernels(folder)
-    num_rows = sum(len(group.measured_s) for group in groups)
+    kernel_groups, omitted = kernels.read_kernels(folder)
+    num_rows = sum(len(group.measured_s) for group in kernel_groups)
     fitted = fitted_numbers(KERNEL_NUMBERS)
     if given.out:
-        fitted = _fitted_numbers(f"{num_rows:,} measured kernels of {folder}", kernels.fit_kernels(groups))
-    errors = kernels.kernel_errors(groups, fitted.numbers)
+        fitted = _fitted_numbers(f"{num_rows:,} measured kernels of {folder}", kernels.fit_kernels(kernel_groups))
+    errors = kernels.kernel_errors(kernel_groups, fitted.numbers)
     _write(given, fitted, {"kernels": Table.of(errors, KERNEL_COLUMNS)})
     table = Table.of(errors, KERNEL_COLUMNS, f"kernels, on shapes held out in {NUM_FOLDS} folds")
     rows = [row for row in errors if row.goal]
@@ -219,10 +219,10 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
     refit = fit_served(records)
     say("simulating the queues of every client")
     numbers = refit.numbers
-    errors_by_name = refit.errors | queued_accuracy(refit.cases, refit.held_out, refit.unpredicted)
-    errors_by_name |= pooled_accuracy(records, numbers)
-    num_records = errors_by_name["served"].summary().n
-    return _refitted(given, f"{num_records:,} published times per output token", numbers, errors_by_name)
+    accuracy_by_name = refit.errors | queued_accuracy(refit.cases, refit.held_out, refit.unpredicted)
+    accuracy_by_name |= pooled_accuracy(records, numbers)
+    num_records = accuracy_by_name["served"].summary().n
+    return _refitted(given, f"{num_records:,} published times per output token", numbers, accuracy_by_name)
 
 
 # -- fitting --------------------------------------------------------------------------------------------

@@ -70,19 +70,19 @@ def command(given: Given) -> Answer:
         results.append(measure_drafts(opened_engine.engine, requests))
         say(f"{counted(draft_count, 'draft')}: {three_digits(results[-1].tokens_per_s)} tokens/s")
     results = [results[-1], *results[:-1]]
-    predicted = predicted_speedups(results)
+    predicted_gains = predicted_speedups(results)
     speedups = [result.tokens_per_s / results[0].tokens_per_s for result in results]
     rows = [msgspec.to_builtins(result) | {"speedup": factor} for result, factor in zip(results, speedups, strict=True)]
-    shown_rows = [{**row, "predicted_speedup": factor} for row, factor in zip(rows, predicted, strict=True)]
-    num_drafts = [result.num_drafts for result in results]
+    shown_rows = [{**row, "predicted_speedup": factor} for row, factor in zip(rows, predicted_gains, strict=True)]
+    x_values = [result.num_drafts for result in results]
     drafting_results = results[1:]
     panels = {
-        "speed-up": ("", list(zip(num_drafts, predicted, strict=True)), list(zip(num_drafts, speedups, strict=True))),
+        "speed-up": ("", list(zip(x_values, predicted_gains, strict=True)), list(zip(x_values, speedups, strict=True))),
         "drafts accepted (%)": ("", [], [(result.num_drafts, 100 * result.accepted) for result in drafting_results]),
         "time of a step ({})": ("s", [], [(result.num_drafts, result.step_s) for result in results]),
     }
     title = f"Drafts by {given.draft} for {given.what.name}"
     lines: list[Piece] = [Fact("prompts", f"{len(requests)} of {given.prompts}, temperature {given.temperature:g}"), ""]
-    facts = {"draft": given.draft, "results": rows, "predicted": predicted}
+    facts = {"draft": given.draft, "results": rows, "predicted": predicted_gains}
     draw_by_path = {given.png: lambda: load_figure(panels, x="drafts of a step", title=title)}
     return Answer(facts, [*lines, Table.of(shown_rows, COLUMNS)], draw_by_path)

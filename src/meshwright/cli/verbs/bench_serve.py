@@ -213,9 +213,9 @@ class LoadAnswer:
         """Returns throughput and median latencies over the rate."""
         from meshwright.report.machine.serving import load_figure
 
-        def points(of: Callable[[ServingSummary], float], which: str) -> Sequence[tuple[float, float]]:
-            summaries = sorted((row.rate_per_s, getattr(row, which)) for row in self.rows if getattr(row, which))
-            return [(rate, of(summary)) for rate, summary in summaries]
+        def points(read_y: Callable[[ServingSummary], float], side: str) -> Sequence[tuple[float, float]]:
+            summaries = sorted((row.rate_per_s, getattr(row, side)) for row in self.rows if getattr(row, side))
+            return [(rate, read_y(summary)) for rate, summary in summaries]
 
         titles = ("output tokens/s", "median TTFT ({})", "median TPOT ({})")
         panels: Facts = {}

@@ -38,12 +38,12 @@ def command(given: Given) -> Answer:
     from meshwright.nn.hf.files import open_checkpoint
     from meshwright.nn.hf.gguf import as_folder
 
-    source = as_folder(given.source)
-    if not source.is_dir():
-        raise InputError(f"{source} is no folder. Give the folder of a run or of a Hugging Face model.")
+    source_folder = as_folder(given.source)
+    if not source_folder.is_dir():
+        raise InputError(f"{source_folder} is no folder. Give the folder of a run or of a Hugging Face model.")
     try:
-        model, step, files = _convert(given, source)
-        write_sums(folder, copy_beside(source, folder))
+        model, step, files = _convert(given, source_folder)
+        write_sums(folder, copy_beside(source_folder, folder))
     except OSError as error:
         raise CannotRunError(f"{folder} cannot be written: {error.strerror or error}. Give another one.") from None
     with open_checkpoint(folder) as tensors:
@@ -78,28 +78,28 @@ def _convert(given: Given, source: Path) -> tuple[Model, int | None, list[Path]]
     from meshwright.train.weights import checkpoint_steps, end_of_text, open_run_checkpoint
 
     folder, dtype = given.folder, given.dtype
-    options: Facts = {"dtype": dtype, "max_shard_bytes": int(given.file_size)}
+    write_options: Facts = {"dtype": dtype, "max_shard_bytes": int(given.file_size)}
     if given.step is None and is_adapter(source):
         base_path = base_folder(source)
         model = adapted_model(model_from_config(base_path / "config.json", source.resolve().name), source)
         if given.merge:
             model = with_stored_mtp(model, source)
-            return frozen_base(model), None, convert_hf(model, source, folder, **options)
+            return frozen_base(model), None, convert_hf(model, source, folder, **write_options)
         with open_source(model, source) as (fetch, dtypes):
             return model, None, save_adapter(model, fetch, dtypes, folder, base=str(base_path.resolve()), dtype=dtype)
     if given.step is None and has_weights(source):
         _require_adapter(given, None)
         model = with_stored_mtp(model_from_config(source / "config.json", source.resolve().name), source)
-        return model, None, convert_hf(model, source, folder, **options)
+        return model, None, convert_hf(model, source, folder, **write_options)
     if given.step is None and not checkpoint_steps(source):
         raise InputError(
             f"{source} has neither config.json with *.safetensors nor checkpoints. Give a run or a Hugging Face model."
         )
     with open_run_checkpoint(source, given.step) as saved:
         _require_adapter(given, saved.model)
-        options["config"] = end_of_text(saved.model, source)
+        write_options["config"] = end_of_text(saved.model, source)
         if saved.model.lora is None:
-            return saved.model, saved.step, write_hf(saved.model, saved.fetch, saved.dtypes, folder, **options)
+            return saved.model, saved.step, write_hf(saved.model, saved.fetch, saved.dtypes, folder, **write_options)
         if not given.merge:
             base_name = str(saved.base.resolve())
             paths = save_adapter(saved.model, saved.fetch, saved.dtypes, folder, base=base_name, dtype=dtype)
@@ -110,7 +110,7 @@ def _convert(given: Given, source: Path) -> tuple[Model, int | None, list[Path]]
             def fetch(name: str, index: tuple[int, ...]) -> Any:
                 return (saved.fetch if name in saved.dtypes else fetch_base)(name, index)
 
-            paths = write_hf(model, merged(saved.model, fetch), dtypes, folder, **options)
+            paths = write_hf(model, merged(saved.model, fetch), dtypes, folder, **write_options)
         return model, saved.step, paths
 
 

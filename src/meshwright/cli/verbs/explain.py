@@ -51,11 +51,11 @@ def command(given: PlanOptions) -> Answer:
     require_training(check_tokens(asked_plan.setting.job), "explain")
     explanation = explain(asked_plan.plan())
     stored_estimate = asked_plan.predicted or explanation.estimate
-    stored, now_text = format_seconds(stored_estimate.step_s), format_seconds(explanation.estimate.step_s)
-    if stored != now_text:
+    old_text, now_text = format_seconds(stored_estimate.step_s), format_seconds(explanation.estimate.step_s)
+    if old_text != now_text:
         say(
-            f"{given.what} predicts {stored} a step and its own rates now give {now_text}: it was changed by hand, or "
-            f"written by another version."
+            f"{given.what} predicts {old_text} a step and its own rates now give {now_text}: it was changed by hand, "
+            f"or written by another version."
         )
     parts = [part for block in explanation.blocks for part in (block.forward, block.backward)]
     parts += [explanation.between.sends, explanation.once] if explanation.between else [explanation.once]
@@ -85,13 +85,13 @@ def _facts(explanation: Explanation) -> Facts:
     }
 
 
-def _text(told: Explanation) -> Iterator[Piece]:
-    plan = told.plan
+def _text(explanation: Explanation) -> Iterator[Piece]:
+    plan = explanation.plan
     state_text = f"state {plan.strategy.state}{optimizer_words(plan.job)}"
     choice_texts = (words_of(plan.strategy) for words_of in (sharding_words, remat_words, collective_matmul_words))
     summary_text = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), *choice_texts, state_text)))
     yield f"{plan.model.name} on {plan.cluster.short_name}: {summary_text}"
-    batch, job = told.batch, plan.job
+    batch, job = explanation.batch, plan.job
     replicas_text = mesh_words({axis: plan.strategy.mesh.get(axis, 1) for axis in BATCH_AXES}, alone="one replica")
     yield Fact(
         "batch",
@@ -102,40 +102,40 @@ def _text(told: Explanation) -> Iterator[Piece]:
     yield Fact("placement", placement_words(plan.strategy.placement))
     if rerun_text := rerun_words(plan.strategy, plan.model.num_layers):
         yield Fact("recomputation", rerun_text)
-    yield Fact("attention", f"by the kernel {told.attention_kernel}")
+    yield Fact("attention", f"by the kernel {explanation.attention_kernel}")
     yield Fact("times rest on", plan.calibration.describe())
     yield from (Fact("power", note) for note in power_notes(plan.cluster.chip, plan.calibration))
     yield from (Fact("note", note) for note in assumption_notes(plan.setting))
     yield from (Fact("load of experts", note) for note in imbalance_notes(plan.setting, plan.strategy))
     yield ""
-    yield from _lead_text(told)
-    for block in told.blocks:
+    yield from _lead_text(explanation)
+    for block in explanation.blocks:
         yield from algorithm_text(block.forward)
         yield from algorithm_text(block.backward)
-    if (between := told.between) is not None:
+    if (between := explanation.between) is not None:
         yield from algorithm_text(between.sends)
         chunks_text = f" of {between.chunks} chunks" if between.chunks > 1 else ""
         yield Paragraph(
             f"     {between.schedule} on {counted(between.stages, 'stage')}{chunks_text}, "
             f"{counted(between.microbatches, 'microbatch')}: a step waits for {between.num_sends:,.0f} sends, "
-            f"{format_seconds(between.sends_s)}, and stands idle for "
-            f"{format_seconds(between.bubble_s)}, {between.bubble_s / told.estimate.step_s:.1%} of it (the bubble)",
+            f"{format_seconds(between.sends_s)}, and stands idle for {format_seconds(between.bubble_s)}, "
+            f"{between.bubble_s / explanation.estimate.step_s:.1%} of it (the bubble)",
             indent=5,
         )
-    yield from algorithm_text(told.once)
-    yield from _step_text(told)
-    yield from _limits_text(told)
+    yield from algorithm_text(explanation.once)
+    yield from _step_text(explanation)
+    yield from _limits_text(explanation)
 
 
 def _step_text(told: Explanation) -> Iterator[Piece]:
     estimate = told.estimate
     yield ""
     yield Table.of(told.terms, TERMS)
-    lower, upper = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
+    lower_text, upper_text = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
     yield Fact(
         "step",
-        f"{format_seconds(estimate.step_s)}, between {lower} (perfect overlap) and {upper} (none: compute, memory and "
-        f"network one after the other); bound by "
+        f"{format_seconds(estimate.step_s)}, between {lower_text} (perfect overlap) and {upper_text} (none: compute, "
+        f"memory and network one after the other); bound by "
         f"{estimate.bound_by}",
     )
     unmasked_mfu = estimate.mfu_causal if told.plan.model.attention_mask else unmasked(estimate)

@@ -18,12 +18,12 @@ from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Tabl
 
 def service_explanation(plan: ServicePlan, name: str) -> Answer:
     """Returns the explanation of a service; ``name`` is that of its plan."""
-    explained = explain_service(plan)
+    explanation = explain_service(plan)
     change_texts = [
         f"{figure} {format_seconds(old_s)}, now {format_seconds(new_s)}"
         for figure, old_s, new_s in (
-            ("TTFT", plan.predicted.ttft_s, explained.value("TTFT")),
-            ("TPOT", plan.predicted.tpot_s, explained.value("TPOT")),
+            ("TTFT", plan.predicted.ttft_s, explanation.value("TTFT")),
+            ("TPOT", plan.predicted.tpot_s, explanation.value("TPOT")),
         )
         if format_seconds(old_s) != format_seconds(new_s)
     ]
@@ -31,7 +31,7 @@ def service_explanation(plan: ServicePlan, name: str) -> Answer:
         say(f"{name} predicts {', '.join(change_texts)}: it was changed by hand, or written by another version.")
     line_rows = [
         {"title": part.title, **msgspec.structs.asdict(line)}
-        for phase in explained.phases
+        for phase in explanation.phases
         for part in phase.blocks
         for line in part.lines
     ]
@@ -40,10 +40,10 @@ def service_explanation(plan: ServicePlan, name: str) -> Answer:
         "cluster": plan.cluster.short_name,
         "service": plan.service,
         "plan": plan.to_json(),
-        **{phase.phase: {**msgspec.structs.asdict(phase), "pool": phase.pool.to_json()} for phase in explained.phases},
-        "formulas": explained.formulas,
+        **{each.phase: {**msgspec.structs.asdict(each), "pool": each.pool.to_json()} for each in explanation.phases},
+        "formulas": explanation.formulas,
     }
-    return Answer(facts, _text(explained), raw=[line_rows, explained.formulas])
+    return Answer(facts, _text(explanation), raw=[line_rows, explanation.formulas])
 
 
 def _text(explanation: ServiceExplanation) -> Iterator[Piece]:

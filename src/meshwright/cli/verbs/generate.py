@@ -73,21 +73,21 @@ def bulk(given: Given) -> Answer:
     from meshwright.serve.request import RequestBounds
 
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
-    base_request, tenths, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
+    request, told_tenths, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
     assert out is not None
     # what cannot be read or run is said before anything compiles
     prepare_devices(given.on, given.axes)
     source = open_model(given.what, folders_by_name(given.adapters))
     bounds = RequestBounds(source.model.vocab_size, given.max_len or source.model.max_positions, source.adapters)
-    read_work(source, bounds.check, (given.prompt_file, out), base_request)
+    read_work(source, bounds.check, (given.prompt_file, out), request)
     opened_engine = open_given(given, source)
 
     def tell(done: int, all: int) -> None:
-        if (tenth := 10 * done // all) not in tenths:
-            tenths.add(tenth)
+        if (tenth := 10 * done // all) not in told_tenths:
+            told_tenths.add(tenth)
             say(f"{done:,} of {all:,} lines")
 
-    result = generate_file(opened_engine.source, opened_engine.engine, (given.prompt_file, out), base_request, tell)
+    result = generate_file(opened_engine.source, opened_engine.engine, (given.prompt_file, out), request, tell)
     facts = {"out": str(out), "written": result.written, "there": result.there}
     return Answer(facts, [Paragraph(f"{result.written:,} lines written to {out}, {result.there:,} were there", None)])
 

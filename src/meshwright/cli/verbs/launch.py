@@ -64,7 +64,7 @@ def launch(program: Sequence[str], *, processes: int, devices: int | None = None
 
 async def _launch(program: Sequence[str], processes: int, devices: int | None) -> int:
     children: list[Process] = []
-    received = _pass_on_signals(children)
+    received_signals = _pass_on_signals(children)
     port = free_port()
     for index in range(processes):
         env = child_environment(dict(os.environ), index, processes, port=port, devices=devices)
@@ -79,17 +79,17 @@ async def _launch(program: Sequence[str], processes: int, devices: int | None) -
             start_new_session=True,
         )
         children.append(child)
-    killed: list[int] = []
-    end_task = asyncio.create_task(_end(children, killed))
+    killed_indices: list[int] = []
+    end_task = asyncio.create_task(_end(children, killed_indices))
     shown_errors: set[str] = set()
     pumps = []
     for index, child in enumerate(children):
-        say_numbered = _numbered(index, killed)
+        say_numbered = _numbered(index, killed_indices)
         pumps += [_pass_on(child.stdout, say_numbered if index else click.echo, shown_errors)]
         pumps += [_pass_on(child.stderr, say_numbered, shown_errors)]
     await asyncio.gather(*pumps)
     exit_code = await end_task
-    return exit_code if len(received) < 2 else 128 + received[1]
+    return exit_code if len(received_signals) < 2 else 128 + received_signals[1]
 
 
 def child_program() -> str:
@@ -132,12 +132,12 @@ def _pass_on_signals(children: Sequence[Process]) -> Sequence[signal.Signals]:
     """Passes Ctrl-C and SIGTERM on to every process; a second one kills them. Returns the list of those received."""
     received_signals: list[signal.Signals] = []
 
-    def forward(number: signal.Signals) -> None:
-        _send(children, signal.SIGKILL if received_signals else number)
-        received_signals.append(number)
+    def forward(signal_number: signal.Signals) -> None:
+        _send(children, signal.SIGKILL if received_signals else signal_number)
+        received_signals.append(signal_number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, forward, number)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signal_number, forward, signal_number)
     return received_signals
 
 
@@ -152,16 +152,16 @@ def _numbered(process_index: int, lost_indices: Sequence[int]) -> Callable[[str]
     return lambda line: say(f"[{process_index}] {line}") if process_index in lost_indices or not lost_indices else None
 
 
-async def _pass_on(source: asyncio.StreamReader | None, show: Callable[[str], None], said: set[str]) -> None:
+async def _pass_on(source: asyncio.StreamReader | None, show: Callable[[str], None], shown_errors: set[str]) -> None:
     """Shows the lines of a process, but not an error that another process has shown."""
     assert source is not None
     is_noise = noise_filter()
-    async for raw in source:
-        line = raw.decode(errors="replace").rstrip("\n")
-        if not is_noise(line) and line not in said:
+    async for raw_line in source:
+        line = raw_line.decode(errors="replace").rstrip("\n")
+        if not is_noise(line) and line not in shown_errors:
             show(line)
             if line.startswith(ERROR):
-                said.add(line)
+                shown_errors.add(line)
 
 
 def noise_filter() -> Callable[[str], bool]:
@@ -183,21 +183,21 @@ async def _end(children: Sequence[Process], lost: list[int]) -> int:
 
     A process that was killed goes into ``lost``.
     """
-    tasks = {asyncio.create_task(child.wait()): index for index, child in enumerate(children)}
+    index_by_task = {asyncio.create_task(child.wait()): index for index, child in enumerate(children)}
     failed: list[int] = []
-    while tasks and not failed:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        failed = sorted(index for index in map(tasks.pop, ended) if children[index].returncode not in (0, EX_TEMPFAIL))
+    while index_by_task and not failed:
+        ended, _ = await asyncio.wait(index_by_task, return_when=asyncio.FIRST_COMPLETED)
+        failed = sorted(i for i in map(index_by_task.pop, ended) if children[i].returncode not in (0, EX_TEMPFAIL))
     if not failed:
         return max(child.returncode or 0 for child in children)
     status = children[failed[0]].returncode or 0
     ending = f"ended with exit code {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
-    if status < 0 and tasks:
+    if status < 0 and index_by_task:
         lost += failed
         say(f"process {failed[0]} {ending}; the others are stopped")
-    if tasks and (await asyncio.wait(tasks, timeout=GRACE_S))[1]:
+    if index_by_task and (await asyncio.wait(index_by_task, timeout=GRACE_S))[1]:
         if status > 0:
             say(f"process {failed[0]} {ending}; the others are stopped")
         _send(children, signal.SIGKILL)
-        await asyncio.wait(tasks)
+        await asyncio.wait(index_by_task)
     return status if status > 0 else 128 - status

@@ -85,8 +85,8 @@ def rerun_words(strategy: Strategy, num_layers: int) -> str:
         return ""
     num_held = -(-num_layers // (strategy.mesh.get("pipeline", 1) * strategy.chunks))
     length = min(strategy.segment, num_held)
-    num_segments, num_rest = divmod(num_held, length)
-    num_reruns = num_segments * length * (length - 1) // 2 + num_rest * (num_rest - 1) // 2
+    num_segments, num_layers_left = divmod(num_held, length)
+    num_reruns = num_segments * length * (length - 1) // 2 + num_layers_left * (num_layers_left - 1) // 2
     return (
         f"of {num_held} layers in sequence the input of one in {length} is kept; each layer's backward pass runs the "
         f"layers from there to it again: {num_reruns:,} forward passes of a layer, C (C - 1) / 2 for every C = {length}"
@@ -140,11 +140,11 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
         f"{format_count(budget.train_tokens)} tokens in {budget.steps:,.0f} steps: "
         f"{format_seconds(budget.days * DAY_S)}, {cost_text}, {format_params(budget.chip_hours)} chip-hours",
     )
-    petaflop_days, years = (three_digits(value) for value in (budget.petaflop_days, budget.one_chip_years))
+    petaflop_days_text, years_text = (three_digits(value) for value in (budget.petaflop_days, budget.one_chip_years))
     yield Fact(
         "",
-        f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, "
-        f"{budget.mfu_6nd:.1%} of the chip-hours' peak; {years} years on one chip at peak",
+        f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days_text} petaflop-days, "
+        f"{budget.mfu_6nd:.1%} of the chip-hours' peak; {years_text} years on one chip at peak",
     )
     power_text = "not known for this chip (power_w)"
     if budget.power_w is not None and budget.energy_kwh is not None:
@@ -183,8 +183,8 @@ def overlap_words(priced: PricedOverlap, setting: Setting, strategy: Strategy) -
     try:
         require_runnable(setting.model)
         require_runnable_strategy(strategy)
-        is_compiled = target_of(setting.cluster).platform != "cpu" and not setting.assumptions.of_other_software
+        can_compile = target_of(setting.cluster).platform != "cpu" and not setting.assumptions.of_other_software
     except CannotRunError:
-        is_compiled = False
-    hint_text = ". meshwright verify shows what of it is compiled" * is_compiled
+        can_compile = False
+    hint_text = ". meshwright verify shows what of it is compiled" * can_compile
     return f"hides {hidden_text} of {alone_text} of communication; without any the step takes {step_text}{hint_text}"

@@ -70,22 +70,22 @@ def _run(plan: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int 
     from meshwright.profile.subjects import Prefill, Subject, Training
     from meshwright.profile.summary import analyse
 
-    num_warm = warmup or warmup_steps()
+    num_warmup = warmup or warmup_steps()
     setting = replace(plan.setting, storage=storage)
     if plan.job.kind == "decode":
-        subject: Subject = ServedDecode(setting, plan.strategy, num_warm + steps)
+        subject: Subject = ServedDecode(setting, plan.strategy, num_warmup + steps)
     else:
         subject_type = Training if plan.job.trains else Prefill
         subject = subject_type(step_of(setting, plan.strategy, {}), plan.job)
     if is_first():
         suffix = "" if plan.job.trains else f", {plan.job.kind}"
         say(
-            f"{plan.model.name} on {plan.cluster.short_name}{suffix}: {num_warm} steps to warm up, then {steps} under "
-            "the profiler"
+            f"{plan.model.name} on {plan.cluster.short_name}{suffix}: {num_warmup} steps to warm up, then {steps} "
+            "under the profiler"
         )
     # one folder each: processes on one machine would write files of the same name
     trace_name = "trace" if is_first() else f"trace-{jax.process_index()}"
-    recording = record_steps(subject, folder=folder / trace_name, steps=steps, warmup=num_warm)
+    recording = record_steps(subject, folder=folder / trace_name, steps=steps, warmup=num_warmup)
     return analyse(plan, recording.trace, recording.hlo, recording, storage=storage)
 
 
@@ -137,11 +137,11 @@ def _text(profile: "Profile", paths: Sequence[Path]) -> Iterator[Piece]:
         yield f"{advice.term}, {difference_words(advice.difference_s)}: {advice.text}"
     peak = profile.memory.peak
     if peak:
-        owner = profile.memory.owners[0]
+        largest_owner = profile.memory.owners[0]
         owner_text = "of the first device" if profile.memory.counted == "device" else "of the process"
         yield (
-            f"memory: peak {format_bytes(peak.num_bytes)} {owner_text}; largest on a device: {owner.name} "
-            f"({owner.kind}), {format_bytes(owner.num_bytes)}"
+            f"memory: peak {format_bytes(peak.num_bytes)} {owner_text}; largest on a device: {largest_owner.name} "
+            f"({largest_owner.kind}), {format_bytes(largest_owner.num_bytes)}"
         )
     yield f"wrote {', '.join(map(str, paths))}"
 

@@ -122,10 +122,10 @@ def command(given: Given) -> Answer:
         raise CannotRunError(f"services on {given.on} are not planned in this version. Name chips, such as h100:8x1.")
     if given.price is not None:
         cluster = replace(cluster, chip=cluster.chip.priced(given.price))
-    model, stored, note = _stored(model, given, cluster.chip)
+    model, dtype_options, note = _stored(model, given, cluster.chip)
     setting = service_setting(model, cluster, rates_for(cluster, given.calibration, fitted=True))
     setting = replace(setting, assumptions=with_fields(setting.assumptions, "assumptions", fields["assumptions"]))
-    result = plan_service(setting, given.service, stored=stored, axes=given.axes, pareto=given.pareto)
+    result = plan_service(setting, given.service, stored=dtype_options, axes=given.axes, pareto=given.pareto)
     if given.out:
         save_to(given.out, lambda path: save_plan(result.plans[0], path))
     facts, pieces = result.to_json(), [*([Paragraph(note)] if note else []), *service_text(result, given.top)]
@@ -252,7 +252,7 @@ def _load_text(summary: ServingSummary, plan: ServicePlan, given: Given) -> Iter
 def _changed(result: ServiceResult, text: str) -> Answer:
     """Returns the first plan now and with what ``text`` changes, side by side: factors of the chip, links and cluster
     (chip.hbm=2x), fields of the model and of the service (service.prompt_len=32Ki)."""
-    factors, fields = {}, {"model": {}, "service": {}}  # type: ignore[var-annotated]
+    factor_by_name, fields = {}, {"model": {}, "service": {}}  # type: ignore[var-annotated]
     for name, value in split_pairs(text, "name=value. Write for example chip.hbm=2x", what="--what-if").items():
         section, _, field = name.partition(".")
         if section in fields:
@@ -261,8 +261,8 @@ def _changed(result: ServiceResult, text: str) -> Answer:
         elif name in ("batch", "seq"):
             raise InputError(f"--what-if {name}: services have none. Change service.prompt_len or service.output_len.")
         else:
-            factors |= parse_what_if(f"{name}={value}")
-    setting, edits = changed_setting(result.setting, factors)
+            factor_by_name |= parse_what_if(f"{name}={value}")
+    setting, edits = changed_setting(result.setting, factor_by_name)
     setting = replace(setting, model=with_fields(setting.model, "model", fields["model"]))
     service = with_fields(result.service, "service", fields["service"])
     for section, struct in (("model", result.setting.model), ("service", result.service)):

@@ -160,11 +160,11 @@ def _check_profiled(steps: int, settings: Facts, resume: Path | None) -> None:
     from meshwright.train.settings import settings_from_table
 
     num_done = (finished_steps(resume) or 0) if resume else 0
-    total, warmup = settings_from_table(settings).steps, warmup_steps()
-    if total - num_done < warmup + steps:
+    num_steps, warmup = settings_from_table(settings).steps, warmup_steps()
+    if num_steps - num_done < warmup + steps:
         raise InputError(
-            f"--profile {steps} needs {warmup} steps to warm up and {steps} more, and the run has {total - num_done}. "
-            f"Give --steps {num_done + warmup + steps} or more."
+            f"--profile {steps} needs {warmup} steps to warm up and {steps} more, and the run has "
+            f"{num_steps - num_done}. Give --steps {num_done + warmup + steps} or more."
         )
 
 
@@ -183,8 +183,8 @@ def _run_profiled(
     from meshwright.train.setup import prepare
 
     given.runs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=given.runs, prefix=".profile-", ignore_cleanup_errors=True) as folder:
-        with TracedSteps(Path(folder), steps=given.profiled or 0, warmup=warmup_steps()) as tracer:
+    with tempfile.TemporaryDirectory(dir=given.runs, prefix=".profile-", ignore_cleanup_errors=True) as trace_folder:
+        with TracedSteps(Path(trace_folder), steps=given.profiled or 0, warmup=warmup_steps()) as tracer:
             result = run_training(
                 plan, settings, runs=given.runs, resume=resume, on_step=lambda record: tracer.step_done(record.step_s)
             )
@@ -198,7 +198,7 @@ def _run_profiled(
         report_folder = Path(result.run) / "profile"
         answer = profile_answer(profile, report_folder)
         shutil.rmtree(report_folder / "trace", ignore_errors=True)
-        shutil.move(folder, report_folder / "trace")
+        shutil.move(trace_folder, report_folder / "trace")
     return result, answer
 
 

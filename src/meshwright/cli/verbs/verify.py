@@ -133,8 +133,8 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
     )
     if request.target.note:
         yield Fact("note", request.target.note)
-    if flags := outcome.compiler.used:
-        yield Fact("options", ", ".join(f"{name}={str(value).lower()}" for name, value in flags.items()))
+    if value_by_option := outcome.compiler.used:
+        yield Fact("options", ", ".join(f"{name}={str(value).lower()}" for name, value in value_by_option.items()))
     yield from (Fact("note", note) for note in outcome.compiler.notes)
     if proof.memory is not None:
         yield from _memory_text(proof.memory)
@@ -196,13 +196,13 @@ def _overlap_text(overlap: "OverlapComparison") -> Iterator[Piece]:
     }
     yield ""
     yield Table.of(overlap.rows, columns)
-    price, beside = overlap.priced, format_seconds(overlap.beside_s)
-    hidden, alone, exposed = map(format_seconds, (price.hidden_s, price.alone_s, price.exposed_step_s))
-    share = f"{price.hidden_s / price.step_s:.0%} of its {format_seconds(price.step_s)}"
+    price, beside_text = overlap.priced, format_seconds(overlap.beside_s)
+    hidden_text, alone_text, step_text = map(format_seconds, (price.hidden_s, price.alone_s, price.exposed_step_s))
+    share_text = f"{price.hidden_s / price.step_s:.0%} of its {format_seconds(price.step_s)}"
     yield _wide(
         "as compiled",
-        f"compute runs beside {beside} of {alone} of communication; the price hides {hidden} ({share}). If the rest "
-        f"overlaps with nothing, the step takes {exposed} (MFU {price.exposed_mfu:.0%})",
+        f"compute runs beside {beside_text} of {alone_text} of communication; the price hides {hidden_text} "
+        f"({share_text}). If the rest overlaps with nothing, the step takes {step_text} (MFU {price.exposed_mfu:.0%})",
     )
 
 

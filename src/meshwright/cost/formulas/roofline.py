@@ -114,9 +114,9 @@ def channel_rate(chip: Chip, channel: Channel) -> float:
 def vector_peak(chip: Chip) -> float | None:
     """Returns FP32 FLOP/s of the vector units: the table's, else a cycle's: one for an ALU of a TPU, two for a lane
     of a GPU, which multiplies and adds. None if a figure is not known."""
-    vpu = ("num_cores", "vpu_lanes_per_core", "vpu_alus_per_lane", "clock_hz")
-    for factor, field_names in ((1, ("vector_flops",)), (1, vpu), (2, ("num_sms", "fp32_lanes_per_sm", "clock_hz"))):
-        figures = [getattr(chip, name) for name in field_names]
+    vpu_names = ("num_cores", "vpu_lanes_per_core", "vpu_alus_per_lane", "clock_hz")
+    for factor, names in ((1, ("vector_flops",)), (1, vpu_names), (2, ("num_sms", "fp32_lanes_per_sm", "clock_hz"))):
+        figures = [getattr(chip, name) for name in names]
         if None not in figures:
             return float(factor * math.prod(figures))
     return None

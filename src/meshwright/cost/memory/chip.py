@@ -129,7 +129,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         # the first of two is no loop, and its gradients become the sum, if they are not scattered in every microbatch
         is_unscattered = self.elements("gradients", pipeline) > self.elements("optimizer", pipeline)
         is_first_of_two = is_one_stage & (np.asarray(pipeline.microbatches) == 2) & is_unscattered
-        own_bytes = np.where((is_in_stages | is_first_of_two) & (sum_bytes > 0), 0.0, width_of["gradients"])
+        gradient_bytes_each = np.where((is_in_stages | is_first_of_two) & (sum_bytes > 0), 0.0, width_of["gradients"])
         layer_share, opt_bytes = pipeline.share(self.num_layers), self.optimizer_bytes(pipeline)
         num_gradients = np.where(
             is_one_stage & ~has_several, self.elements("optimizer", pipeline), self.elements("gradients", pipeline)
@@ -143,7 +143,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         stream_bytes = largest(layer.stream_bytes for layer in self.layers)
         messages = zip(pipeline.messages, (*self.boundary_bytes, stream_bytes), strict=True)
         activation_bytes, gradient_bytes, logit_bytes, gathered_bytes, workspace_bytes = self._fullest_moment(
-            pipeline, num_gradients * (own_bytes + sum_bytes), saved_bytes
+            pipeline, num_gradients * (gradient_bytes_each + sum_bytes), saved_bytes
         )
         return {
             "weights": self.elements("weights", pipeline) * width_of["weights"],
@@ -159,7 +159,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     def _fullest_moment(self, pipeline: PipelineCost, gradient_bytes: Number, saved: Number) -> tuple[Number, ...]:
         """Returns the bytes of activations, gradients, logits, gathered weights and temporary results when they are
         most together: while the head, the layers or the embedding run, or after all."""
-        width_of, one_stage = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
+        bytes_by_part, one_stage = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
         has_several = np.asarray(pipeline.microbatches) > 1
         share, chunks = pipeline.share(self.num_layers), np.asarray(pipeline.chunks)
         pending = total(pipeline.pending_stash * share * layer.pending_bytes for layer in self.layers)
@@ -178,10 +178,10 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         moments = [head_moment, layers_moment, embedding_moment]
         if self.on_cpus:
             # a microbatch adds its gradients to a wide sum when it has all; sums over replicas take memory of their own
-            is_wide = width_of["gradients"] >= DTYPE_BYTES["fp32"]
+            is_wide = bytes_by_part["gradients"] >= DTYPE_BYTES["fp32"]
             wide_bytes = one_stage * has_several * is_wide * self.elements("gradients", pipeline) * DTYPE_BYTES["fp32"]
             moments[1:] = [(kept_bytes, gradient + wide_bytes, *rest) for kept_bytes, gradient, *rest in moments[1:]]
-            sum_bytes = self.elements("optimizer", pipeline) * width_of["gradients"] * pipeline.sums_last
+            sum_bytes = self.elements("optimizer", pipeline) * bytes_by_part["gradients"] * pipeline.sums_last
             moments += [(zero, gradient_bytes + sum_bytes, zero, zero, zero)]
         return functools.reduce(_fuller, moments)
 
@@ -198,7 +198,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 def _fuller(figures: tuple[Number, ...], other_figures: tuple[Number, ...]) -> tuple[Number, ...]:
     """Returns the figures with the larger sum."""
     is_larger = sum(other_figures) > sum(figures)
-    return tuple(np.where(is_larger, theirs, ours) for ours, theirs in zip(figures, other_figures, strict=True))
+    return tuple(np.where(is_larger, theirs, figure) for figure, theirs in zip(figures, other_figures, strict=True))
 
 
 def _most(blocks: tuple[BlockMemory, ...]) -> tuple[Number, Number]:

@@ -42,10 +42,10 @@ def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
     """Returns the rows of whole tiles over the heads of a slot, where these are a tile on TPUs: `cache_layout`."""
     if not sizes.tile_rows or len(array.dims) < 4:
         return 1.0
-    n_heads, word_heads = sizes.local(array)[array.dims[2]], WORD_BYTES / DTYPE_BYTES[array.dtype]
-    tile_heads = np.clip(2 ** np.ceil(np.log2(n_heads)), word_heads, SUBLANES)
+    n_heads, heads_per_word = sizes.local(array)[array.dims[2]], WORD_BYTES / DTYPE_BYTES[array.dtype]
+    tile_heads = np.clip(2 ** np.ceil(np.log2(n_heads)), heads_per_word, SUBLANES)
     # heads that do not fill a word lie outside of slots, and take their bytes
-    return np.where(n_heads >= np.maximum(word_heads, 2), np.ceil(n_heads / tile_heads) * tile_heads / n_heads, 1.0)
+    return np.where(n_heads >= np.maximum(heads_per_word, 2), np.ceil(n_heads / tile_heads) * tile_heads / n_heads, 1.0)
 
 
 def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:

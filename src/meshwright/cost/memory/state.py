@@ -63,12 +63,12 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
         full_array = derived.declared[name]
         if weight := derived.weights.get(name):
             arrays = ((full_array,), (grad_of[name],), (weight.shard,), state_of_layer(weight, update_of[name].update))
-            elements_by_part = [sum(sizes.elements(array) for array in part_arrays) for part_arrays in arrays]
+            part_elements = [sum(sizes.elements(array) for array in part_arrays) for part_arrays in arrays]
         else:
-            elements_by_part = [stored_bytes(full_array, sizes) / sizes.width]
-        block_elements = elems_of[block.name]
-        for part, num_elements in zip(STATE_PARTS, elements_by_part, strict=False):
-            block_elements[part] = block_elements[part] + block.repeat * num_elements
+            part_elements = [stored_bytes(full_array, sizes) / sizes.width]
+        elements_by_part = elems_of[block.name]
+        for part, num_elements in zip(STATE_PARTS, part_elements, strict=False):
+            elements_by_part[part] = elements_by_part[part] + block.repeat * num_elements
     return elems_of
 
 
@@ -120,7 +120,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
     """
     reused_arrays = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
     step_of_array = {array: step for step in block.forward for array in step.results}
-    kept_by_is_logits: dict[bool, Number] = {False: 0.0, True: 0.0}
+    bytes_by_is_logits: dict[bool, Number] = {False: 0.0, True: 0.0}
     for array in block.kept:
         is_logits = array.name == "logits"
         if is_weight(array, derived) or (array in reused_arrays and not is_logits):
@@ -129,8 +129,8 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
         # its input is kept itself, or existed before the block ran
         if step and step.only_moves and (step.inputs[0] in block.kept or step.inputs[0] not in step_of_array):
             num_copies = moves(step, sizes)
-        kept_by_is_logits[is_logits] = kept_by_is_logits[is_logits] + sizes.bytes(array) * num_copies
-    return block.repeat * kept_by_is_logits[False], block.repeat * kept_by_is_logits[True]
+        bytes_by_is_logits[is_logits] = bytes_by_is_logits[is_logits] + sizes.bytes(array) * num_copies
+    return block.repeat * bytes_by_is_logits[False], block.repeat * bytes_by_is_logits[True]
 
 
 def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:

@@ -138,7 +138,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
     """
     shared_results = (derived.shared[name] for name in derived.program.inputs_from_earlier_stacks(block.name))
     kept_arrays = {*block.kept, *(array for result in shared_results for array in (result.given, result.cotangent))}
-    counted_elsewhere = {*kept_arrays, *(derived.declared.values() if trains_in(derived) else ())}
+    excluded_arrays = {*kept_arrays, *(derived.declared.values() if trains_in(derived) else ())}
 
     def is_state(array: ShardedArray) -> bool:
         is_counted = trains_in(derived) or array == derived.declared.get(array.name)
@@ -152,7 +152,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
         for array in step.inputs:
             if array in life_of:
                 life_of[array].end = index
-            elif array not in counted_elsewhere and not is_state(array):
+            elif array not in excluded_arrays and not is_state(array):
                 life_of[array] = _Life(0, index)  # the cotangent or the stream that enters the block
         for array in step.results:
             if array not in life_of and array not in kept_arrays and not is_state(array):

@@ -75,8 +75,8 @@ def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None
     group = frozenset(axes)
     unknown_axes = group.difference(placement.mesh)
     if unknown_axes:
-        name = min(unknown_axes)
-        raise InputError(f"{name!r} is not an axis of the mesh.{nearest(name, placement.mesh)}")
+        unknown_axis = min(unknown_axes)
+        raise InputError(f"{unknown_axis!r} is not an axis of the mesh.{nearest(unknown_axis, placement.mesh)}")
     closes, gain = _twist(placement.links, group)
     link, later = _later(placement.links, group)
     return tuple(_merged_leg(axis, group, closes, gain, later if axis.name == link else 1) for axis in placement.links)

@@ -231,11 +231,11 @@ def grouped_s(shape: KernelShape, at: KernelRates) -> Number:
 
     On a TPU the groups follow each other on one core. The weights of ``copied`` groups are read and written first.
     """
-    num_terms, columns = padded(shape["K"], at.width), padded(shape["N"], at.width)
-    weight_bytes = 2 * num_terms * columns
+    num_terms, num_cols = padded(shape["K"], at.width), padded(shape["N"], at.width)
+    weight_bytes = 2 * num_terms * num_cols
     num_rows = shape["M"] + shape["G"] * (at.width or (PAIRED_ROWS if at.family == "blackwell" else NVIDIA_TILE[0]))
-    moved_s = at.memory_s(2 * shape["M"] * (num_terms + columns) + shape["G"] * weight_bytes)
-    math_s = at.mosaic_s(2 * num_rows * num_terms * columns, num_terms, GROUP_COLUMNS) * (at.cores if at.width else 1)
+    moved_s = at.memory_s(2 * shape["M"] * (num_terms + num_cols) + shape["G"] * weight_bytes)
+    math_s = at.mosaic_s(2 * num_rows * num_terms * num_cols, num_terms, GROUP_COLUMNS) * (at.cores if at.width else 1)
     seconds: Number = np.hypot(math_s, moved_s) + at.memory_s(2 * shape["copied"] * weight_bytes) + at["start_s"]
     return seconds
 
@@ -280,15 +280,15 @@ def collective_s(shape: KernelShape, at: KernelRates) -> Number:
     may add up instead: V (n + 1) / n bytes. A step between neighbours takes ``member_s``; AllToAll has one. All but the
     bytes takes ``quick`` as long on Hopper.
     """
-    num_members, is_reduced = shape["n"], shape["op"] == "all_reduce"
-    num_copies = np.where(is_reduced, 2 * num_members - 1, num_members)
+    num_members, is_all_reduce = shape["n"], shape["op"] == "all_reduce"
+    num_copies = np.where(is_all_reduce, 2 * num_members - 1, num_members)
     chunk_s = shape["bytes"] / num_members / (at.link_bytes_per_s * at["link"])
     num_steps = np.where(shape["op"] == "alltoall", 1, num_copies - 1)
     ramp_s = at["ramp_s"] * at["quick"]
     sent_s = np.minimum(2 * num_copies * chunk_s, ramp_s + (num_copies - 0.5) * chunk_s)
     if at.family in NVLS:
         switch_s = ramp_s + (num_members + 1) * chunk_s / NVLS[at.family]
-        sent_s = np.where(is_reduced & (num_members == 8), np.minimum(sent_s, switch_s), sent_s)
+        sent_s = np.where(is_all_reduce & (num_members == 8), np.minimum(sent_s, switch_s), sent_s)
     seconds: Number = sent_s + at["quick"] * (at["collective_s"] + at["member_s"] * num_steps)
     return seconds
 

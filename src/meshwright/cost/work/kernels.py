@@ -290,8 +290,8 @@ def _product_s(step: Step, flops: Number, sizes: SlotSizes, rates: ChipRates) ->
     if rates.kernels and is_at_experts(step):
         # the engine's grouped products of a prompt, as measured in 16 bits
         num_experts, num_columns = (sizes.local(*step.results)[dim] for dim in ("E", step.result.dims[-1]))
-        shape = {"M": num_outputs / num_columns, "K": num_terms, "N": num_columns, "G": num_experts, "copied": 0}
-        measured_s = grouped_s(shape, rates.kernels) * rates.wide_flops_per_s / rates.matmul_flops_per_s
+        kernel_shape = {"M": num_outputs / num_columns, "K": num_terms, "N": num_columns, "G": num_experts, "copied": 0}
+        measured_s = grouped_s(kernel_shape, rates.kernels) * rates.wide_flops_per_s / rates.matmul_flops_per_s
         seconds = np.where(np.asarray(sizes.rows_each) > LONGEST_DRAFT, measured_s, seconds)
     return seconds, cast_bytes
 

@@ -23,11 +23,11 @@ class LikeSequences(msgspec.Struct, frozen=True):
 
     def pairs(self, window: int | None) -> Number:
         """Returns the pairs of a row and a position that it sees: those up to it, at most the window."""
-        rows, before = self.rows, self.before
-        pairs_each = rows * (before + (rows + 1) / 2)
+        num_rows, num_before = self.rows, self.before
+        pairs_each = num_rows * (num_before + (num_rows + 1) / 2)
         if window is not None:
-            unclipped_rows = np.clip(window - before, 0, rows)  # rows that see all positions
-            pairs_each = unclipped_rows * (before + (unclipped_rows + 1) / 2) + (rows - unclipped_rows) * window
+            unclipped_rows = np.clip(window - num_before, 0, num_rows)  # rows that see all positions
+            pairs_each = unclipped_rows * (num_before + (unclipped_rows + 1) / 2) + (num_rows - unclipped_rows) * window
         return self.count * pairs_each
 
     @property

@@ -113,19 +113,19 @@ def computed_share(step: Step, sizes: SlotSizes) -> Number:
 
 def has_kernel(step: Step, sizes: SlotSizes) -> Number:
     """True where a kernel takes a product of packed tokens: on chips that have one, for widths of whole tiles."""
-    size_of, operands = sizes.local(*step.inputs), step.inputs[:2]
-    remainders = (size_of[dim] % GROUP_TILE for array in operands for dim in array.dims if dim not in ("E", "C"))
+    size_by_dim, operands = sizes.local(*step.inputs), step.inputs[:2]
+    remainders = (size_by_dim[dim] % GROUP_TILE for array in operands for dim in array.dims if dim not in ("E", "C"))
     return sizes.grouped & (sum(remainders) == 0)
 
 
 def num_slot_products(step: Step, sizes: SlotSizes) -> Number:
     """Returns the number of products into which a product on slots is cut, each of one or several blocks."""
-    slots = _slots(step)
-    if slots is None:
+    array = _slots(step)
+    if array is None:
         return 1.0
-    num_rows = _filled(slots, sizes) * computed_share(step, sizes)
+    num_rows = _filled(array, sizes) * computed_share(step, sizes)
     return np.where(
-        _few(slots, sizes) | has_kernel(step, sizes), 1.0, np.ceil(num_rows / BLOCK_ROWS / _at_once(slots, sizes))
+        _few(array, sizes) | has_kernel(step, sizes), 1.0, np.ceil(num_rows / BLOCK_ROWS / _at_once(array, sizes))
     )
 
 
@@ -175,8 +175,8 @@ def _slots(step: Step) -> ShardedArray | None:
 
 def _filled(slot_array: ShardedArray, sizes: SlotSizes) -> Number:
     """Returns the number of filled slots on one device."""
-    size_of = sizes.local(slot_array)
-    return size_of["E"] * size_of["C"]
+    size_by_dim = sizes.local(slot_array)
+    return size_by_dim["E"] * size_by_dim["C"]
 
 
 def _at_once(slot_array: ShardedArray, sizes: SlotSizes) -> Number:

@@ -127,42 +127,42 @@ class AttentionCall:
             return self.table.resized(q_block, kv_block)
         inner_mask, first_head = self.mask or mods.noop(), self._first
         mask: Mask = lambda b, h, q_idx, kv_idx: inner_mask(b, h + first_head, q_idx, kv_idx)  # noqa: E731
-        table_sizes: dict[str, Any] = {"batch": batch, "heads": heads, "block": (q_block, kv_block)}
+        table_options: dict[str, Any] = {"batch": batch, "heads": heads, "block": (q_block, kv_block)}
         if self.is_known:
             # a mask that calls jax.numpy would become part of the program that is being traced
             with jax.ensure_compile_time_eval():
                 q_indices, kv_indices = np.asarray(self.q_idx), np.asarray(self.kv_idx)
-                return block_table(mask, q_idx=q_indices, kv_idx=kv_indices, **table_sizes)
+                return block_table(mask, q_idx=q_indices, kv_idx=kv_indices, **table_options)
         indices = jnp.asarray(self.q_idx), jnp.asarray(self.kv_idx)
         try:
-            return block_table(mask, q_idx=indices[0], kv_idx=indices[1], exact=False, **table_sizes)
+            return block_table(mask, q_idx=indices[0], kv_idx=indices[1], exact=False, **table_options)
         except NoRangesError:
-            return _by_points(mask, *indices, **table_sizes)
+            return _by_points(mask, *indices, **table_options)
 
 
 _WITHOUT_DATA: dict[str, Callable[..., Mask]] = {"causal": mods.causal, "window": mods.window, "local": mods.local}
 
 
 def _by_points(
-    mask: Mask, rows: Array, kv_indices: Array, *, batch: int, heads: int, block: tuple[int, int]
+    mask: Mask, q_idx: Array, kv_indices: Array, *, batch: int, heads: int, block: tuple[int, int]
 ) -> BlockTable:
     """Returns the table of a mask without ranges, a row of blocks at a time."""
-    q_rows, kv_rows = in_blocks(rows, block[0]), in_blocks(kv_indices, block[1])
+    q_blocks, kv_blocks = in_blocks(q_idx, block[0]), in_blocks(kv_indices, block[1])
     b, h = jnp.arange(batch)[:, None, None, None], jnp.arange(heads)[None, :, None, None]
 
-    def kinds(q_row: Array) -> Array:
-        is_seen = mask(b, h, q_row[None, None, :, None], kv_rows.reshape(1, 1, 1, -1))
-        is_seen = jnp.broadcast_to(is_seen, (*is_seen.shape[:2], len(q_row), kv_rows.size))
-        is_seen = is_seen.reshape(*is_seen.shape[:3], *kv_rows.shape)
+    def kinds(q_block: Array) -> Array:
+        is_seen = mask(b, h, q_block[None, None, :, None], kv_blocks.reshape(1, 1, 1, -1))
+        is_seen = jnp.broadcast_to(is_seen, (*is_seen.shape[:2], len(q_block), kv_blocks.size))
+        is_seen = is_seen.reshape(*is_seen.shape[:3], *kv_blocks.shape)
         is_all_seen, is_any_seen = is_seen.all((2, 4)), is_seen.any((2, 4))
         return jnp.where(is_all_seen, FULL, jnp.where(is_any_seen, PARTIAL, NOTHING))
 
-    all_kinds = jnp.moveaxis(lax.map(kinds, q_rows), 0, 2)
+    all_kinds = jnp.moveaxis(lax.map(kinds, q_blocks), 0, 2)
     if len(kv_indices) % block[1]:
         # its mask has to hide the keys that pad the last block
         all_kinds = all_kinds.at[..., -1].min(PARTIAL)
     return BlockTable(
-        kinds=all_kinds.astype(jnp.int8), q_block=block[0], kv_block=block[1], q_len=len(rows), kv_len=len(kv_indices)
+        kinds=all_kinds.astype(jnp.int8), q_block=block[0], kv_block=block[1], q_len=len(q_idx), kv_len=len(kv_indices)
     )
 
 
@@ -174,7 +174,7 @@ def prepared(call: AttentionCall, q: Array, k: Array, sizes: tuple[int, int]) ->
     batch, _, num_heads = q.shape[:3]
     num_keys = k.shape[1]
     rule = call.rule(batch, num_heads)
-    rows, columns = (padded(x, sizes[0], -1) for x in rule.rows), (padded(x, sizes[1], -1) for x in rule.columns)
+    rows, columns = ((padded(x, sizes[0], -1) for x in rule.rows), (padded(x, sizes[1], -1) for x in rule.columns))
     rule = rule._replace(rows=tuple(rows), columns=tuple(columns))
     if num_keys % sizes[1]:
         rule = _within(rule, num_keys, sizes[1])

@@ -53,33 +53,33 @@ class Fused:
 
     def forward(self, call: AttentionCall, q: Array, k: Array, v: Array, **options: Any) -> AttentionResult:
         """Returns the result and the log-sum-exp in float32."""
-        rule, table, blocks = self._prepared(call, q, k)
-        arrays = padded(q, blocks[0], 1), *(padded(x, blocks[1], 1) for x in (k, v))
-        o, lse = self.kernel.forward(rule, _lists(table, "queries"), blocks, call.scale, *arrays, **options)
+        rule, table, block_sizes = self._prepared(call, q, k)
+        padded_qkv = padded(q, block_sizes[0], 1), *(padded(x, block_sizes[1], 1) for x in (k, v))
+        o, lse = self.kernel.forward(rule, _lists(table, "queries"), block_sizes, call.scale, *padded_qkv, **options)
         return o[:, : q.shape[1]], lse[:, : q.shape[1]]
 
     def backward(
         self, call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array, **options: Any
     ) -> QkvCotangents:
         """Returns (dq, dk, dv)."""
-        rule, table, blocks = self._prepared(call, q, k)
-        dout, o, lse = (padded(x, blocks[0], 1) for x in given)
-        arrays = padded(q, blocks[0], 1), *(padded(x, blocks[1], 1) for x in (k, v))
+        rule, table, block_sizes = self._prepared(call, q, k)
+        dout, o, lse = (padded(x, block_sizes[0], 1) for x in given)
+        padded_qkv = padded(q, block_sizes[0], 1), *(padded(x, block_sizes[1], 1) for x in (k, v))
         lists = _lists(table, "queries"), _lists(table, "keys")
         inputs = dout.astype(q.dtype), o.astype(q.dtype), lse
-        dq, dk, dv = self.kernel.backward(rule, lists, blocks, call.scale, inputs, *arrays, **options)
+        dq, dk, dv = self.kernel.backward(rule, lists, block_sizes, call.scale, inputs, *padded_qkv, **options)
         return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
 
     def _prepared(self, call: AttentionCall, q: Array, k: Array) -> tuple[TileRule, BlockTable, tuple[int, int]]:
-        blocks = self._blocks(q, k)
-        rule, table = prepared(call, q, k, blocks)
-        return counted(rule, call, blocks), table, blocks
+        block_sizes = self._blocks(q, k)
+        rule, table = prepared(call, q, k, block_sizes)
+        return counted(rule, call, block_sizes), table, block_sizes
 
     def _blocks(self, q: Array, k: Array) -> tuple[int, int]:
-        blocks = self.kernel.BLOCKS
+        sizes = self.kernel.BLOCKS
         q_block, kv_block = (
             # a block that divides the rows pads nothing, and the smallest pads least
-            next((size for size in (blocks[n], blocks[n] // 2) if size >= LEAST and x.shape[1] % size == 0), LEAST)
+            next((size for size in (sizes[n], sizes[n] // 2) if size >= LEAST and x.shape[1] % size == 0), LEAST)
             for n, x in enumerate((q, k))
         )
         return q_block, kv_block

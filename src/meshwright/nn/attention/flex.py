@@ -88,10 +88,10 @@ def _check_table(table: BlockTable, mask_mod: Mask | None, q: Array, k: Array) -
     dims = *table.kinds.shape[:2], table.q_len, table.kv_len
     is_shared = [False] * 4
     if mask_mod is not None:
-        jaxpr = jax.make_jaxpr(mask_mod)(*[jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)] * 4).jaxpr
-        read_ids = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
-        is_shared[:2] = [id(x) not in read_ids for x in jaxpr.invars[:2]]
-    if any(n != size and not (n == 1 and shared) for n, size, shared in zip(dims, sizes, is_shared, strict=True)):
+        mask_jaxpr = jax.make_jaxpr(mask_mod)(*[jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)] * 4).jaxpr
+        read_ids = {id(x) for eqn in mask_jaxpr.eqns for x in eqn.invars}
+        is_shared[:2] = [id(x) not in read_ids for x in mask_jaxpr.invars[:2]]
+    if any(n != size and not (n == 1 and may_share) for n, size, may_share in zip(dims, sizes, is_shared, strict=True)):
         raise InputError(
             f"block_table is of {dims[2]} queries, {dims[3]} keys, batch={dims[0]} and heads={dims[1]}. Make it with "
             f"q_len={sizes[2]}, kv_len={sizes[3]}, batch={sizes[0]} and heads={sizes[1]}, or 1 for all."
@@ -110,12 +110,12 @@ def _floats(name: str, value: object) -> Array:
 def _spread(mod: Callable[..., Index]) -> Callable[..., Index]:
     """Returns a function of all pairs from one that gives them a single value."""
 
-    def function(*at: Index) -> Index:
-        if any(isinstance(x, Ranges) for x in at):
+    def function(*idx: Index) -> Index:
+        if any(isinstance(x, Ranges) for x in idx):
             raise NoRangesError("the function does not read its indices.")
-        value = mod(*at)
+        value = mod(*idx)
         # of the program even where the value is a constant
-        return jnp.broadcast_to(jnp.where(at[-1] == at[-1], value, value), jnp.broadcast_shapes(*map(jnp.shape, at)))
+        return jnp.broadcast_to(jnp.where(idx[-1] == idx[-1], value, value), jnp.broadcast_shapes(*map(jnp.shape, idx)))
 
     return function
 
@@ -127,7 +127,7 @@ def _hoisted(mod: Callable[..., Index], *, has_score: bool) -> Mod:
         return jax.make_jaxpr(mod)(*indices)
 
     index_structs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (), (2, 1), (1, 2))]
-    name, dtype_kind = ("score_mod", jnp.floating) if has_score else ("mask_mod", jnp.bool)
+    mod_name, dtype_kind = ("score_mod", jnp.floating) if has_score else ("mask_mod", jnp.bool)
     try:
         first_jaxpr = traced(*[jax.ShapeDtypeStruct((2, 2), jnp.float32)] * has_score, *index_structs)
         if len(first_jaxpr.out_avals) != 1:
@@ -136,10 +136,10 @@ def _hoisted(mod: Callable[..., Index], *, has_score: bool) -> Mod:
         shape = jnp.broadcast_shapes(aval.shape, (2, 2))
     except Exception as error:
         hint = " Capture jnp.asarray(x) in place of NumPy's x." if "Tracer" in type(error).__name__ else ""
-        raise InputError(f"{name} fails: {type(error).__name__}: {first_line(error)}{hint}") from error
+        raise InputError(f"{mod_name} fails: {type(error).__name__}: {first_line(error)}{hint}") from error
     if shape != (2, 2) or not jnp.issubdtype(aval.dtype, dtype_kind):
         expected = "scores in float32" if has_score else "Booleans"
-        raise InputError(f"{name} returns {aval.dtype} of shape {aval.shape} for 2 x 2 pairs. Return {expected}.")
+        raise InputError(f"{mod_name} returns {aval.dtype} of shape {aval.shape} for 2 x 2 pairs. Return {expected}.")
     if aval.ndim < 2:
         mod, first_jaxpr = _spread(mod), jax.make_jaxpr(_spread(mod))(*first_jaxpr.in_avals)
     consts = first_jaxpr.consts
@@ -186,11 +186,11 @@ def _flex_forward(call: AttentionCall, *args: CustomVJPPrimal) -> tuple[Attentio
 def _flex_backward(
     call: AttentionCall, residuals: tuple[Any, ...], cotangents: tuple[Array | SymbolicZero, Array | SymbolicZero]
 ) -> tuple[Any, ...]:
-    qkv, sinks, mask, score, o, lse = residuals
+    qkv, sinks, mask_arrays, score_arrays, o, lse = residuals
     dout, dlse = cotangents
     dout = jnp.zeros_like(o) if isinstance(dout, SymbolicZero) else dout
     inputs = dout, o, lse, *([] if isinstance(dlse, SymbolicZero) else [dlse])
-    dq, dk, dv, *other_cotangents = attention_backward(_with(call, sinks, mask, score), inputs, *qkv)
+    dq, dk, dv, *other_cotangents = attention_backward(_with(call, sinks, mask_arrays, score_arrays), inputs, *qkv)
     dsinks = None if sinks is None else other_cotangents.pop(0)
     # None: what a mask reads has no gradient
     return (dq, dk, dv), dsinks, None, tuple(other_cotangents) or None

@@ -133,9 +133,9 @@ class PageTiles(NamedTuple):
 
     def written(self, blocks: Array, results: RaggedRows, out: RaggedRows) -> RaggedRows:
         """Returns the rows ``out`` with the results of ``blocks``, [M, block, N, ...]."""
-        row, exists = self.query_rows(blocks)
+        row, has_query = self.query_rows(blocks)
         # past the end, where a scatter drops it; -1 would count from the end
-        row = jnp.where(exists & self.exists[blocks][:, None], row, len(out[0]))
+        row = jnp.where(has_query & self.exists[blocks][:, None], row, len(out[0]))
         return tuple(old.at[row].set(new.astype(old.dtype), mode="drop") for old, new in zip(out, results, strict=True))
 
 
@@ -155,9 +155,9 @@ def page_tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> Pa
     seq_row = block * (block_ids - (block_ends - (-(-query_counts // block)))[sequence])
     seq_len = call.lengths[sequence]
     query_pos = seq_len - query_counts[sequence] + seq_row
-    last_position = (jnp.minimum(query_pos + block, seq_len) if call.known is None else call.known[sequence]) - 1
-    first_seen = jnp.zeros_like(query_pos) if call.window is None else jnp.maximum(query_pos - call.window + 1, 0)
-    first_chunk, end_chunk = first_seen // tile_positions, last_position // tile_positions + 1
+    last_pos = (jnp.minimum(query_pos + block, seq_len) if call.known is None else call.known[sequence]) - 1
+    first_pos = jnp.zeros_like(query_pos) if call.window is None else jnp.maximum(query_pos - call.window + 1, 0)
+    first_chunk, end_chunk = first_pos // tile_positions, last_pos // tile_positions + 1
     ends = jnp.cumsum(jnp.where(exists, end_chunk - first_chunk, 0))
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
     return PageTiles(sequence, seq_row, first_chunk, starts, ends, exists, block, num_pages, page_len, page_span, call)

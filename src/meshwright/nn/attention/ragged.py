@@ -52,29 +52,29 @@ def ragged_attention(
     out: RaggedRows = (jnp.zeros((rows, heads, values.shape[-1]), parts[0].queries.dtype),)
     if call.spread:
         out += (jnp.full((rows, heads), NOTHING_SEEN, jnp.float32), jnp.ones((rows, heads), jnp.float32))
-    mixed = PagedValues(values, value_scale)
+    paged_values = PagedValues(values, value_scale)
     is_cpu = call.platform == "cpu"
     max_block = max(8, CPU_ROWS * values.shape[2] // heads) if is_cpu else QUERY_BLOCK
     # sequences of one query have blocks of their own, else most rows of their blocks would be empty
-    for block in (1,) if call.longest == 1 else (1, min(call.longest, max_block)):
-        tiles = page_tiles(call, block, rows, values.shape[1])
+    for block_len in (1,) if call.longest == 1 else (1, min(call.longest, max_block)):
+        tiles = page_tiles(call, block_len, rows, values.shape[1])
         attend_blocks = attend_on_tpu if takes_on_tpu(tiles, heads) else _attend_by_lanes
-        out = (attend_on_cpu if is_cpu else attend_blocks)(tiles, parts, mixed, out)
+        out = (attend_on_cpu if is_cpu else attend_blocks)(tiles, parts, paged_values, out)
     return out
 
 
-def _attend_by_lanes(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValues, out: RaggedRows) -> RaggedRows:
+def _attend_by_lanes(tiles: PageTiles, parts: Sequence[PagedPart], v_pages: PagedValues, out: RaggedRows) -> RaggedRows:
     """Writes the attention of each block by XLA, a tile of every lane at a time.
 
     In a running softmax, [M, K, R], the G heads of a block's queries are the rows of one matrix for each key head.
     """
-    call, num_blocks, (kv_heads, width), block = tiles.call, len(tiles.starts), mixed.values.shape[2:], tiles.block
+    call, num_blocks, (kv_heads, v_width), block = tiles.call, len(tiles.starts), v_pages.values.shape[2:], tiles.block
     num_lanes, group_size = min(LANES, num_blocks) if block > 1 else LANES, parts[0].queries.shape[1] // kv_heads
-    is_latent, to_memory = mixed.values is parts[0].keys, partial(in_memory, call.platform)
+    is_latent, to_memory = v_pages.values is parts[0].keys, partial(in_memory, call.platform)
     parts = [part._replace(**jax.tree.map(to_memory, {"keys": part.keys, "scale": part.scale})) for part in parts]
-    mixed = jax.tree.map(to_memory, mixed)
+    v_pages = jax.tree.map(to_memory, v_pages)
     # the same array again, so that `_add_tiles` reads the latents of a tile once
-    mixed = mixed._replace(values=parts[0].keys) if is_latent else mixed
+    v_pages = v_pages._replace(values=parts[0].keys) if is_latent else v_pages
     # each lane has a run of this many tiles
     tiles_per_lane = -(-tiles.ends[-1] // num_lanes)
     lane_ids = jnp.arange(num_lanes, dtype=jnp.int32)
@@ -82,7 +82,7 @@ def _attend_by_lanes(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedV
 
     def begin(num_states: int) -> RunningSoftmax:
         zeros = jnp.zeros((num_states, *state_dims), jnp.float32)
-        return RunningSoftmax(zeros + LOWEST, zeros, jnp.zeros((num_states, *state_dims, width), jnp.float32))
+        return RunningSoftmax(zeros + LOWEST, zeros, jnp.zeros((num_states, *state_dims, v_width), jnp.float32))
 
     def block_of(tile: Array) -> Array:
         return jnp.minimum(jnp.searchsorted(tiles.ends, tile, side="right"), num_blocks - 1).astype(jnp.int32)
@@ -95,7 +95,7 @@ def _attend_by_lanes(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedV
         state = jax.vmap(lambda is_new, *states: jax.tree.map(partial(jnp.where, is_new), *states))(
             is_first_tile, begin(num_lanes), state
         )
-        state = _add_tiles(tiles, (block_ids, tile_of_lane), parts, mixed, state)
+        state = _add_tiles(tiles, (block_ids, tile_of_lane), parts, v_pages, state)
         # a block that another lane begins has a row of its own for each further lane
         state_row = jnp.where(tiles.starts[block_ids] < lane_ids * tiles_per_lane, num_blocks + lane_ids, block_ids)
         state_row = jnp.where(tile_of_lane < tiles.ends[-1], state_row, num_blocks + num_lanes)
@@ -123,19 +123,19 @@ def _add_tiles(
 ) -> RunningSoftmax:
     """Returns the running softmax after one tile of each lane; ``at`` are the lanes' blocks and tiles."""
     call, (block_ids, tile_ids), (v_pages, value_scale) = tiles.call, at, mixed
-    kv_heads, slots = state.peak.shape[1], tiles.num_pages * tiles.page_len
+    kv_heads, num_slots = state.peak.shape[1], tiles.num_pages * tiles.page_len
     group_size = parts[0].queries.shape[1] // kv_heads
     sequence, chunk_index = tiles.sequence[block_ids], tiles.chunk[block_ids] + tile_ids - tiles.starts[block_ids]
-    page_numbers = chunk_index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
+    page_columns = chunk_index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     # pages past the end of the table are clipped: their slots are later than every query
-    pages = call.pages.at[sequence[:, None], page_numbers].get(mode="clip")
+    pages = call.pages.at[sequence[:, None], page_columns].get(mode="clip")
 
     def read(pool: Array) -> Array:
         """Returns [lanes, K, slots, width]."""
         page_values = pool.at[pages].get(mode="clip")
         if kv_heads > 1:
             page_values = jnp.moveaxis(page_values, 2 if has_heads_first(call.platform, pool, kv_heads) else 3, 1)
-        return page_values.reshape(len(pages), kv_heads, slots, -1)
+        return page_values.reshape(len(pages), kv_heads, num_slots, -1)
 
     def operand(pool: Array) -> Array:
         return read(pool).astype(dtype)
@@ -143,13 +143,13 @@ def _add_tiles(
     def scaled(array: Array, scale: Array | None) -> Array:
         return array if scale is None else array * jnp.swapaxes(read(scale), 2, 3)
 
-    rows, has_query = tiles.query_rows(block_ids)
+    query_rows, has_query = tiles.query_rows(block_ids)
     dtype = parts[0].queries.dtype
     tile_keys = [operand(part.keys) for part in parts]
 
     def product(part: PagedPart, keys: Array) -> Array:
-        queries = part.queries.at[rows].get(mode="clip").reshape(*rows.shape, kv_heads, group_size, -1)
-        queries = jnp.moveaxis(queries, 2, 1).reshape(len(rows), kv_heads, rows.shape[1] * group_size, -1)
+        queries = part.queries.at[query_rows].get(mode="clip").reshape(*query_rows.shape, kv_heads, group_size, -1)
+        queries = jnp.moveaxis(queries, 2, 1).reshape(len(query_rows), kv_heads, query_rows.shape[1] * group_size, -1)
         products = jnp.einsum("WKRH,WKCH->WKRC", queries, keys, preferred_element_type=jnp.float32)
         return scaled(products, part.scale)
 
@@ -157,7 +157,7 @@ def _add_tiles(
     scores = capped(call.scale * sum(other_products, start=first_product), call.softcap)
     # positions of slots, and of queries
     slot_pos = tiles.first_positions(chunk_index)[:, None] + tiles.offsets[None]
-    query_pos = rows + (call.lengths - call.counts - call.first)[sequence][:, None]
+    query_pos = query_rows + (call.lengths - call.counts - call.first)[sequence][:, None]
     distance = query_pos[:, :, None] - slot_pos[:, None]
     is_seen = distance >= 0 if call.known is None else (slot_pos < call.known[sequence][:, None])[:, None]
     is_seen = is_seen & (has_query & (tile_ids < tiles.ends[-1])[:, None])[:, :, None]

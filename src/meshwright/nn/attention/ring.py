@@ -80,18 +80,18 @@ def ring_attention(
     Runs inside `shard_map`: rank r has the r-th of the n equal parts of queries, keys and values, as they are sharded
     over the ring's axes (major to minor).
     """
-    result = attention(ring.own(call, q.shape[1]), q, k, v)
+    own_result = attention(ring.own(call, q.shape[1]), q, k, v)
 
     def add_block(state: Pair, keys: Pair, step: Array) -> Pair:
         """Merges two results with their log-sum-exps into the softmax over the keys of both."""
-        passing = _passing(call, ring, step, q, keys)
-        lse = jnp.logaddexp(state[1], passing[1])
+        pair = _passing(call, ring, step, q, keys)
+        lse = jnp.logaddexp(state[1], pair[1])
         # safe: where neither has seen a key, the difference of two infinities would be NaN
-        held_o, added_o = (o.astype(jnp.float32) * jnp.exp(sums - safe(lse))[..., None] for o, sums in (state, passing))
+        held_o, added_o = (o.astype(jnp.float32) * jnp.exp(lse_i - safe(lse))[..., None] for o, lse_i in (state, pair))
         return held_o + added_o, lse
 
     # float32, as every passing block rescales the result and adds to it
-    own_pair, num_moves = (result[0].astype(jnp.float32), result[1]), ring.moves(call, q.shape[1])
+    own_pair, num_moves = (own_result[0].astype(jnp.float32), own_result[1]), ring.moves(call, q.shape[1])
     o, lse = own_pair if num_moves == 0 else _around(ring, num_moves, ring.send((k, v)), own_pair, add_block, first=1)
     return o.astype(q.dtype), lse
 
@@ -142,20 +142,20 @@ def _around(
 
 
 def _collected(
-    ring: KeyRing, num_moves: int, keys: Pair, passing: Callable[[Array, Pair], tuple[list[Array], Pair]]
+    ring: KeyRing, num_moves: int, keys: Pair, grads_of: Callable[[Array, Pair], tuple[list[Array], Pair]]
 ) -> tuple[list[Array], Pair]:
     """Returns the cotangents of this rank's queries and of what it learns, and the summed cotangents of the keys that
     passed last."""
 
     def add_block(state: tuple[list[Array], Pair], keys: Pair, step: Array) -> tuple[list[Array], Pair]:
         total_cotangents, collected_dkv = state
-        added_cotangents, (dk, dv) = passing(step, keys)
+        added_cotangents, (dk, dv) = grads_of(step, keys)
         # The sums are in flight while this block is computed, whose part is added after the send.
         dk_before, dv_before = ring.send(collected_dkv)
         return jax.tree.map(jnp.add, total_cotangents, added_cotangents), (dk_before + dk, dv_before + dv)
 
     keys = ring.send(keys)
-    state = passing(jnp.int32(1), keys)
+    state = grads_of(jnp.int32(1), keys)
     return state if num_moves == 1 else _around(ring, num_moves, ring.send(keys), state, add_block, first=2)
 
 
@@ -179,10 +179,10 @@ def _on_passing(
         coarse_blocks = passing_call.blocks(batch, heads, *[-(-length // COARSE_BLOCKS)] * 2)
         sees_any = jnp.any(jnp.asarray(coarse_blocks.kinds) != NOTHING)
         return lax.cond(sees_any, lambda: part(passing_call, 0, length), lambda: part(passing_call, length, 0))
-    unmasked = replace(call, sinks=None, q_idx=None, kv_idx=None, mask=None)
+    unmasked_call = replace(call, sinks=None, q_idx=None, kv_idx=None, mask=None)
     half_len = length // 2
-    earlier, later = ((0, half_len), (half_len, length)) if ring.order.zigzag_ranks else ((0, length), (length, 0))
-    return lax.cond(ring.rank >= step, lambda: part(unmasked, *earlier), lambda: part(unmasked, *later))
+    early_cut, late_cut = ((0, half_len), (half_len, length)) if ring.order.zigzag_ranks else ((0, length), (length, 0))
+    return lax.cond(ring.rank >= step, lambda: part(unmasked_call, *early_cut), lambda: part(unmasked_call, *late_cut))
 
 
 def _passing(call: AttentionCall, ring: KeyRing, step: Array, q: Array, keys: Pair) -> Pair:

@@ -253,10 +253,10 @@ class _Part:
         self.apart = [small_graph.deps[node] for node in early_nodes]
         self.tables = [small_graph.leaves.index(node) for node in table_nodes if node in small_graph.leaves]
 
-    def _graph(self, rows: tuple[int, ...], columns: tuple[int, ...]) -> _Graph:
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        index_structs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (rows, columns)]
-        shape = jnp.broadcast_shapes(rows, columns)
+    def _graph(self, row_shape: tuple[int, ...], column_shape: tuple[int, ...]) -> _Graph:
+        scalar_struct = jax.ShapeDtypeStruct((), jnp.int32)
+        index_structs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (row_shape, column_shape)]
+        shape = jnp.broadcast_shapes(row_shape, column_shape)
         scores = [jax.ShapeDtypeStruct(shape, jnp.float32)] if self.has_score else []
         array_avals, num_arrays = [jax.typeof(jnp.asarray(x)) for x in self.mod.arrays], len(self.mod.arrays)
 
@@ -264,12 +264,12 @@ class _Part:
             return self.mod.make(*args[:num_arrays])(*args[num_arrays:])
 
         leaf_names = ["a"] * num_arrays + ["s"] * self.has_score + ["b", "h", "q", "k"]
-        return _Graph(function, [*array_avals, *scores, scalar, scalar, *index_structs], leaf_names)
+        return _Graph(function, [*array_avals, *scores, scalar_struct, scalar_struct, *index_structs], leaf_names)
 
     def before(self, arrays: Sequence[Array], q_idx: Array, kv_idx: Array, places: tuple[Array, Array]) -> list[Array]:
         """Returns what is computed before the kernel: [B | 1, N | 1], with T for queries, S for keys."""
-        two_indices = jnp.zeros(2, jnp.int32)
-        indices = {"q": (q_idx, two_indices), "k": (two_indices, kv_idx), "": (two_indices, two_indices)}
+        dummy_index = jnp.zeros(2, jnp.int32)
+        indices = {"q": (q_idx, dummy_index), "k": (dummy_index, kv_idx), "": (dummy_index, dummy_index)}
         graphs = {side: self._graph((len(q), 1), (1, len(k))) for side, (q, k) in indices.items() if side in self.sides}
         early_values = []
         for node_index, (side, node_deps) in enumerate(zip(self.sides, self.apart, strict=True)):
@@ -283,9 +283,9 @@ class _Part:
                 node_value = graph.evaluate(graph.parts()[0][node_index], dict(zip(graph.leaves, args, strict=True)))
                 return node_value.astype(jnp.int32) if node_value.dtype == bool else node_value
 
-            by_head = jax.vmap(value, (None, 0))
+            value_of_heads = jax.vmap(value, (None, 0))
             b, h = (x if letter in node_deps else x[:1] for x, letter in zip(places, "bh", strict=True))
-            values = jax.vmap(by_head, (0, None))(b, h)
+            values = jax.vmap(value_of_heads, (0, None))(b, h)
             early_values.append(values.reshape(*values.shape[:2], -1) if side else values.reshape(values.shape[:2]))
         return early_values
 
@@ -294,8 +294,8 @@ class _Part:
         graph = self._graph(jnp.shape(tile.query), jnp.shape(tile.key))
         table_by_index = dict(zip(self.tables, tile.tables, strict=True))
         captured_arrays = [table_by_index.get(array_index) for array_index in range(len(self.mod.arrays))]
-        args = *captured_arrays, *([] if score is None else [score]), *tile.place, tile.query, tile.key
-        value_of_node: dict[int, Any] = dict(zip(graph.leaves, args, strict=True))
+        leaf_values = *captured_arrays, *([] if score is None else [score]), *tile.place, tile.query, tile.key
+        value_of_node: dict[int, Any] = dict(zip(graph.leaves, leaf_values, strict=True))
         for node, value in zip(graph.parts()[0], values, strict=True):
             value = value != 0 if graph.avals[node].dtype == bool else value
             if jnp.size(value) == graph.avals[node].size:
@@ -331,8 +331,8 @@ def tile_rule(
             values_by_side[side].append(value)
         functions[mod_index] = _function(rule_part, first_by_side, len(all_tables))
         all_tables += [arrays[table_index] for table_index in rule_part.tables]
-    by_head, rows, columns = (tuple(values) for values in values_by_side.values())
-    return TileRule(by_head, rows, columns, functions[0], functions[1], tuple(all_tables))
+    head_values, rows, columns = (tuple(values) for values in values_by_side.values())
+    return TileRule(head_values, rows, columns, functions[0], functions[1], tuple(all_tables))
 
 
 def _function(part: _Part, first_of: dict[str, int], first_table: int) -> Callable[..., Array]:

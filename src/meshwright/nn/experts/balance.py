@@ -31,12 +31,12 @@ def routing_counts(scores: RouterScores, chosen: Chosen, *, capacity: int) -> Ro
     shares, log_total = _softmax(scores)
     experts = expert_numbers(chosen, capacity=capacity)
     expert_ids = jnp.arange(scores.shape[-1])[None, None]
-    load = is_placed = jnp.zeros(scores.shape, jnp.float32)
+    load = num_kept = jnp.zeros(scores.shape, jnp.float32)
     for choice_index in range(chosen.shape[-1]):
         is_choice = (experts[..., choice_index, None] == expert_ids).astype(jnp.float32)
         load = load + is_choice
-        is_placed = is_placed + is_choice * (chosen[..., choice_index, None] >= 0)
-    entries_by_row = {"load": load, "kept": is_placed, "importance": shares, "z": shares * log_total**2}
+        num_kept = num_kept + is_choice * (chosen[..., choice_index, None] >= 0)
+    entries_by_row = {"load": load, "kept": num_kept, "importance": shares, "z": shares * log_total**2}
     return jnp.stack([jnp.sum(entries_by_row[name], axis=(0, 1)) for name in ROUTING_ROWS])
 
 

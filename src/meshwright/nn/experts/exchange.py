@@ -24,9 +24,9 @@ def routed(slots: Ragged, axes: tuple[str, ...], *, together: tuple[str, ...]) -
     """Returns a device's own rows with their first round of exchange over the mesh ``axes``; the devices along the
     axes ``together`` run equally many rounds."""
     counts = lax.all_gather(slots.sizes[0], axes)
-    fullest = lax.pmax(jnp.max(jnp.sum(counts.reshape(len(counts), len(counts), -1), axis=(0, 2))), together)
+    most_rows = lax.pmax(jnp.max(jnp.sum(counts.reshape(len(counts), len(counts), -1), axis=(0, 2))), together)
     zero = jnp.zeros((), jnp.int32)
-    return replace(slots, route=Delivery(counts, zero, fullest.astype(jnp.int32), slots.rows.shape[0]))
+    return replace(slots, route=Delivery(counts, zero, most_rows.astype(jnp.int32), slots.rows.shape[0]))
 
 
 def in_further_round(value: Array | Ragged, taken: Array) -> Array | Ragged:
@@ -43,11 +43,11 @@ def move_packed(step: Step, slots: Ragged) -> Ragged:
     if step.op == "all_reduce":
         return slots.with_rows(lax.psum(slots.rows, step.axes))
     if step.op == "all_gather":
-        rows, sizes = (lax.all_gather(array, step.axes, tiled=True) for array in (slots.rows, slots.sizes))
-        return replace(slots, rows=rows, sizes=sizes)
+        rows, rows_per_expert = (lax.all_gather(array, step.axes, tiled=True) for array in (slots.rows, slots.sizes))
+        return replace(slots, rows=rows, sizes=rows_per_expert)
     num_pieces = slots.sizes.shape[0] // lax.axis_size(step.axes)
-    sizes = lax.dynamic_slice_in_dim(slots.sizes, lax.axis_index(step.axes) * num_pieces, num_pieces)
-    return replace(slots, rows=scatter_sum(step, slots.rows, dim=0), sizes=sizes)
+    rows_per_expert = lax.dynamic_slice_in_dim(slots.sizes, lax.axis_index(step.axes) * num_pieces, num_pieces)
+    return replace(slots, rows=scatter_sum(step, slots.rows, dim=0), sizes=rows_per_expert)
 
 
 def to_experts(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
@@ -79,10 +79,10 @@ def _of_device(array: Int[Array, "n E"], device: Array) -> Int[Array, "n e"]:
 def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tuple[str, ...]) -> SlotRows:
     """Runs `jax.lax.ragged_all_to_all` with the offsets and sizes of slices, in its order, and returns the rows that
     a device receives; on CPUs, which lack it, every device gathers all rows and takes its own."""
-    received = zeros_after((num_received, *rows.shape[1:]), rows.dtype, rows)
+    out_rows = zeros_after((num_received, *rows.shape[1:]), rows.dtype, rows)
     send_offsets, sizes, recv_offsets, recv_sizes = (array.astype(jnp.int32) for array in slices)
     if default_platform() != "cpu":
-        return lax.ragged_all_to_all(rows, received, send_offsets, sizes, recv_offsets, recv_sizes, axis_name=axes)
+        return lax.ragged_all_to_all(rows, out_rows, send_offsets, sizes, recv_offsets, recv_sizes, axis_name=axes)
     all_rows = lax.all_gather(rows, axes, tiled=True)
     num_devices, rank = lax.axis_size(axes), lax.axis_index(axes)
 
@@ -92,8 +92,8 @@ def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tu
 
     first = jnp.arange(num_devices, dtype=jnp.int32)[:, None] * rows.shape[0] + sent_here(send_offsets)
     first, recv_start, num_rows = (array.reshape(-1) for array in (first, sent_here(recv_offsets), sent_here(sizes)))
-    row_offset = jnp.arange(received.shape[0], dtype=jnp.int32)[:, None] - recv_start[None]
+    row_offset = jnp.arange(out_rows.shape[0], dtype=jnp.int32)[:, None] - recv_start[None]
     is_inside = (row_offset >= 0) & (row_offset < num_rows[None])
     source_rows = jnp.sum(jnp.where(is_inside, first[None] + row_offset, 0), axis=1)
     is_received = jnp.any(is_inside, axis=1).reshape(-1, *(1 for _ in rows.shape[1:]))
-    return jnp.where(is_received, all_rows[source_rows], received)
+    return jnp.where(is_received, all_rows[source_rows], out_rows)

@@ -117,8 +117,8 @@ def slot_product(
     def of_expert(expert: Array, out: Array) -> Array:
         weight = jax.lax.dynamic_index_in_dim(weights, expert, 0, keepdims=False)
 
-        def add(turn: _RowsAtOnce, out: Array) -> Array:
-            return turn.put(out, _dot(turn.read(rows), weight, contracted_dims, wide=wide))
+        def add(rows_at_once: _RowsAtOnce, out: Array) -> Array:
+            return rows_at_once.put(out, _dot(rows_at_once.read(rows), weight, contracted_dims, wide=wide))
 
         return _over_products(blocks, expert, rows.shape[0], add, out)
 
@@ -133,9 +133,9 @@ def slot_weight_gradient(left: ExpertSlots, right: ExpertSlots, blocks: ExpertBl
         return grouped.weight_gradient(left, right)
     zero_gradient = jnp.zeros((lhs.shape[1], rhs.shape[1]), jnp.float32)
 
-    def add(turn: _RowsAtOnce, gradient_sum: Array) -> Array:
-        own_rows = jnp.where(turn.inside[:, None], turn.read(lhs), jnp.zeros((), lhs.dtype))
-        return gradient_sum + _dot(own_rows, turn.read(rhs), (0, 0), wide=True)
+    def add(rows_at_once: _RowsAtOnce, gradient_sum: Array) -> Array:
+        own_rows = jnp.where(rows_at_once.inside[:, None], rows_at_once.read(lhs), jnp.zeros((), lhs.dtype))
+        return gradient_sum + _dot(own_rows, rows_at_once.read(rhs), (0, 0), wide=True)
 
     def of_expert(expert: Array) -> Array:
         return _over_products(blocks, expert, lhs.shape[0], add, zero_gradient).astype(lhs.dtype)
@@ -156,30 +156,30 @@ def _over_products(
 ) -> Array:
     """Runs ``body`` for each ``at_once`` blocks of an expert, with the result of the run before; returns the last."""
     size = min(blocks.rows, num_rows)
-    make_turn = _one_block if blocks.at_once == 1 else _several_blocks
+    read_turn = _one_block if blocks.at_once == 1 else _several_blocks
     num_turns = (blocks.num[expert] + blocks.at_once - 1) // blocks.at_once
-    return jax.lax.fori_loop(0, num_turns, lambda n, x: body(make_turn(blocks, expert, n, size, num_rows), x), start)
+    return jax.lax.fori_loop(0, num_turns, lambda n, x: body(read_turn(blocks, expert, n, size, num_rows), x), start)
 
 
 def _one_block(blocks: ExpertBlocks, expert: Array, block_index: Array, size: int, num_rows: int) -> _RowsAtOnce:
     """Reads ``size`` rows even where the array or the expert has fewer left; ``inside`` masks the rest."""
     first_row = blocks.starts[expert, block_index]
-    start = jnp.minimum(first_row, num_rows - size)
-    row_index = start + jnp.arange(size, dtype=jnp.int32)
+    start_row = jnp.minimum(first_row, num_rows - size)
+    row_index = start_row + jnp.arange(size, dtype=jnp.int32)
     is_inside = (row_index >= first_row) & (row_index < jnp.minimum(first_row + size, blocks.ends[expert, block_index]))
 
     def read(rows: SlotRows) -> SlotRows:
-        return jax.lax.dynamic_slice_in_dim(rows, start, size)
+        return jax.lax.dynamic_slice_in_dim(rows, start_row, size)
 
-    def put(out: SlotRows, made: SlotRows) -> SlotRows:
-        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(is_inside[:, None], made, read(out)), start, 0)
+    def put(out: SlotRows, rows: SlotRows) -> SlotRows:
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(is_inside[:, None], rows, read(out)), start_row, 0)
 
     return _RowsAtOnce(is_inside, read, put)
 
 
-def _several_blocks(blocks: ExpertBlocks, expert: Array, turn: Array, size: int, num_rows: int) -> _RowsAtOnce:
+def _several_blocks(blocks: ExpertBlocks, expert: Array, turn_index: Array, size: int, num_rows: int) -> _RowsAtOnce:
     """Gathers several blocks; ``inside`` masks rows past the expert's last and blocks that it lacks."""
-    block_ids = turn * blocks.at_once + jnp.arange(blocks.at_once, dtype=jnp.int32)
+    block_ids = turn_index * blocks.at_once + jnp.arange(blocks.at_once, dtype=jnp.int32)
     clipped_ids = jnp.minimum(block_ids, blocks.starts.shape[1] - 1)
     first_rows, end_rows = blocks.starts[expert, clipped_ids], blocks.ends[expert, clipped_ids]
     row_ids = first_rows[:, None] + jnp.arange(size, dtype=jnp.int32)[None]

@@ -51,9 +51,9 @@ class Delivery:
         num_devices, num_experts = self.counts.shape
         own_first = jnp.cumsum(self.counts, axis=1) - self.counts
         # in the order of rounds: all rows to one device, those of the first device first
-        grouped = self.counts.reshape(num_devices, num_devices, num_experts // num_devices)
-        to_device = jnp.sum(grouped, axis=-1)
-        rows_before = (jnp.cumsum(to_device, axis=0) - to_device)[..., None] + jnp.cumsum(grouped, axis=-1) - grouped
+        counts = self.counts.reshape(num_devices, num_devices, num_experts // num_devices)
+        num_sent = jnp.sum(counts, axis=-1)
+        rows_before = (jnp.cumsum(num_sent, axis=0) - num_sent)[..., None] + jnp.cumsum(counts, axis=-1) - counts
         first_place = rows_before.reshape(num_devices, num_experts) - self.taken
         num_skipped = jnp.clip(-first_place, 0, self.counts)
         num_rows = jnp.clip(self.room - first_place, 0, self.counts) - num_skipped
@@ -156,8 +156,8 @@ def _places(slots: ExpertSlots, chosen: Chosen) -> Chosen:
     if not isinstance(slots, Ragged):
         return chosen
     rows_per_expert, capacity = slots.sizes[0], chosen.shape[0] * chosen.shape[1]
-    first_row = jnp.cumsum(rows_per_expert) - rows_per_expert
-    return (first_row[chosen // capacity] + chosen % capacity).astype(jnp.int32)
+    first_rows = jnp.cumsum(rows_per_expert) - rows_per_expert
+    return (first_rows[chosen // capacity] + chosen % capacity).astype(jnp.int32)
 
 
 def dispatch(h: ResidualStream, chosen: Chosen, like: ExpertSlots) -> ExpertSlots:

@@ -124,12 +124,12 @@ def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> I
     """Opens the tensors of a checkpoint, of an adapter and its base, or of a base and several ``adapters`` as one."""
     with ExitStack() as stack:
 
-        def opened(place: Path) -> Tensors:
-            require_intact(place := as_folder(place))
-            return with_floats(stack.enter_context(open_files(place)), *_quantisation(model, place))
+        def opened(path: Path) -> Tensors:
+            require_intact(path := as_folder(path))
+            return with_floats(stack.enter_context(open_files(path)), *_quantisation(model, path))
 
         folders = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
-        tensors = {name: tensor for source in folders for name, tensor in opened(source).items()}
+        tensors = {name: tensor for weights_folder in folders for name, tensor in opened(weights_folder).items()}
         if adapters:
             tensors |= _side_by_side(model, [(adapter, opened(adapter)) for adapter in adapters], tensors)
         yield tensors

@@ -81,9 +81,9 @@ def read_chat_templates(folder: Path) -> ChatTemplates | None:
 
     Raises InputError for a template that is not valid.
     """
-    stored: Any = read_table(folder / TOKENIZER_CONFIG, remedy="remove it").get("chat_template")
-    stored = stored or read_table(folder / PROCESSOR_TEMPLATE, remedy="remove it").get("chat_template")
-    template_entries = stored if isinstance(stored, list) else [{"name": "default", "template": stored}]
+    template: Any = read_table(folder / TOKENIZER_CONFIG, remedy="remove it").get("chat_template")
+    template = template or read_table(folder / PROCESSOR_TEMPLATE, remedy="remove it").get("chat_template")
+    template_entries = template if isinstance(template, list) else [{"name": "default", "template": template}]
     name_sources = ((item.get("name"), item.get("template")) for item in template_entries if isinstance(item, dict))
     source_by_name = {str(name): source for name, source in name_sources if isinstance(source, str)}
     file_by_name = {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}

@@ -77,20 +77,20 @@ class StoredTensor:
 def _mapped(path: Path, name: str, dtype: np.dtype) -> np.ndarray:
     with path.open("rb") as file:
         (header_len,) = struct.unpack("<Q", file.read(8))
-        entry = json.loads(file.read(header_len))[name]
-    start_byte, end_byte = entry["data_offsets"]
+        header_entry = json.loads(file.read(header_len))[name]
+    start_byte, end_byte = header_entry["data_offsets"]
     tensor_bytes = np.memmap(path, np.uint8, "r", 8 + header_len + start_byte, (end_byte - start_byte,))
-    return tensor_bytes.view(dtype).reshape(entry["shape"])
+    return tensor_bytes.view(dtype).reshape(header_entry["shape"])
 
 
 @contextmanager
 def open_checkpoint(folder: Path) -> Iterator[dict[str, Tensor]]:
     """Yields the tensors of a folder's files by name; only the parts that are indexed are read."""
     with ExitStack() as stack:
-        opened = cache(lambda path: stack.enter_context(_opened(path)))
-        pickled = cache(unpickled)
+        open_file = cache(lambda path: stack.enter_context(_opened(path)))
+        unpickle = cache(unpickled)
         yield {
-            name: pickled(path)[name] if path.suffix == ".bin" else StoredTensor(name, partial(opened, path), path)
+            name: unpickle(path)[name] if path.suffix == ".bin" else StoredTensor(name, partial(open_file, path), path)
             for name, path in _files(folder).items()
         }
 
@@ -127,16 +127,16 @@ def _files(folder: Path) -> dict[str, Path]:
         raise InputError(
             f"{folder} has neither *.safetensors nor {PICKLED}. Give the folder of a model or of a finished run."
         )
-    source: dict[str, Path] = {}
+    path_of: dict[str, Path] = {}
     for path in paths:
-        for tensor in _names(path):
-            if tensor in source:
-                raise InputError(f"{source[tensor]} and {path} both have the tensor {tensor}. Remove one of the files.")
-            source[tensor] = path
-    for tensor, path in indexed_paths.items():
-        if source.get(tensor) != path:
-            raise InputError(f"{path} has no tensor {tensor}, which its index places there. Fetch both again.")
-    return source
+        for name in _names(path):
+            if name in path_of:
+                raise InputError(f"{path_of[name]} and {path} both have the tensor {name}. Remove one of the files.")
+            path_of[name] = path
+    for name, path in indexed_paths.items():
+        if path_of.get(name) != path:
+            raise InputError(f"{path} has no tensor {name}, which its index places there. Fetch both again.")
+    return path_of
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:
@@ -144,10 +144,10 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
         weight_map = msgspec.convert(read_json(index, "Fetch it again.").get("weight_map"), dict[str, str])
     except msgspec.ValidationError:
         raise InputError(f"{index} is not an index of weight files: it has no weight_map. Fetch it again.") from None
-    for name in weight_map.values():
-        if Path(name).name != name:
-            raise InputError(f"{index} names {name!r}, which is not a file of its folder. Fetch the index again.")
-    return {tensor: folder / name for tensor, name in weight_map.items()}
+    for file_name in weight_map.values():
+        if Path(file_name).name != file_name:
+            raise InputError(f"{index} names {file_name!r}, which is not a file of its folder. Fetch the index again.")
+    return {tensor: folder / file_name for tensor, file_name in weight_map.items()}
 
 
 # -- writing ------------------------------------------------------------------------------------------
@@ -186,19 +186,19 @@ def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) 
     """
     file_entries = shards(entries, max_bytes)
     count = len(file_entries)
-    names = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    for name, shard in zip(names, file_entries, strict=True):
+    file_names = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    for name, shard in zip(file_names, file_entries, strict=True):
         write_file(folder / name, shard)
     if count > 1:
-        weight_map = {entry.name: name for name, shard in zip(names, file_entries, strict=True) for entry in shard}
+        weight_map = {entry.name: name for name, shard in zip(file_names, file_entries, strict=True) for entry in shard}
         total_bytes = sum(entry.num_bytes for entry in entries)
         index_keys = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         write_text_whole(folder / INDEX, json.dumps(index_keys, indent=1) + "\n")
     else:
         (folder / INDEX).unlink(missing_ok=True)
-    for stale_path in set(folder.glob("model*.safetensors")) - {folder / name for name in names}:
+    for stale_path in set(folder.glob("model*.safetensors")) - {folder / name for name in file_names}:
         stale_path.unlink()
-    return [folder / name for name in names]
+    return [folder / name for name in file_names]
 
 
 def write_file(path: Path, entries: Sequence[Entry]) -> None:

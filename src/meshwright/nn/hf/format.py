@@ -62,14 +62,14 @@ class StoredPart(NamedTuple):
         majors = {axis[0].dim for axis in self.axes if axis}
         slices = [a.stored(box[a.dim]) for a in dims]
         sizes = [part.stop - part.start if a.dim in majors else a.size for a, part in zip(dims, slices, strict=True)]
-        steps = [slice(None, None, a.step) if a.dim in majors else part for a, part in zip(dims, slices, strict=True)]
-        return stored_box.reshape(sizes)[tuple(steps)].transpose(np.argsort([a.dim for a in dims]))
+        index = [slice(None, None, a.step) if a.dim in majors else part for a, part in zip(dims, slices, strict=True)]
+        return stored_box.reshape(sizes)[tuple(index)].transpose(np.argsort([a.dim for a in dims]))
 
     def put(self, stored: np.ndarray, value: np.ndarray) -> None:
         """Writes the weight into its part of a stored tensor."""
-        dims = [dim for axis in self.axes for dim in axis]
-        slices = tuple(a.stored(slice(0, value.shape[a.dim])) for a in dims)
-        stored.reshape([a.size for a in dims])[slices] = value.transpose([a.dim for a in dims])
+        stored_dims = [dim for axis in self.axes for dim in axis]
+        dim_slices = tuple(a.stored(slice(0, value.shape[a.dim])) for a in stored_dims)
+        stored.reshape([a.size for a in stored_dims])[dim_slices] = value.transpose([a.dim for a in stored_dims])
 
 
 def _narrowed(axis: tuple[StoredDim, ...], box: Box) -> slice:
@@ -94,14 +94,14 @@ def stored_parts(model: Model, names: Collection[str] = ()) -> Iterator[StoredPa
     published one, which is also the one written.
     """
     name_of = _naming(model, names)
-    weights_by_name: dict[str, list[Weight]] = {}
+    weights_by_pattern: dict[str, list[Weight]] = {}
     for weight in weight_table(model):
         if not weight.tied_to:
-            weights_by_name.setdefault(name_of(weight), []).append(weight)
+            weights_by_pattern.setdefault(name_of(weight), []).append(weight)
     for variable, weight in rows(model).items():
         tensor_pattern = name_of(weight)
         is_one_by_one = "{expert}" in tensor_pattern
-        axes = _axes(model, weight, weights_by_name[tensor_pattern], one_by_one=is_one_by_one)
+        axes = _axes(model, weight, weights_by_pattern[tensor_pattern], one_by_one=is_one_by_one)
         leading_sizes = ([len(weight.layers)] if weight.layers else []) + ([weight.shape[0]] if is_one_by_one else [])
         for leading in np.ndindex(*leading_sizes):
             number_by_field = {"layer": weight.layers[leading[0]], "expert": leading[-1]} if leading else {}
@@ -138,10 +138,10 @@ def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: boo
     stored_dims = [StoredDim(dim, dim_size) for dim, dim_size in enumerate(weight.shape[first_dim:])]
     if len(joined) > 1:
         shared_dim = -2 if local_name(weight).removesuffix("_lora_b") in _HEADS else -1
-        sizes = [part.shape[shared_dim] for part in joined]
+        part_sizes = [part.shape[shared_dim] for part in joined]
         position = [part.name for part in joined].index(weight.name)
-        start, step = (position, len(sizes)) if model.family == "gpt_oss" else (sum(sizes[:position]), 1)
-        stored_dims[shared_dim] = StoredDim(stored_dims[shared_dim].dim, sum(sizes), start, step)
+        start, step = (position, len(part_sizes)) if model.family == "gpt_oss" else (sum(part_sizes[:position]), 1)
+        stored_dims[shared_dim] = StoredDim(stored_dims[shared_dim].dim, sum(part_sizes), start, step)
     expert_dims = [(stored_dims.pop(0),)] if has_experts and not one_by_one else []
     return (*expert_dims, *_stored_order(model, weight, stored_dims, weight.dims[1:] if has_experts else weight.dims))
 

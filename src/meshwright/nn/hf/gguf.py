@@ -42,8 +42,8 @@ class GgufTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         block_len, num_bytes = _block(self.kind)
-        shape = (*self.data.shape[:-1], self.data.shape[-1] // num_bytes * block_len)
-        return shape[::-1] if self.transposed else shape
+        stored_shape = (*self.data.shape[:-1], self.data.shape[-1] // num_bytes * block_len)
+        return stored_shape[::-1] if self.transposed else stored_shape
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
         from gguf.quants import dequantize
@@ -90,10 +90,10 @@ def gguf_tensors(files: list[Path], model: Model) -> dict[str, Tensor]:
     Undoes what llama.cpp's conversion does to weights: it orders rows of q and k of a llama by pairs that are rotated,
     adds 1 to the norms of a gemma, transposes the linear layers of GPT-2 and stacks experts.
     """
-    by_name, tables = read_gguf(files).tensors, gguf_names()
-    embed_blocks = by_name.get("token_embd.weight")
+    blocks, tables = read_gguf(files).tensors, gguf_names()
+    embed_blocks = blocks.get("token_embd.weight")
     dtype = {0: DTYPES["fp32"], 1: DTYPES["fp16"]}.get(embed_blocks.kind if embed_blocks else 0, DTYPES["bf16"])
-    unread = {name: _blocks(name, tensor, dtype) for name, tensor in by_name.items() if not name.startswith("rope_f")}
+    unread = {name: _blocks(name, tensor, dtype) for name, tensor in blocks.items() if not name.startswith("rope_f")}
     tensors: dict[str, Tensor] = {}
     num_sharing = Counter((weight.hf_name, weight.layers) for weight in weight_table(model) if not weight.tied_to)
     for weight in weight_table(model):
@@ -114,12 +114,12 @@ def gguf_tensors(files: list[Path], model: Model) -> dict[str, Tensor]:
 
 def _published(model: Model, weight: Weight, stored: GgufTensor) -> GgufTensor:
     """Returns a stored tensor as it is published."""
-    name, row_order, data = weight.name.removeprefix("layers."), None, stored.data
-    if model.family in ("llama", "mixtral") and name in ("wq", "wk", "bq", "bk"):
+    weight_name, row_order, data = weight.name.removeprefix("layers."), None, stored.data
+    if model.family in ("llama", "mixtral") and weight_name in ("wq", "wk", "bq", "bk"):
         row_order = np.arange(stored.shape[0]).reshape(-1, model.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
     return replace(
         stored,
-        data=data[None] if name == "shared.gate" and data.ndim == 1 else data,
+        data=data[None] if weight_name == "shared.gate" and data.ndim == 1 else data,
         rows=row_order,
         shift=-1.0 if model.norm_unit_offset and weight.part == "norm" else 0.0,
         transposed=model.family == "gpt2" and bool(weight.layers) and weight.kind == "matrix",
@@ -191,7 +191,7 @@ def as_folder(path: Path) -> Path:
         if not (folder / TOKENIZER_CONFIG).exists():
             write_json_whole(folder / TOKENIZER_CONFIG, converted.config)
         if not (folder / GENERATION).exists():
-            chats, end_ids = read_chat_templates(folder), converted.generation.get("eos_token_id", [])
+            chats, end_ids = (read_chat_templates(folder), converted.generation.get("eos_token_id", []))
             turn_end = converted.tokenizer.token_to_id(chats.turn_end) if chats else None  # files need not name it
             end_ids += [] if turn_end is None or turn_end in end_ids else [turn_end]
             write_json_whole(folder / GENERATION, converted.generation | ({"eos_token_id": end_ids} if end_ids else {}))

@@ -34,15 +34,15 @@ def gguf_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer | None:
         raise InputError(f"the tokenizer {kind!r} of a GGUF file is not read; llama and gpt2 are. {advice}")
     if kind == "gpt2" and pre not in split_of:
         raise InputError(f"the pre-tokenizer {pre!r} of a GGUF file is not known.{nearest(pre, split_of)} {advice}")
-    codes = metadata.get("token_type", [NORMAL] * len(tokens))
+    type_codes = metadata.get("token_type", [NORMAL] * len(tokens))
     if kind == "llama":
         # tokens of several spaces are stored as such, where all others have the letter for a space
         tokens = ["▁" * len(text) if text and not text.strip(" ") else text for text in tokens]
-        tokenizer = _sentencepiece(metadata, tokens, codes)
+        tokenizer = _sentencepiece(metadata, tokens, type_codes)
     else:
         tokenizer = _byte_level(metadata, tokens, split_of[pre])
     for token_type, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
-        texts = [text for text, code in zip(tokens, codes, strict=True) if code == token_type and text.strip("▁")]
+        texts = [text for text, code in zip(tokens, type_codes, strict=True) if code == token_type and text.strip("▁")]
         # tokens of spaces are left to merges, as in published files
         add([AddedToken(text, special=token_type == CONTROL, normalized=False) for text in texts])
     id_or_none = {name: metadata.get(f"{name}_token_id") for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
@@ -54,8 +54,8 @@ def gguf_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer | None:
         bos_mark, eos_mark = ([mark_of[name][0]] if name in marks else [] for name in default_adds)
         template = [*bos_mark, "$A", *eos_mark]
         tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=[*mark_of.values()])
-    short_by_key = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    config: dict[str, Any] = {name: tokens[id_of[short]] for name, short in short_by_key.items() if short in id_of}
+    alias_by_key = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    config: dict[str, Any] = {name: tokens[id_of[alias]] for name, alias in alias_by_key.items() if alias in id_of}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     prefix = "tokenizer.chat_template"
     templates = {

@@ -82,8 +82,8 @@ def _read(path: Path) -> Any:
         offset = entry.header_offset + _LOCAL_HEADER + sum(struct.unpack_from("<HH", zip_header, 26))
         if entry.compress_type != zipfile.ZIP_STORED or size * dtype.itemsize > entry.file_size:
             raise ValueError(f"storage {key} is compressed or too short")
-        mapped = np.memmap(path, np.uint8, "r", offset, (size * dtype.itemsize,)) if size else np.empty(0, np.uint8)
-        return mapped.view(dtype)
+        raw_bytes = np.memmap(path, np.uint8, "r", offset, (size * dtype.itemsize,)) if size else np.empty(0, np.uint8)
+        return raw_bytes.view(dtype)
 
     return _Reader(BytesIO(pickle_bytes), path, storage).load()
 

@@ -54,9 +54,9 @@ class Packing(NamedTuple):
         span, per_word = box[self.axis], 8 * words.dtype.itemsize // self.bits
         word_span = slice(span.start // per_word, -(-span.stop // per_word))
         packed = np.moveaxis(words[(*box[: self.axis], word_span, *box[self.axis + 1 :])], self.axis, 1)
-        unsigned = np.dtype(f"u{packed.dtype.itemsize}")
-        bit_shifts = np.asarray(self.order or range(per_word), unsigned) * unsigned.type(self.bits)
-        values = ((packed.view(unsigned)[..., None] >> bit_shifts) & unsigned.type(2**self.bits - 1)).astype(np.uint8)
+        dtype = np.dtype(f"u{packed.dtype.itemsize}")
+        bit_shifts = np.asarray(self.order or range(per_word), dtype) * dtype.type(self.bits)
+        values = ((packed.view(dtype)[..., None] >> bit_shifts) & dtype.type(2**self.bits - 1)).astype(np.uint8)
         offset = span.start - word_span.start * per_word
         return np.moveaxis(values.reshape(len(packed), -1)[:, offset : offset + span.stop - span.start], 1, self.axis)
 
@@ -125,7 +125,7 @@ class PublishedMatrix:
         return tuple(-(-size // group) for size, group in zip(self.shape, self.group, strict=True))
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
-        rows, columns = (slice(*part.indices(size)[:2]) for part, size in zip(box, self.shape, strict=True))
+        rows, columns = (slice(*dim_slice.indices(size)[:2]) for dim_slice, size in zip(box, self.shape, strict=True))
         zeros, scales, groups = self.zero_points(), self.scales(), self.groups(columns)
         if self.reads != "floats" and np.any(zeros != self.middle):
             raise InputError(f"{self.name} has zero points, and quantization_config says that it is symmetric. Give "
@@ -204,15 +204,15 @@ class PublishedMatrix:
         }
         if missing := [part_name for part_name, is_lacking in is_missing.items() if is_lacking]:
             raise InputError(f"{self.name}: the checkpoint has no {missing[0]} of it. Fetch it and its config again.")
-        stated, advice = self.part(".weight_shape"), "Give the config of these weights."
-        if len(sizes := tuple(self.stored.shape)) != 2 or (stated is not None and tuple(stated.shape) != (2,)):
+        shape_part, advice = self.part(".weight_shape"), "Give the config of these weights."
+        if len(sizes := tuple(self.stored.shape)) != 2 or (shape_part is not None and tuple(shape_part.shape) != (2,)):
             raise InputError(f"{self.name}: values of shape {sizes} are no matrix. {advice}")
         assert scales is not None
         groups, per_word = self.num_groups, 1
         if self.packing and zeros_tensor is not None:
             per_word = 8 * zeros_tensor.dtype.itemsize // self.packing.bits
         part_of = {"scales": (scales, groups), "zero points": (zeros_tensor, (-(-groups[0] // per_word), groups[1]))}
-        if self.packing and stated is not None:
+        if self.packing and shape_part is not None:
             num_words = -(-self.shape[1] * self.packing.bits // (8 * self.stored.dtype.itemsize))
             part_of["values"] = self.stored, (self.shape[0], num_words)
         for part_name, (tensor, shape) in (part_of | {"list of groups": (group_list, self.shape[1:])}).items():
@@ -301,9 +301,9 @@ def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.d
     expert_stems = [stem for name in tensors if (stem := name.removesuffix(MX_BLOCKS)) + MX_SCALES in tensors]
     packed = {s: PublishedExperts(tensors[s + MX_BLOCKS], tensors[s + MX_SCALES]) for s in expert_stems}
     for stem, experts in packed.items():
-        blocks, scale_dims = tuple(experts.blocks.shape), tuple(experts.scales.shape)
-        if len(blocks) != 4 or blocks != (*scale_dims, MX_BLOCK // 2):
-            raise InputError(f"{stem}: blocks of shape {blocks} and scales of shape {scale_dims}; each {MX_BLOCK // 2} "
+        dims, scale_dims = tuple(experts.blocks.shape), tuple(experts.scales.shape)
+        if len(dims) != 4 or dims != (*scale_dims, MX_BLOCK // 2):
+            raise InputError(f"{stem}: blocks of shape {dims} and scales of shape {scale_dims}; each {MX_BLOCK // 2} "
                              f"bytes need a scale. Fetch its files again.")  # fmt: skip
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith((MX_BLOCKS, MX_SCALES))} | packed
     parts_of_module: dict[str, dict[str, Tensor]] = {}

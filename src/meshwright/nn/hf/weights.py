@@ -100,37 +100,37 @@ def _kept_parts(
     model: Model, weight: Weight, pair: tuple[Variable, Variable], parts: Mapping[tuple[int, ...], StoredPart]
 ) -> dict[str, Mapping[tuple[int, ...], Any]]:
     """Returns the parts of the values and of the scales of a weight that is kept as it is stored."""
-    values_row, scale_row = pair
+    values_var, scale_var = pair
     part_dims = weight.dims[len(next(iter(parts))) - bool(weight.layers) :]
-    group_size_of = {dim: model.dims[dim] // model.dims[f"{dim}g"] for dim in part_dims if f"{dim}g" in scale_row.dims}
-    is_packed = values_row.dtype == "int4"
-    steps = tuple(2 if is_packed and dim in group_size_of else 1 for dim in part_dims)
-    scale_steps = tuple(1 if dim in scale_row.dims else group_size_of.get(dim, 0) for dim in part_dims)
+    group_size_of = {dim: model.dims[dim] // model.dims[f"{dim}g"] for dim in part_dims if f"{dim}g" in scale_var.dims}
+    is_packed = values_var.dtype == "int4"
+    strides = tuple(2 if is_packed and dim in group_size_of else 1 for dim in part_dims)
+    scale_strides = tuple(1 if dim in scale_var.dims else group_size_of.get(dim, 0) for dim in part_dims)
     group_size = next(iter(group_size_of.values())) if is_packed else 0
     return {
-        values_row.name: {index: KeptPart(part, steps, False, group_size) for index, part in parts.items()},
-        scale_row.name: {index: KeptPart(part, scale_steps, True) for index, part in parts.items()},
+        values_var.name: {index: KeptPart(part, strides, False, group_size) for index, part in parts.items()},
+        scale_var.name: {index: KeptPart(part, scale_strides, True) for index, part in parts.items()},
     }
 
 
 def _array(
-    shape: tuple[int, ...], table: Mapping[tuple[int, ...], Any], tensors: Tensors, sharding: Any, dtype: Any
+    shape: tuple[int, ...], part_of: Mapping[tuple[int, ...], Any], tensors: Tensors, sharding: Any, dtype: Any
 ) -> Any:
     """Reads one variable shard by shard; devices with the same shard share one read. With a tuple of shardings, each
     layer is an array of its own."""
     if isinstance(sharding, tuple):
-        tables = ({index[1:]: part for index, part in table.items() if index[0] == n} for n in range(len(sharding)))
+        tables = ({index[1:]: part for index, part in part_of.items() if index[0] == n} for n in range(len(sharding)))
         layer_pairs = zip(tables, sharding, strict=True)
         return tuple(_array(shape[1:], parts, tensors, layer_sharding, dtype) for parts, layer_sharding in layer_pairs)
     outputs_first = sharding if isinstance(sharding, OutputsFirst) else None
     placement = outputs_first.given if outputs_first else sharding
     devices_by_region: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, box in placement.addressable_devices_indices_map(shape).items():
-        region = tuple(part.indices(dim_size)[:2] for part, dim_size in zip(box or (), shape, strict=True))
+        region = tuple(dim_slice.indices(dim_size)[:2] for dim_slice, dim_size in zip(box or (), shape, strict=True))
         devices_by_region.setdefault(region, []).append(device)
     shards = []
     for region, devices in devices_by_region.items():
-        block = _block(table, tensors, tuple(slice(*span) for span in region), dtype)
+        block = _block(part_of, tensors, tuple(slice(*span) for span in region), dtype)
         if outputs_first:
             block = np.ascontiguousarray(block.reshape(math.prod(block.shape[: outputs_first.inputs]), -1).T)
         shards += [jax.device_put(block, device) for device in devices]
@@ -141,13 +141,13 @@ def _array(
     return jax.make_array_from_single_device_arrays(shape, outputs_first.own if outputs_first else sharding, shards)
 
 
-def _block(table: Mapping[tuple[int, ...], Any], tensors: Tensors, region: Box, dtype: Any) -> np.ndarray:
+def _block(part_of: Mapping[tuple[int, ...], Any], tensors: Tensors, region: Box, dtype: Any) -> np.ndarray:
     """Reads a region of a variable's array; each layer and expert of its leading dims is a stored part."""
-    num_leading = len(next(iter(table)))
+    num_leading = len(next(iter(part_of)))
     box = region[num_leading:]
     region_values: np.ndarray | None = None
-    for leading_index in np.ndindex(*(part.stop - part.start for part in region[:num_leading])):
-        stored_part = table[tuple(i + part.start for i, part in zip(leading_index, region, strict=False))]
+    for leading_index in np.ndindex(*(dim_slice.stop - dim_slice.start for dim_slice in region[:num_leading])):
+        stored_part = part_of[tuple(i + dim_slice.start for i, dim_slice in zip(leading_index, region, strict=False))]
         values = stored_part.read(tensors, box)
         if region_values is None:
             region_values = np.empty([s.stop - s.start for s in region], dtype or values.dtype)
@@ -221,8 +221,8 @@ def write_hf(
     """
     model = text_model(model)
     if dtype:
-        with_own_dtype = {name for name, weight in rows(model).items() if weight.dtype}
-        dtypes = {name: stored if name in with_own_dtype else DTYPES[dtype] for name, stored in dtypes.items()}
+        own_dtype_names = {name for name, weight in rows(model).items() if weight.dtype}
+        dtypes = {name: old_dtype if name in own_dtype_names else DTYPES[dtype] for name, old_dtype in dtypes.items()}
     entries = list(hf_entries(model, fetch, dtypes))
     if jax.process_index() != 0:
         for entry in entries:
@@ -260,11 +260,11 @@ def merged(model: Model, fetch: Fetch) -> Fetch:
     lora_scale, weight_by_name, a_of = model.lora.scale, rows(model), adapted(model)
 
     def read(name: str, index: tuple[int, ...]) -> np.ndarray:
-        base_value, local = fetch(name, index), local_name(weight_by_name[name])
-        if local not in a_of:
+        base_value, stem = fetch(name, index), local_name(weight_by_name[name])
+        if stem not in a_of:
             return base_value
-        suffix = name.removeprefix(local)
-        a, b = (fetch(f"{factor}{suffix}", index).astype(np.float32) for factor in (a_of[local], f"{local}_lora_b"))
+        suffix = name.removeprefix(stem)
+        a, b = (fetch(f"{factor}{suffix}", index).astype(np.float32) for factor in (a_of[stem], f"{stem}_lora_b"))
         return (base_value + lora_scale * np.tensordot(a, b, 1)).astype(base_value.dtype)
 
     return read
@@ -304,9 +304,9 @@ def convert_hf(
 
 def with_stored_mtp(model: Model, folder: Path) -> Model:
     """Returns the model with its layer for the token after the next, of any weight, if the folder has all of it."""
-    with_mtp = replace(model, mtp_weight=1.0) if model.num_mtp_layers == 1 else model
+    model_with_mtp = replace(model, mtp_weight=1.0) if model.num_mtp_layers == 1 else model
     with open_tensors(model, folder) as tensors:
-        return with_mtp if all(part.tensor in tensors for part in stored_parts(with_mtp)) else model
+        return model_with_mtp if all(part.tensor in tensors for part in stored_parts(model_with_mtp)) else model
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def attention(context: Context, step: Step, *inputs: Array, backward: bool = Fal
 
 def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCall:
     """Returns the parameters of an attention step: its mask and its scores, and which rows and heads a device has."""
-    sharded, details = AttentionArrays.of(step), step.details
+    sharded_arrays, details = AttentionArrays.of(step), step.details
 
     def index(array: ShardedArray, value: Array) -> Array | np.ndarray | None:
         dim = positions_of(array)
@@ -42,7 +42,7 @@ def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCal
         sequence_order = context.order if dim == "T" else SequenceOrder()
         return sequence_order.index(array.axes_of(dim), value.shape[1])
 
-    first_head = first_index(sharded.q.axes_of(sharded.q.dims[2]), arrays.q.shape[2])
+    first_head = first_index(sharded_arrays.q.axes_of(sharded_arrays.q.dims[2]), arrays.q.shape[2])
     learns = details.distance > 0
     return AttentionCall(
         scale=context.model.attention_scale,
@@ -50,27 +50,27 @@ def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCal
         score=_distance_bias(step, arrays.per_head, first_head) if learns else score_of(context, step),
         learns=learns,
         sinks=None if learns else arrays.per_head,
-        q_idx=index(sharded.q, arrays.q),
-        kv_idx=index(sharded.k, arrays.k),
+        q_idx=index(sharded_arrays.q, arrays.q),
+        kv_idx=index(sharded_arrays.k, arrays.k),
         first_head=first_head,
     )
 
 
 def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
     """Returns the mask of a step: its rule or causal, within its window and, where rows have several, the document."""
-    rule, window = mask_named(step.details.mask or "causal"), step.details.window
-    terms = dict(rule.terms)
+    mask_rule, window = mask_named(step.details.mask or "causal"), step.details.window
+    terms = dict(mask_rule.terms)
     if window is not None:
         terms["window"] = (min(window, *terms.get("window", (window,))),)
-    arrays = tuple(x if x.ndim == 1 else context.order.restored(x) for x in data)
-    if len(arrays) > len(rule.data):
+    data_arrays = tuple(x if x.ndim == 1 else context.order.restored(x) for x in data)
+    if len(data_arrays) > len(mask_rule.data):
         terms["document"] = ()
-    num_data, window_masks = len(rule.data), [] if window is None else [mods.window(window)]
+    num_data, window_masks = len(mask_rule.data), [] if window is None else [mods.window(window)]
 
     def make(*arrays: Array) -> mods.Mask:
-        return mods.and_masks(rule.make(*arrays[:num_data]), *window_masks, *map(mods.document, arrays[num_data:]))
+        return mods.and_masks(mask_rule.make(*arrays[:num_data]), *window_masks, *map(mods.document, arrays[num_data:]))
 
-    return Mod(make, arrays, terms if rule.terms else {})
+    return Mod(make, data_arrays, terms if mask_rule.terms else {})
 
 
 def _distance_bias(step: Step, table: AnyArray, first_head: DynamicInt) -> Mod:

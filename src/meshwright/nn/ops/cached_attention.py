@@ -29,12 +29,12 @@ def ragged_call(
     ``others`` begin with the first row, rows, positions and pages of each sequence. These count rows and pages through
     all devices; a sequence has the rows of these that are here.
     """
-    first_rows, row_counts, seq_lens, page_table, *inputs = others
+    first_rows, row_counts, seq_lens, page_table, *other_inputs = others
     known_lengths = seq_lens if step.details.mask else None
     num_heads = queries.shape[2]
     num_pages, page_len = cached.page_sizes
     cache_array = next(array for array in step.inputs if array.dims[1:2] == ("Pl",))
-    mask_data = [x for x in inputs if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
+    mask_data = [x for x in other_inputs if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
     rule = score_rule(context, step, mask_data, num_heads) if step.details.score or step.details.mask else None
     first_rows, row_counts, seq_lens = own_rows(step.inputs[0], len(queries), first_rows, row_counts, seq_lens)
     slot_axes = cache_array.axes[1]
@@ -53,7 +53,7 @@ def ragged_call(
         longest=context.longest,
         heads_first=cached.heads_first,
     )
-    return call, tuple(inputs)
+    return call, tuple(other_inputs)
 
 
 def own_rows(
@@ -100,8 +100,8 @@ def attention_of(
     statistics [B, T, N] if these are asked for; see `LayerCache.pages`."""
     flat_parts = [part._replace(queries=part.queries.reshape(-1, *part.queries.shape[2:])) for part in parts]
     flat_results = ragged_attention(call, flat_parts, values, value_scale)
-    mixed, *statistics = (array.reshape(*parts[0].queries.shape[:2], *array.shape[1:]) for array in flat_results)
-    return (mixed, *statistics) if statistics else mixed
+    mean_values, *statistics = (array.reshape(*parts[0].queries.shape[:2], *array.shape[1:]) for array in flat_results)
+    return (mean_values, *statistics) if statistics else mean_values
 
 
 def scale_by_share(own: Array, share: Array, whole: Array) -> Array:

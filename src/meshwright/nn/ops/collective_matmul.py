@@ -64,10 +64,10 @@ class MatmulRing(Ring):
 
     def pieces(self, length: int) -> tuple["BlockPart", ...]:
         """Returns the parts of a block to send: all of it, or its two halves; a block of one entry is sent whole."""
-        half = (length + 1) // 2
-        if self.ways == 1 or half == length:
+        half_len = (length + 1) // 2
+        if self.ways == 1 or half_len == length:
             return (BlockPart(0, length, 1),)
-        return BlockPart(0, half, 1), BlockPart(half, length - half, -1)
+        return BlockPart(0, half_len, 1), BlockPart(half_len, length - half_len, -1)
 
     def send(self, values: Sequence[Array], pieces: Sequence["BlockPart"]) -> list[Array]:
         """Receives each part from the previous or the next device."""
@@ -105,8 +105,8 @@ def all_gather_matmul(
             ]
         return results
 
-    own_parts = [product.of(rank * block_len, block_len, block) for product in computed]
-    results = [_whole(part, p, rank * block_len, num_devices) for part, p in zip(own_parts, computed, strict=True)]
+    own_products = [product.of(rank * block_len, block_len, block) for product in computed]
+    results = [_whole(part, p, rank * block_len, num_devices) for part, p in zip(own_products, computed, strict=True)]
     passing_blocks = [lax.slice_in_dim(block, p.start, p.start + p.length, axis=axis) for p in pieces]
 
     def step(step_index: Array | int, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
@@ -182,12 +182,12 @@ def _collective_matmul(context: Context, step: Step, *given: Array) -> tuple[Arr
     products = [_block_product(context, part, step.dim, value_by_array) for part in step.parts]
     if step.details.form != "all_gather":
         return (matmul_reduce_scatter(products, ring, length=block_length(products, ring.size)),)
-    results = (step.result, *step.more)
-    axis, gathers = step.inputs[0].dims.index(step.dim), len(results) > len(products)
-    arrays = all_gather_matmul(given[0], products, ring, axis=axis, gathers=gathers)
+    result_arrays = (step.result, *step.more)
+    dim_index, gathers = step.inputs[0].dims.index(step.dim), len(result_arrays) > len(products)
+    result_values = all_gather_matmul(given[0], products, ring, axis=dim_index, gathers=gathers)
     return tuple(
-        array.astype(given[0].dtype) if result.dtype == "" else array
-        for result, array in zip(results, arrays, strict=True)
+        value.astype(given[0].dtype) if result_array.dtype == "" else value
+        for result_array, value in zip(result_arrays, result_values, strict=True)
     )
 
 

@@ -16,9 +16,9 @@ from meshwright.nn.ops.route import slot_capacity
 def dispatch_gates(context: Context, step: Step, gates: Array, chosen: Array) -> slots.ExpertSlots:
     """Returns weights in the slots of all experts, or packed by expert as the tokens will be."""
     num_experts, capacity = context.model.num_experts, slot_capacity(context, step, gates)
-    block = next((block for block in context.derived.blocks if block.block.name == step.block), None)
-    moves = moves_of_slots((*block.forward, *block.backward)) if block else ()
-    if block is None or not packs_tokens(context, moves, num_slots=num_experts * capacity):
+    steps = next((steps for steps in context.derived.blocks if steps.block.name == step.block), None)
+    moves = moves_of_slots((*steps.forward, *steps.backward)) if steps else ()
+    if steps is None or not packs_tokens(context, moves, num_slots=num_experts * capacity):
         return slots.dispatch_gates(gates, chosen, jnp.zeros((num_experts, capacity), jnp.float32))
     packing = slots.packing_of(chosen, num_experts=num_experts)
     exchange_axes = next((move.axes for move in moves if move.op == "all_to_all"), ())

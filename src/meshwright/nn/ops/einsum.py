@@ -36,8 +36,8 @@ def einsum(context: Context, step: Step, lhs: Any, rhs: Any) -> Any:
         return contract_step(step, lhs, rhs)
     result_dims = step.result.dims
     if all(is_slots):
-        in_rows, out_rows = (lhs, rhs) if result_dims[1] in step.inputs[0].dims else (rhs, lhs)
-        return slot_weight_gradient(in_rows, out_rows, blocks_of(out_rows, context.model))
+        in_slots, out_slots = (lhs, rhs) if result_dims[1] in step.inputs[0].dims else (rhs, lhs)
+        return slot_weight_gradient(in_slots, out_slots, blocks_of(out_slots, context.model))
     weight, weight_array = (lhs, step.inputs[0]) if is_slots[1] else (rhs, step.inputs[1])
     is_wide = step.result.dtype == "fp32" and not is_packed
     blocks = blocks_of(slots, context.model)

@@ -83,10 +83,10 @@ def logits_backward(
 ) -> TokenLogits:
     """Returns the cotangents of logits: ``dscaled * exp(capped - peak)``, plus ``dpicked`` at the label; all of it
     times the slope of the cap, and 0 for padding."""
-    soft = capped(logits, softcap)
+    soft_logits = capped(logits, softcap)
     is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == (labels - first_row)[..., None]
-    dlogits = dscaled[..., None] * jnp.exp(soft - peak[..., None]) + jnp.where(is_label, dpicked[..., None], 0.0)
-    dlogits = dlogits * (1 - (soft / softcap) ** 2) if softcap else dlogits
+    dlogits = dscaled[..., None] * jnp.exp(soft_logits - peak[..., None]) + jnp.where(is_label, dpicked[..., None], 0.0)
+    dlogits = dlogits * (1 - (soft_logits / softcap) ** 2) if softcap else dlogits
     return jnp.where(is_token(logits, first_row, vocab_size), dlogits, 0.0) if vocab_size else dlogits
 
 

@@ -28,9 +28,9 @@ def momentum(context: UpdateContext, step: Step, grad: Array, mean: Array) -> tu
     decay, details = context.momentum, step.details
     mean = decay * mean + (1 - decay) * grad
     next_correction, correction = (1 - decay ** (context.number + ahead).astype(jnp.float32) for ahead in (1, 0))
-    mixed = decay * mean / next_correction + (1 - decay) * grad / correction
+    mixed_grad = decay * mean / next_correction + (1 - decay) * grad / correction
     matrix_shape = grad.shape[1 + grad.ndim - len(step.result.dims) :]
-    matrices = mixed.reshape(-1, *matrix_shape)
+    matrices = mixed_grad.reshape(-1, *matrix_shape)
     return jnp.pad(matrices, [(0, -len(matrices) % lax.axis_size(details.axes)), *[(0, 0)] * len(matrix_shape)]), mean
 
 

@@ -48,9 +48,9 @@ def past_latent_attention(
     def chunk(chunk_index: Array, results_so_far: tuple[Array, ...]) -> tuple[Array, ...]:
         start_row = jnp.minimum(chunk_index * chunk_len, num_rows - chunk_len)
         queries = lax.dynamic_slice_in_dim(q[:, 0], start_row, chunk_len)
-        absorbed = jnp.einsum("bnh,rnh->bnr", queries[..., :unrotated_width], wk)
+        absorbed_queries = jnp.einsum("bnh,rnh->bnr", queries[..., :unrotated_width], wk)
         parts = [
-            PagedPart(absorbed, latents, latent_scale),
+            PagedPart(absorbed_queries, latents, latent_scale),
             PagedPart(queries[..., unrotated_width:], shared_keys, shared_scale),
         ]
         mixed, *statistics = ragged_attention(rows_from(call, start_row, chunk_len), parts, latents, latent_scale)

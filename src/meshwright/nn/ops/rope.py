@@ -35,30 +35,30 @@ def rotation(model: Model, *, local: bool = False, seq_len: int = 0) -> Rotation
     ``seq_len`` is the length of the whole sequence: longrope and dynamic scaling depend on it if it is more than the
     length that the model was trained on.
     """
-    latent, rotated_width = model.latent_attention, model.rotated_width
+    is_latent, rotated_width = model.latent_attention, model.rotated_width
     # Sliding layers with their own theta (gemma 3) are not scaled.
     own_theta = model.rope_local_theta if local else None
     theta, scaling = (own_theta, None) if own_theta else (model.rope_theta, model.rope_scaling)
-    frequencies, factor = _frequencies(rotated_width, theta), 1.0
+    freqs, factor = _frequencies(rotated_width, theta), 1.0
     scaling_kind = scaling.kind if scaling else "default"
     if scaling is None or scaling_kind == "default":
         pass
     elif scaling_kind == "linear":
-        frequencies = frequencies / np.float32(scaling.factor)
+        freqs = freqs / np.float32(scaling.factor)
     elif scaling_kind == "llama3":
-        frequencies = _llama3(frequencies, scaling)
+        freqs = _llama3(freqs, scaling)
     elif scaling_kind == "dynamic":
         # theta raised with the length of the sequence (NTK-aware scaling)
         stretch = scaling.factor * max(seq_len, model.max_positions) / model.max_positions - (scaling.factor - 1)
-        frequencies = _frequencies(rotated_width, theta * stretch ** (rotated_width / (rotated_width - 2)))
+        freqs = _frequencies(rotated_width, theta * stretch ** (rotated_width / (rotated_width - 2)))
     elif scaling_kind == "yarn":
-        frequencies = _yarn(frequencies, theta, scaling, model.max_positions)
+        freqs = _yarn(freqs, theta, scaling, model.max_positions)
         factor = _yarn_factor(scaling)
     elif scaling_kind == "longrope":
-        frequencies, factor = _longrope(frequencies, scaling, model.max_positions, seq_len)
+        freqs, factor = _longrope(freqs, scaling, model.max_positions, seq_len)
     else:
         raise AssertionError(f"rope scaling {scaling_kind} is not known")
-    return Rotation(frequencies.astype(np.float32), factor, interleaved=latent or model.rope_interleaved, last=latent)
+    return Rotation(freqs.astype(np.float32), factor, interleaved=is_latent or model.rope_interleaved, last=is_latent)
 
 
 def _frequencies(width: int, theta: float) -> np.ndarray:

@@ -31,8 +31,8 @@ def activation_steps(name: str, local: LocalStep) -> dict[str, LocalStep]:
 
     def again(context: Context, step: Step, dout: Array, *inputs: Array) -> Any:
         # else CPUs that run layers without a loop keep what both passes compute
-        ordered = after(inputs, [dout]) if default_platform() == "cpu" else inputs
-        return backward(context, step, dout, *ordered)
+        ordered_inputs = after(inputs, [dout]) if default_platform() == "cpu" else inputs
+        return backward(context, step, dout, *ordered_inputs)
 
     return {name: over_slots(local), f"{name}_backward": over_slots(again)}
 

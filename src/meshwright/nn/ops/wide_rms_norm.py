@@ -42,10 +42,10 @@ def wide_rms_norm_backward(
     With i = 1 / rms: dx = i (dout scale - x i^2 along / width), dscale = sum over rows of dout x i.
     """
     squares, along_sums = (array[..., None, None] for array in sums)
-    inverse = lax.rsqrt(squares / width + eps)
-    out, wide_x = dout.astype(jnp.float32), x.astype(jnp.float32)
-    dx = inverse * (out * scale.astype(jnp.float32)[None, None] - wide_x * inverse**2 * along_sums / width)
-    return dx.astype(x.dtype), jnp.sum(out * wide_x * inverse, axis=(0, 1)).astype(scale.dtype)
+    inv_rms = lax.rsqrt(squares / width + eps)
+    wide_dout, wide_x = dout.astype(jnp.float32), x.astype(jnp.float32)
+    dx = inv_rms * (wide_dout * scale.astype(jnp.float32)[None, None] - wide_x * inv_rms**2 * along_sums / width)
+    return dx.astype(x.dtype), jnp.sum(wide_dout * wide_x * inv_rms, axis=(0, 1)).astype(scale.dtype)
 
 
 def _sizes(context: Context, step: Step, scale: int) -> dict[str, Any]:

@@ -97,10 +97,10 @@ class HeldArrays:
         """The order in memory of each array of the cache whose order is not the platform's own, see `cache_layout`."""
         if isinstance(self.mesh, AbstractMesh):
             return {}
-        split = self.cache_shardings
+        sharding_of = self.cache_shardings
         layouts = {
-            row.name: cache_layout(self.platform, row.dims, split[row.name].shard_shape(row.stacked_shape), row.dtype)
-            for row in self.table
+            r.name: cache_layout(self.platform, r.dims, sharding_of[r.name].shard_shape(r.stacked_shape), r.dtype)
+            for r in self.table
         }
         return {name: layout for name, layout in layouts.items() if layout}
 
@@ -160,10 +160,10 @@ class HeldArrays:
     @cached_property
     def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Global shapes and dtypes of the cache, on CPUs of the bits of floats; see `nn.contract.FLOATS`."""
-        bits = {floats: bits for bits, floats in FLOATS.items()} if self.unrolled else {}
+        bits_of = {floats: bits for bits, floats in FLOATS.items()} if self.unrolled else {}
         dtype_of = {row.name: jnp.dtype(DTYPES[row.dtype]) for row in self.table}
         return {
-            row.name: jax.ShapeDtypeStruct(row.stacked_shape, bits.get(dtype_of[row.name], dtype_of[row.name]))
+            row.name: jax.ShapeDtypeStruct(row.stacked_shape, bits_of.get(dtype_of[row.name], dtype_of[row.name]))
             for row in self.table
         }
 
@@ -200,10 +200,10 @@ class HeldArrays:
     def by_layer(self, given: Mapping[str, Tree]) -> dict[str, Tree]:
         """Returns stacked arrays, or their shardings, by name: if unrolled tuples of layers, in their order in
         memory."""
-        num_layers = self._num_layers if self.unrolled else {}
+        num_layers_of = self._num_layers if self.unrolled else {}
         return {
-            name: tuple(self._in_order(name, array, layer_index) for layer_index in range(num_layers[name]))
-            if name in num_layers
+            name: tuple(self._in_order(name, array, layer_index) for layer_index in range(num_layers_of[name]))
+            if name in num_layers_of
             else self._in_order(name, array, None)
             for name, array in given.items()
         }
@@ -245,10 +245,10 @@ class HeldArrays:
         if not self.unrolled:
             return arrays
         num_layers = self._num_layers
-        layered = {n: array if n in num_layers else array[0] for n, array in arrays.items() if isinstance(array, tuple)}
-        stacked_arrays = {n: array for n, array in arrays.items() if n not in layered}
+        layer_arrays = {n: a if n in num_layers else a[0] for n, a in arrays.items() if isinstance(a, tuple)}
+        stacked_arrays = {n: array for n, array in arrays.items() if n not in layer_arrays}
         specs = self.by_layer({name: self.param_specs[name] for name in stacked_arrays})
-        return layered | jax.jit(self.by_layer, out_shardings=shardings(self.mesh, specs))(stacked_arrays)
+        return layer_arrays | jax.jit(self.by_layer, out_shardings=shardings(self.mesh, specs))(stacked_arrays)
 
     def _on_devices(self, name: str, array: Tree) -> Tree:
         """Puts an array, or what was loaded as a tuple, on its devices."""
@@ -280,8 +280,8 @@ class HeldArrays:
 
         def turned(name: str) -> Tree:
             shape = self.param_shardings[name].shard_shape(self.param_shapes[name].shape)
-            dims, inputs = shape[isinstance(params[name], tuple) :], self.outputs_first[name]
-            return jax.tree.map(lambda leaf: Turned(leaf.reshape(dims[inputs:] + dims[:inputs]), inputs), params[name])
+            dims, num_in = shape[isinstance(params[name], tuple) :], self.outputs_first[name]
+            return jax.tree.map(lambda leaf: Turned(leaf.reshape(dims[num_in:] + dims[:num_in]), num_in), params[name])
 
         params = params | {name: turned(name) for name in self.outputs_first}
         context = Context(

@@ -299,8 +299,8 @@ class PackedStep(HeldArrays):
             ends = np.cumsum([math.prod(dims) for dims in shapes]).tolist()
             fields = (flat[end - math.prod(dims) : end].reshape(dims) for dims, end in zip(shapes, ends, strict=True))
             inputs = dict(zip(self.fields, fields, strict=True))
-            sources = inputs.pop("sources")
-            inputs["tokens"] = jnp.where(sources >= 0, latest[jnp.maximum(sources, 0)], inputs["tokens"])
+            latest_slots = inputs.pop("sources")
+            inputs["tokens"] = jnp.where(latest_slots >= 0, latest[jnp.maximum(latest_slots, 0)], inputs["tokens"])
             inputs |= {name: inputs[name][:, None] for name in input_names if declared_arrays[name].dims == ("B", "T")}
             # else XLA splits ``flat`` as some fields are split, and sends parts of others
             inputs = {name: lax.with_sharding_constraint(array, replication) for name, array in inputs.items()}

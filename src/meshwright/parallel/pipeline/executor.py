@@ -102,8 +102,8 @@ def run_schedule(
     state, _ = lax.scan(tick, executor.start(), tick_rows)
     if not has_mirror:
         return state.sums, state.grads
-    mine, theirs = (jax.tree.map(lambda a, n=half: part_of(a, n, 2), state.grads.layers) for half in (0, 1))
-    return state.sums, state.grads._replace(layers=add(mine, _mirror(tables, theirs)))  # weights are stored once
+    my_grads, far_grads = (jax.tree.map(lambda a, n=half: part_of(a, n, 2), state.grads.layers) for half in (0, 1))
+    return state.sums, state.grads._replace(layers=add(my_grads, _mirror(tables, far_grads)))  # weights are stored once
 
 
 def _mirror(tables: TickTables, tree: Tree) -> Tree:
@@ -210,8 +210,8 @@ class TickExecutor:
             ),
         )
 
-        def run(given: Tree, _: Stream, stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
-            layers, inputs, x = given
+        def run(invariants: Tree, _: Stream, stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
+            layers, inputs, x = invariants
             y, saved_arrays = stages.forward(self._piece(layers, row.chunk), inputs, x)
             if not self.tables.has_backward:
                 return y, stash, head
@@ -233,8 +233,8 @@ class TickExecutor:
         state, dy = self._cotangent(state, row, ends, inputs)
 
         def operands(given: Tree) -> tuple[Tree, Tree, Tree, Stream]:
-            layers, inputs, dy, slot = given
-            return self._piece(layers, row.chunk), inputs, read(state.stash, slot), dy
+            layers, inputs, dy, stash_slot = given
+            return self._piece(layers, row.chunk), inputs, read(state.stash, stash_slot), dy
 
         def whole(given: Tree, dx: Stream, grads: Tree) -> tuple[Stream, Tree]:
             dx, new_grads = stages.backward(*operands(given))
@@ -270,23 +270,23 @@ class TickExecutor:
             dy, head_grads = stages.head_backward(ends, inputs, saved_arrays)
             return dy, add_named(grads, barrier(head_grads)), add(sums, new_sums)
 
-        runs, arrived = row.microbatch >= 0, row.dx_slot >= 0
+        is_busy, has_dy = row.microbatch >= 0, row.dx_slot >= 0
         dy = lax.cond(  # writes to no large buffer, of which GPUs would make a copy
-            runs & arrived,
+            is_busy & has_dy,
             lambda: stages.receive_back(read(state.dx, row.dx_slot)),
             lambda: zeros(self.stream),
         )
         invariants = (ends, inputs, row.head_slot)
-        dy, end_grads, sums = at_most_once(runs & ~arrived, from_head, invariants, dy, state.grads.ends, state.sums)
+        dy, end_grads, sums = at_most_once(is_busy & ~has_dy, from_head, invariants, dy, state.grads.ends, state.sums)
         return state._replace(grads=state.grads._replace(ends=end_grads), sums=sums), dy
 
     def _weight(self, state: TickState, row: WeightColumns) -> TickState:
         if not self.tables.has_split:
             return state
 
-        def run(given: Tree, grads: Tree) -> tuple[Tree]:
-            layers, microbatch, slot = given
-            operands = self._piece(layers, row.chunk), read(self.inputs, microbatch), read(state.handed, slot)
+        def run(invariant_arrays: Tree, grads: Tree) -> tuple[Tree]:
+            layers, microbatch, handed_slot = invariant_arrays
+            operands = self._piece(layers, row.chunk), read(self.inputs, microbatch), read(state.handed, handed_slot)
             return (self._added(grads, row.chunk, self.stages.weight_backward(*operands)),)
 
         invariants = (self.weights.layers, row.microbatch, row.handed_slot)
@@ -298,9 +298,9 @@ class TickExecutor:
         if self.num_chunks == 1:
             return add(grads, new_grads)
 
-        def into(total: Array, new: Array) -> Array:
-            chunk_sum = part_of(total, chunk, self.num_chunks) + new.astype(total.dtype)
-            return lax.dynamic_update_slice_in_dim(total, chunk_sum, chunk * new.shape[0], axis=0)
+        def into(grad_sum: Array, new_grad: Array) -> Array:
+            chunk_sum = part_of(grad_sum, chunk, self.num_chunks) + new_grad.astype(grad_sum.dtype)
+            return lax.dynamic_update_slice_in_dim(grad_sum, chunk_sum, chunk * new_grad.shape[0], axis=0)
 
         return jax.tree.map(into, grads, new_grads)
 

@@ -69,10 +69,10 @@ class Pipeline:
         """`layer_rows` by the name of a weight, or of a router's counts."""
         block_rows = layer_rows(self.schedule, self._names)
         block_steps = [steps for steps in self.context.derived.blocks if steps.block.name in block_rows]
-        weight_block = {name: steps.block.name for steps in block_steps for op in steps.block.ops for name in op.inputs}
-        counts_block = {name: steps.block.name for steps in block_steps for name in counts_of(steps)}
-        names = self.stacked | counts_block.keys()
-        return {name: block_rows[block] for name, block in (weight_block | counts_block).items() if name in names}
+        block_by_weight = {n: steps.block.name for steps in block_steps for op in steps.block.ops for n in op.inputs}
+        block_by_count = {name: steps.block.name for steps in block_steps for name in counts_of(steps)}
+        names = self.stacked | block_by_count.keys()
+        return {name: block_rows[block] for name, block in (block_by_weight | block_by_count).items() if name in names}
 
     def held(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes with as many layers as devices hold, those of zeros among them."""
@@ -163,9 +163,9 @@ class Pipeline:
             cotangents, grads = passes.head.backward(ends, inputs, saved, Cotangents(dy, {}))
             return cotangents.stream, grads
 
-        def of_stream(back: Callable[..., tuple[Cotangents, Tree]]) -> Callable[..., tuple[Stream, Tree]]:
+        def of_stream(backward_pass: Callable[..., tuple[Cotangents, Tree]]) -> Callable[..., tuple[Stream, Tree]]:
             def run(layers: Params, inputs: Inputs, saved: Tree, dy: Stream) -> tuple[Stream, Tree]:
-                cotangents, grads_or_operands = back(layers, inputs, saved, Cotangents(dy, {}))
+                cotangents, grads_or_operands = backward_pass(layers, inputs, saved, Cotangents(dy, {}))
                 return cotangents.stream, grads_or_operands
 
             return run
@@ -197,8 +197,8 @@ def layer_rows(schedule: Schedule, names: tuple[str, ...]) -> dict[str, np.ndarr
     rows = {}
     for block in dict.fromkeys(names):
         row_of = {layer: row for row, layer in enumerate(i for i, name in enumerate(names) if name == block)}
-        positions = [pos for pos, name in enumerate(pattern) if name == block]
-        rows[block] = np.array([row_of.get(layers[stage][pos], -1) for _, _, stage in stages for pos in positions])
+        positions = [index for index, name in enumerate(pattern) if name == block]
+        rows[block] = np.array([row_of.get(layers[stage][index], -1) for _, _, stage in stages for index in positions])
     return rows
 
 

@@ -109,13 +109,13 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
     Raises CannotRunError if no engine's sizes divide the model's.
     """
     num_new = service.new_prompt_tokens
-    at_once = tuple(1 << power for power in range(15) if power == 0 or (num_new << power) <= PREFILL_TOKENS)
+    num_prompts = tuple(1 << power for power in range(15) if power == 0 or (num_new << power) <= PREFILL_TOKENS)
     decode_steps, prefill = list[Steps](), list[tuple[np.ndarray, Steps]]()
     chunk_s_by_len = {chunk_len: np.full((2, len(fleet) * len(stored)), np.inf) for chunk_len in service.chunks}
     least_bytes, least_chips = np.inf, 0
     for pair_index, dtypes in enumerate(stored):
         for form in _forms(setting, service, fleet, dtypes):
-            filled = form.prefill(at_once)
+            filled = form.prefill(num_prompts)
             # an aggregated engine prefills beside its caches: the largest batch without and with what that takes
             prefill_bytes = filled.memory["activations"].reshape(len(form.engines), -1)[:, 0]
             if "decode" in form.steps:
@@ -125,16 +125,16 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
                 decode_steps.append(msgspec.structs.replace(steps, dtypes=np.full(len(steps), pair_index)))
                 for seconds, chunk_s in zip(chunk_s_by_len.values(), form.chunk_s(tuple(chunk_s_by_len)), strict=True):
                     seconds[:, form.engines * len(stored) + pair_index] = chunk_s
-            indices = (form.engines[:, None] * len(stored) + pair_index) * len(at_once) + np.arange(len(at_once))
-            prefill.append((indices.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), pair_index))))
+            rows = (form.engines[:, None] * len(stored) + pair_index) * len(num_prompts) + np.arange(len(num_prompts))
+            prefill.append((rows.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), pair_index))))
     if not decode_steps:
         raise CannotRunError(
             f"no engine of {setting.model.name} on {setting.cluster.short_name} with these sizes can generate: they "
             f"must divide the model's widths, and context splits prompts alone. Use other sizes of tensor and expert."
         )
     all_prefills = map_figures(lambda *columns: np.concatenate(columns), *(steps for _, steps in prefill))
-    prefill_index = np.full(len(fleet) * len(stored) * len(at_once), -1)
-    prefill_index[np.concatenate([indices for indices, _ in prefill])] = np.arange(len(all_prefills))
+    prefill_index = np.full(len(fleet) * len(stored) * len(num_prompts), -1)
+    prefill_index[np.concatenate([rows for rows, _ in prefill])] = np.arange(len(all_prefills))
     prefills: Steps = select(all_prefills, np.maximum(prefill_index, 0))
     step_s = np.where((prefill_index >= 0) & (prefills.need <= setting.memory_room), prefills.step_s, np.inf)
     return PricedFleet(
@@ -144,7 +144,7 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
         stored=tuple(stored),
         decode=map_figures(lambda *columns: np.concatenate(columns), *decode_steps),
         prefill=msgspec.structs.replace(prefills, step_s=step_s),
-        prompts_at_once=at_once,
+        prompts_at_once=num_prompts,
         least_bytes=least_bytes,
         least_chips=least_chips,
         chunks=chunk_s_by_len,
@@ -173,11 +173,11 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         batches = num_shards[rows] * np.tile(powers, num_engines)
         cached_len = self.service.max_len - 1
         needed = sum_of(self.memory("decode", rows, LikeSequences(batches, 1.0, cached_len))).reshape(num_engines, -1)
-        row_grids = [(rows, batches)]
+        row_and_batch_arrays = [(rows, batches)]
         for extra_bytes in (np.zeros(num_engines), beside):
             multiples = _largest(needed + extra_bytes[:, None], powers, self.setting.memory_room)
-            row_grids.append((np.arange(num_engines), num_shards * multiples))
-        rows, batches = (np.concatenate(columns) for columns in zip(*row_grids, strict=True))
+            row_and_batch_arrays.append((np.arange(num_engines), num_shards * multiples))
+        rows, batches = (np.concatenate(columns) for columns in zip(*row_and_batch_arrays, strict=True))
         row_batches = np.unique(np.stack([rows, batches]), axis=1)
         rows, batches = row_batches[:, row_batches[1] > 0]
         if self.service.speculation:
@@ -219,11 +219,11 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         Of a prompt that is known in part the new tokens are computed, which attend to the known ones too.
         """
         service = self.service
-        rows = np.repeat(np.arange(len(self.engines)), len(at_once))
-        batch_seqs = self.fleet.batch_shards[self.engines[rows]] * np.tile(at_once, len(self.engines))
+        form_rows = np.repeat(np.arange(len(self.engines)), len(at_once))
+        batch_seqs = self.fleet.batch_shards[self.engines[form_rows]] * np.tile(at_once, len(self.engines))
         new_tokens = service.new_prompt_tokens
         sequences = LikeSequences(batch_seqs, float(new_tokens), float(service.prompt_len - new_tokens))
-        return self.priced("prefill", rows, sequences, self.memory("prefill", rows, sequences))
+        return self.priced("prefill", form_rows, sequences, self.memory("prefill", form_rows, sequences))
 
     def chunk_s(self, lengths: Sequence[int]) -> np.ndarray:
         """Returns the seconds of the first and the last chunk [lengths, 2, engines] of prompts that are cut, one on
@@ -232,11 +232,11 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         if not lengths:
             return np.zeros((0, 2, len(self.engines)))
         chunk_lens = np.repeat(np.array(lengths), len(self.engines))
-        rows = np.tile(np.arange(len(self.engines)), len(lengths))
-        batch = self.fleet.batch_shards[self.engines[rows]]
+        form_rows = np.tile(np.arange(len(self.engines)), len(lengths))
+        num_seqs = self.fleet.batch_shards[self.engines[form_rows]]
         prompt_len = self.service.prompt_len
-        chunks = LikeSequences(batch, chunk_lens, 0.0), LikeSequences(batch, chunk_lens, prompt_len - chunk_lens)
-        steps = (self.priced("prefill", rows, chunk, {}) for chunk in chunks)
+        chunks = LikeSequences(num_seqs, chunk_lens, 0.0), LikeSequences(num_seqs, chunk_lens, prompt_len - chunk_lens)
+        steps = (self.priced("prefill", form_rows, chunk, {}) for chunk in chunks)
         first_s, last_s = (step.step_s.reshape(len(lengths), -1) for step in steps)
         return np.stack([first_s, np.maximum(first_s, last_s)], axis=1)
 

@@ -112,11 +112,11 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
         if all(placement.mesh[axis] == size for axis, size in fixed_sizes.items())
     ]
     if not engines:
-        text = " x ".join(f"{axis}={size}" for axis, size in fixed_sizes.items())
+        sizes_text = " x ".join(f"{axis}={size}" for axis, size in fixed_sizes.items())
         raise CannotRunError(
-            f"no engine of {model.name} on {cluster.short_name} has {text}: tensor must divide the {model.num_heads} "
-            f"heads, expert the {model.num_experts} experts (without any it is 1), and the engine the "
-            f"{cluster.num_chips} chips."
+            f"no engine of {model.name} on {cluster.short_name} has {sizes_text}: tensor must divide the "
+            f"{model.num_heads} heads, expert the {model.num_experts} experts (without any it is 1), and the engine "
+            f"the {cluster.num_chips} chips."
         )
     parts, placements, layouts = zip(*engines, strict=True)
     meshes = [placement.mesh for placement in placements]

@@ -128,9 +128,9 @@ def _points(services: Services, indices: np.ndarray) -> tuple[tuple[float, float
 def _split(priced: PricedFleet, services: Services, indices: np.ndarray) -> dict[str, tuple[tuple[float, float], ...]]:
     """Returns (TPOT, seconds of a token) of each part of a decode step by itself, and of the prefills of others."""
     rows, tpot_s = services.decode[indices], services.tpot_s[indices]
-    seconds_of = {name: s[rows] / priced.decode.tokens[rows] for name, s in priced.decode.bounds_s.items()}
-    seconds_of["prefills of others"] = tpot_s - priced.decode.token_s[rows]
-    return {name: tuple(zip(tpot_s.tolist(), s.tolist(), strict=True)) for name, s in seconds_of.items()}
+    seconds_by_part = {name: s[rows] / priced.decode.tokens[rows] for name, s in priced.decode.bounds_s.items()}
+    seconds_by_part["prefills of others"] = tpot_s - priced.decode.token_s[rows]
+    return {name: tuple(zip(tpot_s.tolist(), s.tolist(), strict=True)) for name, s in seconds_by_part.items()}
 
 
 # -- what is said ---------------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ def _aggregated(priced: PricedFleet) -> Services:
     """Returns the services whose engines prefill and generate in turns, with each number of prompts at once."""
     service, decode, prefill, num_choices = priced.service, priced.decode, priced.prefill, len(priced.prompts_at_once)
     rows = np.repeat(np.arange(len(decode)), num_choices)
-    first_rows = (decode.engine * len(priced.stored) + decode.dtypes) * num_choices
-    prefill_rows = first_rows[rows] + np.tile(np.arange(num_choices), len(decode))
+    first_prefill_rows = (decode.engine * len(priced.stored) + decode.dtypes) * num_choices
+    prefill_rows = first_prefill_rows[rows] + np.tile(np.arange(num_choices), len(decode))
     extra_bytes = np.maximum(prefill.memory["activations"][prefill_rows] - decode.memory["activations"][rows], 0.0)
     free_bytes = priced.room - decode.need[rows] - extra_bytes
     is_fit = (free_bytes >= 0) & np.isfinite(prefill.step_s[prefill_rows])
@@ -96,9 +96,9 @@ def _aggregated(priced: PricedFleet) -> Services:
     is_fit &= (num_at_once == 1) | (num_at_once < 2 * num_ending)
     rows, prefill_rows, free_bytes = rows[is_fit], prefill_rows[is_fit], free_bytes[is_fit]
     chunk_figures = _chunked(priced, rows, prefill_rows)
-    is_used = np.isfinite(chunk_figures["itl_s"])
-    rows, prefill_rows, free_bytes = (column[is_used] for column in (rows, prefill_rows, free_bytes))
-    chunk_figures = {name: column[is_used] for name, column in chunk_figures.items()}
+    is_usable = np.isfinite(chunk_figures["itl_s"])
+    rows, prefill_rows, free_bytes = (column[is_usable] for column in (rows, prefill_rows, free_bytes))
+    chunk_figures = {name: column[is_usable] for name, column in chunk_figures.items()}
     batch_seqs, step_s, output_len = decode.batch[rows], decode.token_s[rows], service.output_len
     tpot_s = step_s + waiting_s(chunk_figures["prompt_s"], batch=batch_seqs, output_len=output_len)
     rate = batch_seqs / (output_len * tpot_s + chunk_figures["prompt_s"])
@@ -121,7 +121,7 @@ def _aggregated(priced: PricedFleet) -> Services:
     )
 
 
-def _chunked(priced: PricedFleet, rows: np.ndarray, fill_rows: np.ndarray) -> dict[str, np.ndarray]:
+def _chunked(priced: PricedFleet, decode_rows: np.ndarray, fill_rows: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the length of chunks, the longest time between tokens, the time to the first token and that of a prompt.
 
     Of the lengths that meet the target of the longest time, the one with the first token soonest; without any, the one
@@ -129,11 +129,11 @@ def _chunked(priced: PricedFleet, rows: np.ndarray, fill_rows: np.ndarray) -> di
     not cut, and a step has one chunk on each device that has its own sequences.
     """
     service, decode, num_choices = priced.service, priced.decode, len(priced.prompts_at_once)
-    step_s, prefill_s, engines = decode.step_s[rows], priced.prefill.step_s[fill_rows], fill_rows // num_choices
+    step_s, prefill_s, engines = decode.step_s[decode_rows], priced.prefill.step_s[fill_rows], fill_rows // num_choices
     # prompts that take the place of the sequences that end in a step
-    num_ending = np.maximum(decode.batch[rows] - 1, 0) / service.output_len
+    num_ending = np.maximum(decode.batch[decode_rows] - 1, 0) / service.output_len
     num_rounds = np.maximum(num_ending / priced.prefill.batch[fill_rows], 1)
-    shards = priced.fleet.batch_shards[decode.engine[rows]]
+    shards = priced.fleet.batch_shards[decode.engine[decode_rows]]
     # prompts at once on a device, over the share of a step that a prompt costs
     num_shared = priced.prefill.batch[fill_rows] / shards / together(num_ending, shards)
     lengths, gaps_s, firsts_s, prompts_s = [0], [step_s + num_rounds * prefill_s], [prefill_s], [prefill_s / num_shared]
@@ -149,7 +149,7 @@ def _chunked(priced: PricedFleet, rows: np.ndarray, fill_rows: np.ndarray) -> di
         prompts_s.append(prompt_s * together(num_ending * num_chunks, shards))
     if service.chunk_len and len(lengths) > 1:
         lengths, gaps_s, firsts_s, prompts_s = lengths[1:], gaps_s[1:], firsts_s[1:], prompts_s[1:]
-    gap_s, ttft_s, row_ids = np.stack(gaps_s), np.stack(firsts_s), np.arange(len(rows))
+    gap_s, ttft_s, row_ids = np.stack(gaps_s), np.stack(firsts_s), np.arange(len(decode_rows))
     is_met = gap_s <= (service.itl_s or np.inf)
     index = np.where(is_met.any(axis=0), np.argmin(np.where(is_met, ttft_s, np.inf), axis=0), np.argmin(gap_s, axis=0))
     figures = {"itl_s": gap_s, "ttft_s": ttft_s, "prompt_s": np.stack(prompts_s)}
@@ -211,8 +211,8 @@ def _balanced(
     """Returns the numbers of engines that prefill and that generate with the most requests a second on all chips."""
     exact_count = num_chips * gens_per_s / (prefill_chips * gens_per_s + gen_chips * prefills_per_s)
     best_count, best_rate = np.zeros(len(exact_count), dtype=np.int64), np.zeros(len(exact_count))
-    for rounded in (np.floor(exact_count), np.ceil(exact_count)):
-        num_prefill = np.maximum(rounded, 1).astype(np.int64)
+    for near_count in (np.floor(exact_count), np.ceil(exact_count)):
+        num_prefill = np.maximum(near_count, 1).astype(np.int64)
         num_decode = np.maximum(num_chips - num_prefill * prefill_chips, 0) // gen_chips
         new_rate = np.minimum(num_prefill * prefills_per_s, num_decode * gens_per_s)
         best_count, best_rate = np.where(new_rate > best_rate, num_prefill, best_count), np.maximum(best_rate, new_rate)

@@ -72,8 +72,8 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def targets(self) -> dict[str, float]:
         """The targets that there are, in seconds, by name."""
-        seconds_of = {name: getattr(self, field) for name, field in TARGETS.items()}
-        return {name: seconds for name, seconds in seconds_of.items() if seconds is not None}
+        seconds_by_target = {name: getattr(self, field) for name, field in TARGETS.items()}
+        return {name: seconds for name, seconds in seconds_by_target.items() if seconds is not None}
 
     @property
     def load_words(self) -> str:

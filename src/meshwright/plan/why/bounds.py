@@ -66,10 +66,10 @@ def model_letters(model: Model, num_stages: int = 1) -> dict[str, Any]:
 
 def shared_letters(cluster: Cluster, job: Job, num_slices: int) -> dict[str, Any]:
     """Returns the letters that a cluster and a job have without a plan; ``num_slices`` divide the batch."""
-    width = torus_width(cluster)
+    torus = torus_width(cluster)
     return {
-        "num_axes": sum(width.axes) if width else 1,
-        "width": width.words if width else "",
+        "num_axes": sum(torus.axes) if torus else 1,
+        "width": torus.words if torus else "",
         "num_slices": num_slices,
         "slice_tokens": job.tokens_per_step / num_slices if num_slices > 1 else None,
         "dcn_bytes_per_s_per_host": cluster.chip.dcn_bytes_per_s_per_host or None,
@@ -90,8 +90,8 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
     cluster, job, chip, rates = setting.cluster, setting.job, setting.cluster.chip, setting.rates
     num_stages, num_microbatches = _devices(priced, "pipeline"), strategy.num_microbatches
     peak_flops = matmul_rate(chip, rates, strategy.matmul_dtype)
-    width, sheet_peak = torus_width(cluster), chip.peak_flops.get(strategy.matmul_dtype)
-    tensor_axes, fsdp_axes = _axes_of_tensor(priced.placement, width) if width else (1, 1)
+    torus, sheet_peak = torus_width(cluster), chip.peak_flops.get(strategy.matmul_dtype)
+    tensor_axes, fsdp_axes = _axes_of_tensor(priced.placement, torus) if torus else (1, 1)
     num_slices = cluster.num_slices // math.gcd(num_stages, cluster.num_slices)
     num_chips, limit_bytes = cluster.num_chips // (num_slices * num_stages), setting.memory_limit
     activation_bytes = priced.estimate.memory["activations"] * cluster.num_chips
@@ -102,8 +102,8 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
         num_stages=num_stages,
         data_ways=_devices(priced, *BATCH_AXES, "context") / num_slices,
         peak_flops=peak_flops,
-        alpha=None if width is None else limits.ici_intensity(peak_flops, width.bytes_per_s * rates.efficiency.ici),
-        sheet_alpha=limits.ici_intensity(sheet_peak, width.bytes_per_s) if width and sheet_peak else None,
+        alpha=None if torus is None else limits.ici_intensity(peak_flops, torus.bytes_per_s * rates.efficiency.ici),
+        sheet_alpha=limits.ici_intensity(sheet_peak, torus.bytes_per_s) if torus and sheet_peak else None,
         fsdp_axes=fsdp_axes,
         tensor_axes=tensor_axes,
         tensor=_devices(priced, "tensor"),
@@ -148,17 +148,17 @@ def switched_letters(cluster: Cluster, peak: float, shares: Efficiency) -> dict[
     chip = cluster.chip
     if cluster.kind != "switched" or not chip.nvlink_bytes_per_s:
         return {}
-    nvlink_rate = chip.nvlink_bytes_per_s * shares.nvlink
-    link_rate, flat_rate, link_name = nvlink_rate, nvlink_rate, "nvlink"
+    nvlink_bytes_per_s = chip.nvlink_bytes_per_s * shares.nvlink
+    link_bytes_per_s, flat_bytes_per_s, link_name = nvlink_bytes_per_s, nvlink_bytes_per_s, "nvlink"
     if cluster.nodes > 1 and chip.nic_bytes_per_s:
-        flat_rate = chip.nic_bytes_per_s * shares.network
-        link_rate, link_name = min(link_rate, flat_rate * cluster.domain), "node"
+        flat_bytes_per_s = chip.nic_bytes_per_s * shares.network
+        link_bytes_per_s, link_name = min(link_bytes_per_s, flat_bytes_per_s * cluster.domain), "node"
     return {
         "link": link_name,
-        "link_alpha": limits.ici_intensity(peak, link_rate),
+        "link_alpha": limits.ici_intensity(peak, link_bytes_per_s),
         "domain": cluster.domain,
-        "domain_alpha": limits.ici_intensity(peak, nvlink_rate),
-        "flat_bytes_per_s": flat_rate,
+        "domain_alpha": limits.ici_intensity(peak, nvlink_bytes_per_s),
+        "flat_bytes_per_s": flat_bytes_per_s,
     }
 
 
@@ -235,9 +235,9 @@ def _experts(priced: PricedStrategy, peak_flops: float) -> dict[str, Any]:
         "hbm_tokens": critical_batch(peak_flops, hbm_rate, weight_bytes=priced.sizes.width),
         "copy_tokens": setting.job.tokens_per_step / priced.strategy.num_microbatches / num_shards,
     }
-    block = max((block.forward for block in priced.costs.layers), key=len)
-    exchange_costs = [c for c in block if c.step.op == "all_to_all" and "expert" in c.step.axes]
-    product_costs = [c for c in block if c.flops and any("Fe" in array.dims for array in c.step.inputs)]
+    forward_costs = max((block.forward for block in priced.costs.layers), key=len)
+    exchange_costs = [c for c in forward_costs if c.step.op == "all_to_all" and "expert" in c.step.axes]
+    product_costs = [c for c in forward_costs if c.flops and any("Fe" in array.dims for array in c.step.inputs)]
     if _devices(priced, "expert") > 1 and exchange_costs and product_costs:
         letters |= {
             "expert_width": model.d_ff_expert,

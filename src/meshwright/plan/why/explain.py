@@ -298,7 +298,7 @@ def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
     if strategy.mesh.get("pipeline", 1) == 1:
         return None
     num_microbatches = strategy.num_microbatches
-    terms = priced.estimate.terms
+    seconds_by_term = priced.estimate.terms
     return BetweenStages(
         schedule=strategy.schedule,
         stages=strategy.mesh["pipeline"],
@@ -306,8 +306,8 @@ def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
         microbatches=num_microbatches,
         sends=algorithm("between stages, one microbatch", priced.costs.boundary),
         num_sends=float(priced.pipeline.num_sends),
-        sends_s=float(terms.get("pipeline", 0.0)),
-        bubble_s=float(terms.get("bubble", 0.0)),
+        sends_s=float(seconds_by_term.get("pipeline", 0.0)),
+        bubble_s=float(seconds_by_term.get("bubble", 0.0)),
     )
 
 
@@ -317,15 +317,15 @@ def algorithm(
     """Returns the lines of one pass and their sums, with ``of_layers`` each as often as the busiest device runs it.
     ``again`` is the number of costs at the start that run more than once, and how often on average."""
     num_again, mean_runs = again
-    runs = [(c, float(c.here) if of_layers else mean_runs if i < num_again else 1.0) for i, c in enumerate(costs)]
+    cost_runs = [(c, float(c.here) if of_layers else mean_runs if i < num_again else 1.0) for i, c in enumerate(costs)]
     total_s = sum(float(c.time_s) for c in costs)
-    listed_runs = [(c, n) for c, n in runs if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total_s]
+    listed_runs = [(c, n) for c, n in cost_runs if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total_s]
     return Algorithm(
         title=title,
         lines=tuple(_line(i, cost, num_runs) for i, (cost, num_runs) in enumerate(listed_runs, 1)),
-        compute_s=sum(float(c.local_s) * n for c, n in runs if not c.step.is_collective),
-        hidden_s=sum(float(c.network_s) * n for c, n in runs if c.hides),
-        critical_s=sum(float(c.network_s) * n for c, n in runs if c.step.is_collective and not c.hides),
+        compute_s=sum(float(c.local_s) * n for c, n in cost_runs if not c.step.is_collective),
+        hidden_s=sum(float(c.network_s) * n for c, n in cost_runs if c.hides),
+        critical_s=sum(float(c.network_s) * n for c, n in cost_runs if c.step.is_collective and not c.hides),
         num_left_out=len(costs) - len(listed_runs),
     )
 

@@ -95,7 +95,7 @@ def _phase(plan: ServicePlan, phase: GenerationPhase) -> PhaseExplanation:
     priced, pool = price_strategy(*plan.phase(phase, num_positions)), plan.pool(phase)
     blocks = [block for block in priced.costs.blocks if block.forward]
     num_layers = priced.derived.num_layers
-    title_of_block = {
+    title_by_block = {
         block.name: f"one layer, {block.steps.repeat} of {num_layers} ({block.name})" if block.is_layer else block.name
         for block in blocks
     }
@@ -105,7 +105,7 @@ def _phase(plan: ServicePlan, phase: GenerationPhase) -> PhaseExplanation:
         pool=pool,
         num_positions=num_positions,
         step_s=float(priced.estimate.step_s),
-        blocks=tuple(algorithm(f"{phase}: {title_of_block[block.name]}", block.forward) for block in blocks),
+        blocks=tuple(algorithm(f"{phase}: {title_by_block[block.name]}", block.forward) for block in blocks),
         repeats=tuple(block.steps.repeat for block in blocks),
         parts=tuple(_parts(priced)),
         terms=Breakdown(priced).terms,
@@ -204,17 +204,17 @@ def _formulas(plan: ServicePlan, decode: PhaseExplanation, prefill: PhaseExplana
         }
     formulas["left"] = _ROOM[has_pools]
     known = {**count_by_name, **bytes_by_name, **seconds_by_name}
-    texts = {name: f"{value:.10g}" for name, value in count_by_name.items()}
-    texts |= {name: f"{value / 1e9:.4g} GB{'/s' * (name == 'link')}" for name, value in bytes_by_name.items()}
-    texts |= {name: f"{value:.4g} s" for name, value in seconds_by_name.items()}
+    text_of = {name: f"{value:.10g}" for name, value in count_by_name.items()}
+    text_of |= {name: f"{value / 1e9:.4g} GB{'/s' * (name == 'link')}" for name, value in bytes_by_name.items()}
+    text_of |= {name: f"{value:.4g} s" for name, value in seconds_by_name.items()}
     rows = []
     for name, text in formulas.items():
         # the texts are the constants above
         known[name] = value = float(eval(text.replace(" x ", " * "), {"min": min, "max": max, "exp": math.exp}, known))
         is_time = name[:2] in ("t_", "TP", "TT")
-        numbers = re.sub(r"\b[A-Za-z]\w*", lambda match: texts.get(match[0], match[0]), text)
-        texts[name] = f"{value:.4g}{' s' * is_time}"
-        value_text = format_seconds(value) if is_time else format_bytes(value) if name == "left" else texts[name]
+        numbers = re.sub(r"\b[A-Za-z]\w*", lambda match: text_of.get(match[0], match[0]), text)
+        text_of[name] = f"{value:.4g}{' s' * is_time}"
+        value_text = format_seconds(value) if is_time else format_bytes(value) if name == "left" else text_of[name]
         text = re.sub(r"\w+", lambda match: _TITLES.get(match[0], match[0]), text)
         rows.append(Formula(name=_TITLES.get(name, name), text=text, numbers=numbers, value=value, shown=value_text))
     return tuple(rows)

@@ -60,13 +60,13 @@ def recipe(setting: Setting, *, template: Strategy) -> Recipe:
     """Returns the recipe for a job on all chips of a cluster; ``template`` has the state and precision."""
     at = _Builder(setting, template)
     far = {axis: (size, why) for axis, size, why in _far(at)}
-    chosen = _chosen(at, {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, (size, _) in far.items()})
-    refusals = legal(setting, chosen)
+    strategy = _chosen(at, {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, (size, _) in far.items()})
+    refusals = legal(setting, strategy)
     is_runnable = all(refusal.rule == MEMORY_RULE for refusal in refusals)
     return Recipe(
-        steps=tuple(_said(at, chosen, far)),
-        strategy=chosen,
-        estimate=estimate_step(setting, chosen) if is_runnable else None,
+        steps=tuple(_said(at, strategy, far)),
+        strategy=strategy,
+        estimate=estimate_step(setting, strategy) if is_runnable else None,
         refusal=refusals[0] if refusals else None,
     )
 

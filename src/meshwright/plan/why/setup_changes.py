@@ -145,8 +145,8 @@ def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
         setting = _with_chip(setting, [LINKS[level][0] for level in present], factor)
         # rates of levels that a cluster file gives replace the chip's
         changed_levels = tuple(
-            _multiplied(level, ("bytes_per_s",), factor) if ("nic" if i else "nvlink") in present else level
-            for i, level in enumerate(cluster.levels)
+            _multiplied(level, ("bytes_per_s",), factor) if ("nic" if level_index else "nvlink") in present else level
+            for level_index, level in enumerate(cluster.levels)
         )
         cluster = msgspec.structs.replace(setting.cluster, levels=changed_levels)
         return msgspec.structs.replace(setting, cluster=cluster), change_words

@@ -125,14 +125,14 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
 
 def _space(winner: Plan, size_by_axis: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
     """Returns the space with the asked sizes and fields fixed; fields that are not searched are the winner's."""
-    value_of_assumption = msgspec.to_builtins(winner.setting.assumptions)
-    value_of_assumption |= {name: value for name, value in fields.items() if name in ASSUMED}
-    value_of_field = {name: value for name, value in fields.items() if name not in ASSUMED}
+    value_by_assumption = msgspec.to_builtins(winner.setting.assumptions)
+    value_by_assumption |= {name: value for name, value in fields.items() if name in ASSUMED}
+    value_by_field = {name: value for name, value in fields.items() if name not in ASSUMED}
     winner_fields = msgspec.to_builtins(winner.strategy) | {"chunks": 1, "offload": (), "placement": {}}
     setting = msgspec.structs.replace(
-        winner.setting, assumptions=convert_fields(value_of_assumption, Assumptions, section="assumptions")
+        winner.setting, assumptions=convert_fields(value_by_assumption, Assumptions, section="assumptions")
     )
-    return space_of(setting, size_by_axis, value_of_field, choices, template=winner_fields)
+    return space_of(setting, size_by_axis, value_by_field, choices, template=winner_fields)
 
 
 # -- where it runs ----------------------------------------------------------------------------------------
@@ -142,9 +142,9 @@ def _beside(answer: WhyNot, result: PlanResult, setting: Setting, strategy: Stra
     """Adds the completion's estimate, its terms beside the winner's, and the limits that only it does not meet."""
     winner = result.plans[0]
     priced_winner, completion = price_strategy(winner.setting, winner.strategy), price_strategy(setting, strategy)
-    holds_by_limit = {limit.name: limit.holds for limit in limits_at(letters_of(priced_winner))}
-    missed = [limit for limit in limits_at(letters_of(completion)) if limit.holds is False]
-    new_limits = [limit for limit in missed if limit.unit == "bytes" or holds_by_limit.get(limit.name) is not False]
+    holds_of = {limit.name: limit.holds for limit in limits_at(letters_of(priced_winner))}
+    missed_limits = [limit for limit in limits_at(letters_of(completion)) if limit.holds is False]
+    new_limits = [limit for limit in missed_limits if limit.unit == "bytes" or holds_of.get(limit.name) is not False]
     return msgspec.structs.replace(
         answer,
         winner_estimate=priced_winner.estimate,
@@ -157,16 +157,16 @@ def _beside(answer: WhyNot, result: PlanResult, setting: Setting, strategy: Stra
 
 def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDifference, ...]:
     """Returns the seconds that each kind of work adds to the two steps, the largest difference first."""
-    winner_s, other_s = _by_purpose(Breakdown(winner).terms), _by_purpose(Breakdown(other).terms)
+    winner_s_by_name, other_s_by_name = _by_purpose(Breakdown(winner).terms), _by_purpose(Breakdown(other).terms)
     total_s = other.estimate.step_s - winner.estimate.step_s
     differences = [
         TermDifference(
             name=name,
-            winner_s=winner_s.get(name, 0.0),
-            other_s=other_s.get(name, 0.0),
-            share=(other_s.get(name, 0.0) - winner_s.get(name, 0.0)) / total_s if total_s else 0.0,
+            winner_s=winner_s_by_name.get(name, 0.0),
+            other_s=other_s_by_name.get(name, 0.0),
+            share=(other_s_by_name.get(name, 0.0) - winner_s_by_name.get(name, 0.0)) / total_s if total_s else 0.0,
         )
-        for name in dict.fromkeys((*other_s, *winner_s))
+        for name in dict.fromkeys((*other_s_by_name, *winner_s_by_name))
     ]
     return tuple(sorted(differences, key=lambda difference: -difference.more_s))
 
@@ -196,7 +196,7 @@ def _leanest(space: Space) -> Strategy | None:
 def _no_mesh(space: Space, asked_axes: Sequence[str]) -> Refusal:
     """Says why no mesh of all chips has the asked sizes."""
     cluster, batch_seqs = space.setting.cluster, space.setting.job.batch_seqs
-    text = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items()) or "the mesh"
+    sizes_text = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items()) or "the mesh"
     if refusal := broken_rule(space):
         return refusal
     num_fixed = math.prod(space.fixed.values())
@@ -204,13 +204,13 @@ def _no_mesh(space: Space, asked_axes: Sequence[str]) -> Refusal:
         advice = _advice(space, asked_axes) or f"Use a product that divides {cluster.num_chips}."
         return Refusal(
             rule="devices",
-            message=f"{text} does not divide the {cluster.num_chips:,} chips of {cluster.short_name}. {advice}",
+            message=f"{sizes_text} does not divide the {cluster.num_chips:,} chips of {cluster.short_name}. {advice}",
         )
     advice = _advice(space, asked_axes) or "Leave another axis open."
     return Refusal(
         rule="devices",
-        message=f"beside {text} the product of the other axes must be {cluster.num_chips // num_fixed:,}, but no such "
-        f"mesh divides all sizes with {batch_seqs:,} sequences. {advice}",
+        message=f"beside {sizes_text} the product of the other axes must be {cluster.num_chips // num_fixed:,}, but "
+        f"no such mesh divides all sizes with {batch_seqs:,} sequences. {advice}",
     )
 
 

@@ -84,13 +84,13 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
         return msgspec.structs.replace(answer, refusal=refusal_text)
     chosen_services: Services = select(services, is_chosen)
     ranked_indices = ranked(chosen_services, service)
-    times_over = _exceeded(chosen_services, result)
-    index = int(ranked_indices[0]) if len(ranked_indices) else int(np.argmin(np.max(list(times_over.values()), axis=0)))
+    excess_of = _exceeded(chosen_services, result)
+    index = int(ranked_indices[0]) if len(ranked_indices) else int(np.argmin(np.max(list(excess_of.values()), axis=0)))
     plan = service_plan(priced, chosen_services, index)
     return msgspec.structs.replace(
         answer,
         plan=plan,
-        misses={name: float(factors[index]) for name, factors in times_over.items() if factors[index] > 1},
+        misses={name: float(factors[index]) for name, factors in excess_of.items() if factors[index] > 1},
         chip_s=_chip_seconds(result.plans[0], plan),
     )
 
@@ -108,21 +108,21 @@ def _exceeded(services: Services, result: ServiceResult) -> dict[str, np.ndarray
 def _does_not_fit(result: ServiceResult, priced: PricedFleet, is_asked: np.ndarray, asked: Mapping[str, Any]) -> str:
     """Says what the leanest of some engines needs at the asked batch, or at its smallest."""
     fleet, service = priced.fleet, result.service
-    indices = [int(index) for index in np.flatnonzero(is_asked & fleet.decodes)]
-    bytes_of_engines: list[tuple[float, int]] = []
-    for index in indices:
+    engine_indices = [int(index) for index in np.flatnonzero(is_asked & fleet.decodes)]
+    engine_needs: list[tuple[float, int]] = []
+    for index in engine_indices:
         batch = int(asked.get("batch", fleet.batch_shards[index]))
         for dtypes in priced.stored:
             setting = phase_setting(result.setting.on(fleet.parts[index]), "decode", dtypes, service.max_len, batch)
             if batch % fleet.batch_shards[index] == 0:
                 memory = setting.memory(fleet.strategy(index, dtypes.precision))
-                bytes_of_engines.append((float(total_bytes(memory)), index))
-    if not bytes_of_engines:
+                engine_needs.append((float(total_bytes(memory)), index))
+    if not engine_needs:
         return does_not_fit(priced)
-    need_bytes, index = min(bytes_of_engines)
+    need_bytes, index = min(engine_needs)
     num_chips = fleet.parts[index].num_chips
     if need_bytes <= priced.room:
-        tried_batches = set(priced.decode.batch[np.isin(priced.decode.engine, indices)].tolist())
+        tried_batches = set(priced.decode.batch[np.isin(priced.decode.engine, engine_indices)].tolist())
         below, above = ([n for n in tried_batches if (n < asked["batch"]) == is_below] for is_below in (True, False))
         batches_text = " or ".join(f"batch={end}" for end in (*sorted(below)[-1:], *sorted(above)[:1]))
         return f"it fits, but batches are powers of two and the largest that fits. Ask for {batches_text}."

@@ -130,8 +130,8 @@ def _order(lanes: list[list[str]], paths: Sequence[Sequence[str]]) -> None:
             # Positions count from the middle of a row, as rows are centred.
             place_of = {key: index - len(next_lane) / 2 for index, key in enumerate(next_lane)}
             own_place_by_key = {key: index - len(lanes[row]) / 2 for index, key in enumerate(lanes[row])}
-            near = {key: [place_of[node] for node in neighbours.get(key, []) if node in place_of] for key in lanes[row]}
-            mean_place_by_key = {key: fmean(places or [own_place_by_key[key]]) for key, places in near.items()}
+            places_by_key = {key: [place_of[n] for n in neighbours.get(key, []) if n in place_of] for key in lanes[row]}
+            mean_place_by_key = {key: fmean(places or [own_place_by_key[key]]) for key, places in places_by_key.items()}
             lanes[row].sort(key=mean_place_by_key.__getitem__)
 
 

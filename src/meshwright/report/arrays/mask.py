@@ -25,7 +25,7 @@ def mask_figure(counted: CountedTable, *, title: str) -> Figure:
         np.append(np.arange(0, length, block), length)
         for length, block in ((table.q_len, table.q_block), (table.kv_len, table.kv_block))
     )
-    blocks = [
+    block_boxes = [
         cell(x, y, x2 - x, y2 - y, kind=[*COLORS][kind])
         for kinds, (y, y2) in zip(table.kinds[0, 0], pairwise(row_edges.tolist()), strict=True)
         for kind, (x, x2) in zip(kinds, pairwise(column_edges.tolist()), strict=True)
@@ -33,16 +33,16 @@ def mask_figure(counted: CountedTable, *, title: str) -> Figure:
     is_partial = (table.kinds[0, 0] == PARTIAL).repeat(np.diff(row_edges), 0).repeat(np.diff(column_edges), 1)
     pair_boxes = [] if counted.points is None else _runs(counted.points & is_partial)
     tick_stride = -(-max(table.kinds.shape) // 8)
-    style = {"grid": False, "domain": False, "tickColor": MUTED, "format": ",d"}
-    x_axis = alt.Axis(title="keys", orient="top", values=column_edges[::tick_stride].tolist(), **style)
-    y_axis = alt.Axis(title="queries", values=row_edges[::tick_stride].tolist(), **style)
+    axis_style = {"grid": False, "domain": False, "tickColor": MUTED, "format": ",d"}
+    x_axis = alt.Axis(title="keys", orient="top", values=column_edges[::tick_stride].tolist(), **axis_style)
+    y_axis = alt.Axis(title="queries", values=row_edges[::tick_stride].tolist(), **axis_style)
     canvas = Canvas((0, table.kv_len), (0, table.q_len), x_axis, y_axis)
     color_by_kind = COLORS | ({PAIR: PALETTE[5]} if pair_boxes else {})
-    edge_px = max(0.4, min(1.5, 40 / len(blocks) ** 0.5))
-    layers = [canvas.boxes(blocks).encode(color=color_by("kind", color_by_kind, orient="bottom", symbolSize=140))]
+    edge_px = max(0.4, min(1.5, 40 / len(block_boxes) ** 0.5))
+    layers = [canvas.boxes(block_boxes).encode(color=color_by("kind", color_by_kind, orient="bottom", symbolSize=140))]
     if pair_boxes:
         layers.append(canvas.boxes(pair_boxes, color=PALETTE[5]))
-    layers.append(canvas.boxes(blocks, filled=False, stroke="white", strokeWidth=edge_px))
+    layers.append(canvas.boxes(block_boxes, filled=False, stroke="white", strokeWidth=edge_px))
     note = f"{whole_table.sparsity():.1%} of blocks of {whole_table.q_block} x {whole_table.kv_block} are empty"
     note += " in the first head" * (counted.table.kinds.shape[1] > 1)
     note += f", {blocks_merged} x {blocks_merged} of them drawn as one" * (blocks_merged > 1)

@@ -105,11 +105,11 @@ def _panel(array: ShardingPanel, color: Encoding, fill: Encoding | None) -> Laye
     column_axis = names(col_names, array.col_title, orient="top", titlePadding=4, **label_style)
     row_axis = names(row_names, array.row_title, titleAngle=0, titleAlign="right", titlePadding=4)
     canvas = Canvas((0, len(cols)), (0, len(rows)), column_axis, row_axis)
-    blocks, text_cells = _blocks(array, rows, cols, cell_px)
-    unshared, shared = ([block for block in blocks if bool(block["kind"]) is is_shared] for is_shared in (False, True))
+    boxes, text_cells = _blocks(array, rows, cols, cell_px)
+    own_boxes, shared_boxes = ([box for box in boxes if bool(box["kind"]) is is_shared] for is_shared in (False, True))
     layers = [
-        canvas.boxes(unshared, opacity=0.65, stroke="white", strokeWidth=2).encode(color=color),
-        *([canvas.boxes(shared, stroke=INK, strokeWidth=1.5).encode(fill=fill)] if fill is not None else []),
+        canvas.boxes(own_boxes, opacity=0.65, stroke="white", strokeWidth=2).encode(color=color),
+        *([canvas.boxes(shared_boxes, stroke=INK, strokeWidth=1.5).encode(fill=fill)] if fill is not None else []),
         labels(text_cells, **canvas.at("mid_x", "mid_y"), fontSize=11, lineHeight=LINE_PX, baseline="middle"),
     ]
     size = len(cols) * cell_px[0], len(rows) * cell_px[1]
@@ -119,7 +119,7 @@ def _panel(array: ShardingPanel, color: Encoding, fill: Encoding | None) -> Laye
 def _blocks(
     array: ShardingPanel, rows: Sequence[int | None], cols: Sequence[int | None], cell_px: tuple[int, int]
 ) -> tuple[list[Datum], list[Datum]]:
-    positions, texts = grid(rows, cols)
+    positions, text_cells = grid(rows, cols)
     blocks = []
     for x, y, row, col in positions:
         devices = array.cells[row][col]
@@ -131,5 +131,5 @@ def _blocks(
         if text_lines and len(text_lines) * LINE_PX <= cell_px[1] - 4:
             # Vega puts the first of several lines on the point: moving it up centres all of them.
             lift = (len(text_lines) - 1) * LINE_PX / 2 / cell_px[1]
-            texts.append(cell(x, y - lift, text=text_lines))
-    return blocks, texts
+            text_cells.append(cell(x, y - lift, text=text_lines))
+    return blocks, text_cells

@@ -47,7 +47,7 @@ def _array_px(tiles: Sequence[Sequence[str]]) -> int:
     return (10 if len(tiles) < len(tiles[0]) else 24) if 1 in (len(tiles), len(tiles[0])) else 64
 
 
-def _panel(frame: StreamFrame, width: int, a_line: int, vmem_lines: int) -> Layer:
+def _panel(frame: StreamFrame, width: int, per_line: int, vmem_lines: int) -> Layer:
     height_of_band = {"HBM": ARRAY_PX + 16, "VMEM": vmem_lines * LINE_PX, "registers": len(frame.products) * LINE_PX}
     band_boxes, name_cells, tops, top_px, left_px = [], [], [], 0, EDGE_PX
     for band, height_px in height_of_band.items():
@@ -64,8 +64,8 @@ def _panel(frame: StreamFrame, width: int, a_line: int, vmem_lines: int) -> Laye
             tiles += [cell(left_px + n * wide, y, wide, high, kind=kind, text="") for n, kind in enumerate(row_states)]
         caption_cells.append(cell(left_px, tops[0] + ARRAY_PX + 9, _array_px(tile_states), 0, text=name))
         left_px += _array_px(tile_states) + GAP_PX
-    chip_places = [(EDGE_PX + n % a_line * CHIP_PX[0], tops[1] + n // a_line * LINE_PX) for n in range(len(frame.vmem))]
-    placed_chips = list(zip(chip_places, frame.vmem, strict=True))
+    places = [(EDGE_PX + n % per_line * CHIP_PX[0], tops[1] + n // per_line * LINE_PX) for n in range(len(frame.vmem))]
+    placed_chips = list(zip(places, frame.vmem, strict=True))
     for product_row, operands in enumerate(frame.products):
         signs = ("x", "+=" if operands[2][1] == "accumulating" else "=", "")
         for operand_index, (operand, sign) in enumerate(zip(operands, signs, strict=True)):

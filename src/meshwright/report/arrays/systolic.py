@@ -61,10 +61,10 @@ def systolic_figure(frames: Sequence[SystolicFrame], *, title: str, subtitle: st
 
     Raises InputError for an array of more than 32 rows or columns.
     """
-    rows, cols = len(frames[0].weights), len(frames[0].weights[0])
-    if max(rows, cols) > MAX_CELLS_A_SIDE:
-        raise InputError(f"{rows}x{cols} cells are too many for a picture. Draw at most {MAX_CELLS_A_SIDE} a side.")
-    panels = [_panel(frame, rows, cols) for frame in frames]
+    num_rows, cols = len(frames[0].weights), len(frames[0].weights[0])
+    if max(num_rows, cols) > MAX_CELLS_A_SIDE:
+        raise InputError(f"{num_rows}x{cols} cells are too many for a picture. Draw at most {MAX_CELLS_A_SIDE} a side.")
+    panels = [_panel(frame, num_rows, cols) for frame in frames]
     return themed(alt.concat(*panels, columns=min(COLUMNS, len(frames)), spacing=26), title, subtitle)
 
 

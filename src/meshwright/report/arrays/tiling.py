@@ -62,12 +62,12 @@ def _plane(shape: Shape) -> _Plane:
 
 
 def _tiles_panel(plane: _Plane) -> Layer:
-    counts = [math.ceil(size / tile) for size, tile in zip(plane.sizes, plane.tile, strict=True)]
-    row_numbers, col_numbers = (shown(count, max_shown) for count, max_shown in zip(counts, MAX_TILES, strict=True))
+    tile_counts = [math.ceil(size / tile) for size, tile in zip(plane.sizes, plane.tile, strict=True)]
+    row_numbers, col_numbers = (shown(count, limit) for count, limit in zip(tile_counts, MAX_TILES, strict=True))
     cells, gaps = grid(row_numbers, col_numbers)
     tiles, used_areas = [], []
-    for x, y, *tile in cells:
-        height, width = (min(1.0, size / span - n) for size, span, n in zip(plane.sizes, plane.tile, tile, strict=True))
+    for x, y, *spot in cells:
+        height, width = (min(1.0, size / span - n) for size, span, n in zip(plane.sizes, plane.tile, spot, strict=True))
         tiles.append(cell(x + 0.02, y + 0.03, 0.96, 0.94))
         used_areas.append(cell(x + 0.02, y + 0.03, 0.96 * width, 0.94 * height))
     row_names, col_names = (
@@ -84,10 +84,10 @@ def _tiles_panel(plane: _Plane) -> Layer:
     ]
     if any((tile["x2"], tile["y2"]) != (area["x2"], area["y2"]) for tile, area in zip(tiles, used_areas, strict=True)):
         layers += _legend(canvas, len(row_names))
-    num_tiles = counts[0] * counts[1] * plane.copies
+    num_tiles = tile_counts[0] * tile_counts[1] * plane.copies
     copies_text = f", {plane.copies:,} times over for the other dims" if plane.copies > 1 else ""
     panel_title = f"{num_tiles:,} {'tile' if num_tiles == 1 else 'tiles'} of {plane.tile[0]} x {plane.tile[1]}"
-    note = f"{counts[0]:,} down, {counts[1]:,} across{copies_text}"
+    note = f"{tile_counts[0]:,} down, {tile_counts[1]:,} across{copies_text}"
     return panel(*layers, size=(TILE_PX[1] * len(col_names), TILE_PX[0] * len(row_names)), title=panel_title, note=note)
 
 
@@ -105,10 +105,10 @@ def _tile_panel(shape: Shape, plane: _Plane) -> Layer:
     tiles = shape.tiles
     row_numbers, col_numbers = (shown(size, max_shown) for size, max_shown in zip(plane.tile, MAX_CELLS, strict=True))
     per_word = math.prod(tiles[-1]) if len(tiles) > 1 and tiles[-1][-1] == 1 else 1
-    positions, gaps = grid(row_numbers, col_numbers)
+    element_places, gaps = grid(row_numbers, col_numbers)
     element_boxes = []
-    for x, y, *position in positions:
-        offset = tile_offset(tiles, tuple(position[-len(tiles[0]) :]))
+    for x, y, *element_index in element_places:
+        offset = tile_offset(tiles, tuple(element_index[-len(tiles[0]) :]))
         shade = SHADES[(offset // per_word) % 2 if per_word > 1 else 0]
         element_boxes.append(cell(x, y, text=str(offset), shade=shade))
     columns, rows = texts_of(col_numbers), texts_of(row_numbers)

@@ -31,8 +31,8 @@ def bench_figures(report: BenchReport) -> dict[str, Figure]:
         "throughput.png": _throughput,
         "collectives.png": _collectives,
     }
-    figures = {name: draw(report) for name, draw in draw_by_name.items()}
-    return {name: figure for name, figure in figures.items() if figure is not None}
+    figure_by_name = {name: draw(report) for name, draw in draw_by_name.items()}
+    return {name: figure for name, figure in figure_by_name.items() if figure is not None}
 
 
 def _where(report: BenchReport) -> str:
@@ -48,12 +48,12 @@ def _roofline(report: BenchReport) -> Figure | None:
         return None
     datasheet = chip(report.chip)
     points = _points(report, main_sweep)
-    peak, memory, origin = datasheet.peak_flops.get(main_sweep[0].dtype), datasheet.hbm_bytes_per_s, "the data sheet"
-    if peak is None or memory is None:
-        peak, memory, origin = max(point.flops_per_s for point in points), largest_copy.bytes_per_s, "this run"
+    peak, byte_rate, origin = datasheet.peak_flops.get(main_sweep[0].dtype), datasheet.hbm_bytes_per_s, "the data sheet"
+    if peak is None or byte_rate is None:
+        peak, byte_rate, origin = max(point.flops_per_s for point in points), largest_copy.bytes_per_s, "this run"
     device_words = "an emulated device" if report.platform == "cpu" else f"one {report.device_kind}"
     title = f"Measured on {device_words}, under the rates of {origin}"
-    return roofline_figure(peak_flops_per_s=peak, link_bytes_per_s={"memory": memory}, points=points, title=title)
+    return roofline_figure(peak_flops_per_s=peak, link_bytes_per_s={"memory": byte_rate}, points=points, title=title)
 
 
 def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePoint]:
@@ -139,7 +139,7 @@ def _batch_times(report: BenchReport) -> Figure | None:
     curves = {"measured": [(float(layer.tokens), layer.seconds.median_s / scale) for layer in layers]}
     if knee:
         token_counts = sorted({knee.at, *(float(layer.tokens) for layer in layers)})
-        curves["fitted"] = [(batch, max(knee.floor, knee.slope * batch) / scale) for batch in token_counts]
+        curves["fitted"] = [(tokens, max(knee.floor, knee.slope * tokens) / scale) for tokens in token_counts]
     return _over_batch(report, curves, f"time of a layer ({unit})", "Time of a layer against the batch")
 
 
@@ -187,10 +187,10 @@ def _collectives(report: BenchReport) -> Figure | None:
     for row in rows:
         rows_by_group.setdefault((row.group.axis, row.group.size), []).append(row)
     panels = []
-    for panel_index, group in enumerate(rows_by_group.values()):
+    for panel_index, group_rows in enumerate(rows_by_group.values()):
         title = None if panel_index % COLUMNS else "time (us)"
         y = log_axis(alt.Y, "y", (min(times_us) / 1.5, max(times_us) * 1.5), title)
-        panels.append(_panel(group, x, y))
+        panels.append(_panel(group_rows, x, y))
     title = "Collectives: measured, and the fitted latency and rate"
     return themed(alt.concat(*panels, columns=COLUMNS), title, _where(report))
 

@@ -287,10 +287,10 @@ def memory_timeline_figure(memory: MemoryProfile) -> Figure:
     peak_row = {"x": peak_point[0], "y": peak_point[1], "text": format_bytes(peak.num_bytes)}
     areas = frame.dots([peak_point]) + frame.curve([(row["x"], row["y"]) for row in rows[:: 1 + len(rows) // 100]])
     area_mark = plot(rows).mark_area(color=PALETTE[4], opacity=0.5, line={"color": PALETTE[0]})
-    lines = [ReferenceLine(axis="x", value=m.at_s / time_scale, text=m.text, color=MUTED) for m in memory.marks]
+    mark_lines = [ReferenceLine(axis="x", value=m.at_s / time_scale, text=m.text, color=MUTED) for m in memory.marks]
     chart = alt.layer(
         area_mark.encode(x=x, y=y),
-        *(reference(line, frame, areas, font=10) for line in lines),
+        *(reference(line, frame, areas, font=10) for line in mark_lines),
         plot([peak_row]).mark_point(filled=True, color=INK).encode(x=x, y=y),
         point_labels([peak_row], frame, areas, fill=INK),
     )

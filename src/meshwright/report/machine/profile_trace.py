@@ -83,36 +83,36 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
     return lanes.slices
 
 
-def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tuple[StepCost, float]]]]:
+def _passes(priced: PricedStrategy, num_micro: int) -> Iterator[tuple[str, list[tuple[StepCost, float]]]]:
     """Yields (name, [(cost, times)]) of every pass in order: forward and backward per microbatch, then the update."""
-    repeated_blocks = []
+    block_runs = []
     for block in priced.costs.blocks:
         runs_here = max((float(cost.here) for cost in block.forward), default=0.0)
-        repeated_blocks.append((block, max(1, round(runs_here / count)) if runs_here else 0))
-    num_slices = count * sum(repeats * (len(block.forward) + len(block.backward)) for block, repeats in repeated_blocks)
+        block_runs.append((block, max(1, round(runs_here / num_micro)) if runs_here else 0))
+    num_slices = num_micro * sum(repeats * (len(block.forward) + len(block.backward)) for block, repeats in block_runs)
     is_one_by_one = num_slices <= MAX_SLICES
     # layers that run again for later ones, on average
-    runs = {
+    runs_by_id = {
         id(cost): float(block.steps.times_again(priced.pipeline.runs) / block.steps.repeat)
-        for block, _ in repeated_blocks
+        for block, _ in block_runs
         for cost in block.again
     }
-    for microbatch in range(count) if is_one_by_one else [count - 1]:
-        microbatch_text = f", microbatch {microbatch}" if count > 1 else ""
-        forward_passes = [(block.name, "forward", repeats, block.forward) for block, repeats in repeated_blocks]
-        backward = [(block.name, "backward", repeats, block.backward) for block, repeats in reversed(repeated_blocks)]
-        for name, phase, repeats, costs in forward_passes + backward:
-            if phase == "backward" and microbatch < count - 1:
+    for microbatch in range(num_micro) if is_one_by_one else [num_micro - 1]:
+        microbatch_text = f", microbatch {microbatch}" if num_micro > 1 else ""
+        forward_passes = [(block.name, "forward", repeats, block.forward) for block, repeats in block_runs]
+        backward_passes = [(block.name, "backward", repeats, block.backward) for block, repeats in reversed(block_runs)]
+        for name, phase, repeats, costs in forward_passes + backward_passes:
+            if phase == "backward" and microbatch < num_micro - 1:
                 costs = tuple(cost for cost in costs if cost.step.scope != "step")
             if not is_one_by_one:
                 run_counts = [
-                    repeats * (1.0 if cost.step.scope == "step" else count * runs.get(id(cost), 1.0)) for cost in costs
+                    repeats * (1.0 if c.step.scope == "step" else num_micro * runs_by_id.get(id(c), 1.0)) for c in costs
                 ]
-                yield f"{name} {phase}, {repeats} x {count} microbatches", list(zip(costs, run_counts, strict=True))
+                yield f"{name} {phase}, {repeats} x {num_micro} microbatches", list(zip(costs, run_counts, strict=True))
                 continue
             for layer_index in range(repeats) if phase == "forward" else reversed(range(repeats)):
                 suffix = f" {layer_index}" if repeats > 1 else ""
-                yield f"{name}{suffix} {phase}{microbatch_text}", [(cost, runs.get(id(cost), 1.0)) for cost in costs]
+                yield f"{name}{suffix} {phase}{microbatch_text}", [(c, runs_by_id.get(id(c), 1.0)) for c in costs]
     yield "update", [(cost, float(cost.here)) for cost in priced.costs.once]
 
 
@@ -137,12 +137,12 @@ def measured_events(trace: DeviceTrace, program: TracedProgram) -> Iterator[Trac
         for tid, (_, events) in enumerate(named_lanes, start=2):
             for event in events:
                 fact = program.fact(event.op)
-                args = {"op": event.op, "bound": fact.bound}
+                slice_args = {"op": event.op, "bound": fact.bound}
                 if event.waits:
-                    args["waited_us"] = f"{event.waited_s * _US:.1f}"
+                    slice_args["waited_us"] = f"{event.waited_s * _US:.1f}"
                 name = str(fact.label) if fact.label else event.op
                 kind = str(fact.kind) if program.is_work(event.op) else "control"
-                yield {**_slice(pid, tid, name, kind, event.start_s - zero_s, event.seconds), "args": args}
+                yield {**_slice(pid, tid, name, kind, event.start_s - zero_s, event.seconds), "args": slice_args}
 
 
 def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
@@ -165,8 +165,8 @@ def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
 
 def _slice(pid: int, tid: int, name: str, kind: str, start_s: float, seconds: float) -> TraceEvent:
     """Returns a complete event; both ends are rounded, so that nested slices stay nested in microseconds."""
-    start, end = round(start_s * _US, 3), round((start_s + seconds) * _US, 3)
-    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, "ts": start, "dur": round(end - start, 3)}
+    start, end_us = round(start_s * _US, 3), round((start_s + seconds) * _US, 3)
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, "ts": start, "dur": round(end_us - start, 3)}
 
 
 def _names(pid: int, process: str, threads: Sequence[str], *, order: int) -> Iterator[TraceEvent]:

@@ -39,8 +39,8 @@ def _panel(title_format: str, panel_data: tuple[str, Points, Points], capacity: 
         y = log_axis(alt.Y, "y", (min_y, max_y), title)
     color = color_by("name", {"predicted": PALETTE[0], "measured": PALETTE[5]}, orient="top", symbolType="circle")
     layers = lines({"predicted": _scaled(predicted_points, scale)}, x, y, color) if predicted_points else []
-    rows = [{"x": a, "y": b, "name": "measured"} for a, b in _scaled(measured_points, scale) if b == b]
-    layers.append(plot(rows).mark_point(filled=True, size=70, opacity=1).encode(x=x, y=y, color=color))
+    measured_rows = [{"x": a, "y": b, "name": "measured"} for a, b in _scaled(measured_points, scale) if b == b]
+    layers.append(plot(measured_rows).mark_point(filled=True, size=70, opacity=1).encode(x=x, y=y, color=color))
     if capacity is not None:
         rule = plot([{"x": capacity}]).mark_rule(strokeDash=DASHES, color=MUTED).encode(x="x:Q")
         layers.insert(0, rule)

@@ -37,14 +37,14 @@ def comm_compute_figure(
 ) -> Figure:
     """Draws times over the batch (compute of the last curve dashed), and compute / communication with crossings;
     ratios are dotted where the chip's memory binds compute, which makes them bend."""
-    drawn = [curve for curve in curves if max(curve.seconds, default=0.0) > 0]
-    if not drawn:
+    drawn_curves = [curve for curve in curves if max(curve.seconds, default=0.0) > 0]
+    if not drawn_curves:
         raise InputError("there is no communication to draw: the mesh has one device. Give a larger mesh.")
-    color_of = {curve.name: INK if curve.strong else PALETTE[index % len(PALETTE)] for index, curve in enumerate(drawn)}
+    color_of = {curve.name: INK if curve.strong else PALETTE[i % len(PALETTE)] for i, curve in enumerate(drawn_curves)}
     color = color_by("name", color_of, title="communication", orient="right", symbolType="stroke", symbolStrokeWidth=3)
     x = log_axis(alt.X, "x", (min(tokens), max(tokens)), "batch (tokens)", grid=False)
-    chart = alt.hconcat(_times(tokens, drawn, x, color), _ratios(tokens, drawn, x, color), spacing=36)
-    if any(curve.memory_bound for curve in drawn):
+    chart = alt.hconcat(_times(tokens, drawn_curves, x, color), _ratios(tokens, drawn_curves, x, color), spacing=36)
+    if any(curve.memory_bound for curve in drawn_curves):
         subtitle = f"{subtitle} {MEMORY_BOUND}"
     return themed(chart.resolve_scale(color="shared"), title, subtitle)
 

@@ -24,15 +24,15 @@ def loss_figure(losses: Sequence[float], tokens: Sequence[float], *, subtitle: s
     token_scale, loss_scale = alt.Scale(zero=True), alt.Scale(zero=False)
     x = alt.X("x:Q", title=f"tokens ({unit})" if unit else "tokens", scale=token_scale, axis=alt.Axis(tickCount=7))
     y = alt.Y("y:Q", title="cross-entropy (nats per token)", scale=loss_scale, axis=alt.Axis(tickCount=6))
-    single, mean = "loss of a step", f"mean over {2 * reach + 1} steps"
-    color_by_name = {single: PALETTE[4], mean: PALETTE[0]} if reach else {single: PALETTE[0]}
+    step_key, mean_key = "loss of a step", f"mean over {2 * reach + 1} steps"
+    color_by_name = {step_key: PALETTE[4], mean_key: PALETTE[0]} if reach else {step_key: PALETTE[0]}
     color = color_by("name", color_by_name, orient="top-right", symbolType="stroke", symbolStrokeWidth=3)
     # A line through a single step is invisible: it gets a point.
-    strong_style = {"strokeWidth": 2.4, "point": len(losses) == 1}
+    bold_style = {"strokeWidth": 2.4, "point": len(losses) == 1}
     pale_style = {"strokeWidth": 1.2, "opacity": 0.8}
-    layers = lines({single: list(zip(xs, losses, strict=True))}, x, y, color, **(pale_style if reach else strong_style))
+    layers = lines({step_key: list(zip(xs, losses, strict=True))}, x, y, color, **(pale_style if reach else bold_style))
     if reach:
-        layers += lines({mean: list(zip(xs, _centred_mean(losses, reach), strict=True))}, x, y, color, **strong_style)
+        layers += lines({mean_key: list(zip(xs, _centred_mean(losses, reach), strict=True))}, x, y, color, **bold_style)
     if math.isfinite(losses[-1]):
         last_row = [{"x": xs[-1], "y": losses[-1], "text": f"{losses[-1]:.3f}"}]
         layers.append(plot(last_row).mark_circle(size=60, color=MUTED, opacity=1).encode(x="x:Q", y="y:Q"))
@@ -69,14 +69,14 @@ def accuracy_figure(predictions: Sequence[Comparison], *, title: str, subtitle: 
     ends = min(seconds, default=0.1) / 1.3, max(seconds, default=10.0) * 1.3
     x = log_axis(alt.X, "measured", ends, "measured seconds of a step")
     y = log_axis(alt.Y, "predicted", ends, "predicted seconds of a step")
-    ideal = plot({"measured": end, "predicted": end, "low": end * (1 - BAND), "high": end * (1 + BAND)} for end in ends)
+    band_plot = plot({"measured": s, "predicted": s, "low": s * (1 - BAND), "high": s * (1 + BAND)} for s in ends)
     # With more groups than colours, colours repeat with another shape. Equal domains merge both into one legend.
     groups = list(dict.fromkeys(point["group"] for point in points))
     colors = [PALETTE[group_index % len(PALETTE)] for group_index in range(len(groups))]
     shapes = [SHAPES[group_index // len(PALETTE) % len(SHAPES)] for group_index in range(len(groups))]
     chart = alt.layer(
-        ideal.mark_area(color="#DDDDDD", opacity=0.6, clip=True).encode(x=x, y="low:Q", y2="high"),
-        ideal.mark_line(color=MUTED, strokeWidth=1, clip=True).encode(x=x, y=y),
+        band_plot.mark_area(color="#DDDDDD", opacity=0.6, clip=True).encode(x=x, y="low:Q", y2="high"),
+        band_plot.mark_line(color=MUTED, strokeWidth=1, clip=True).encode(x=x, y=y),
         plot(points)
         .mark_point(filled=True, size=32, opacity=0.65, clip=True)
         .encode(

@@ -50,7 +50,7 @@ def pareto_figure(
     return themed(alt.hconcat(*panels, spacing=36), title, subtitle)
 
 
-def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, limit: Sequence[ReferenceLine]) -> Layer:
+def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, limits: Sequence[ReferenceLine]) -> Layer:
     """Draws dots joined by a line, and the limit as a reference line."""
     x_scale, x_unit = si_scale(max(step_s for step_s, _, _ in points), "s")
     rows: list[Datum] = [
@@ -60,7 +60,7 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
     margin = 0.08 * (xs[-1] - xs[0]) or 0.1 * xs[-1]
     min_x, max_x = max(0.0, xs[0] - margin), xs[-1] + 2 * margin
     x = _Axis(alt.X, "x", xs, (min_x, max_x), f"time per step ({x_unit})")
-    max_y = max([ys[-1], *(line.value for line in limit)])
+    max_y = max([ys[-1], *(line.value for line in limits)])
     y = _Axis(alt.Y, "y", [*ys, max_y], (0, 1.08 * max_y), y_title)
 
     frame = Frame(x=x.domain, y=y.domain, size=PANEL_PX, log=(x.log, y.log))
@@ -73,7 +73,7 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
     all_points, labelled_dots = (plot(dots).encode(x=x.drawn, y=y.drawn) for dots in (rows, labelled_rows))
     return panel(
         all_points.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
-        *(reference(line, frame, areas) for line in limit),
+        *(reference(line, frame, areas) for line in limits),
         point_labels(labelled_rows, frame, areas, fill=INK),
         all_points.mark_circle(size=26, opacity=1, color=PALETTE[4]),
         labelled_dots.mark_circle(size=60, opacity=1, color=PALETTE[0]),
@@ -129,13 +129,13 @@ def services_figure(
     chosen_label = point_labels(rows, frame, [*areas, *frame.dots([(x, y)], half=9)], fill=INK)
     legend = {"orient": "right", "symbolStrokeWidth": 3}
     rate_lines = lines(curves, ms_axis, rate_axis, stroke_colors(curves, **legend), **style)
-    ms_of = {WHOLE: [(ms, ms) for ms in sorted({ms for points in split.values() for ms, _ in points})]}
+    curve_of = {WHOLE: [(ms, ms) for ms in sorted({ms for points in split.values() for ms, _ in points})]}
     # a logarithmic axis has no zero: parts below a thousandth of the time are not seen
     visible = {part: [(ms, s if s > ms / 1000 else float("nan")) for ms, s in points] for part, points in split.items()}
-    ms_of |= {part: points for part, points in visible.items() if any(s == s for _, s in points)}
-    min_ms = min(s for points in ms_of.values() for _, s in points if s == s)
-    parts_axis = log_axis(alt.Y, "y", (min_ms / 1.3, high_ms * 1.3), "ms of each part by itself")
-    color_of = {WHOLE: INK, **palette_of(part for part in ms_of if part != WHOLE)}
-    part_lines = lines(ms_of, ms_axis, parts_axis, color_by("name", color_of, symbolType="stroke", **legend), **style)
+    curve_of |= {part: points for part, points in visible.items() if any(s == s for _, s in points)}
+    min_ms = min(s for points in curve_of.values() for _, s in points if s == s)
+    part_axis = log_axis(alt.Y, "y", (min_ms / 1.3, high_ms * 1.3), "ms of each part by itself")
+    color_of = {WHOLE: INK, **palette_of(part for part in curve_of if part != WHOLE)}
+    part_lines = lines(curve_of, ms_axis, part_axis, color_by("name", color_of, symbolType="stroke", **legend), **style)
     panels = (panel(*rate_lines, chosen_mark, chosen_label, size=SIZE_PX), panel(*part_lines, size=SPLIT_PX))
     return themed(alt.concat(*panels, columns=1, spacing=28).resolve_scale(color="independent"), title, subtitle)

@@ -49,7 +49,7 @@ def timeline_figure(
     font = 10 if row_px >= 28 else 8
     split_keys = {(device, op.microbatch, op.chunk) for device, op, _, _ in passes if op.kind == "W"}
     box_rows, legend_by_key = [], {}
-    for device, op, start_s, end_x in passes:
+    for device, op, start_s, end in passes:
         pass_name = {"F": "forward", "B": "backward", "W": "weight gradients"}[op.kind]
         if op.kind == "B" and (device, op.microbatch, op.chunk) in split_keys:
             pass_name = "input gradients"
@@ -60,12 +60,12 @@ def timeline_figure(
         legend_by_key[list(COLORS).index(pass_name), op.chunk] = label, color
         text = str(op.microbatch) if row_px >= LEAST_ROW_WITH_NUMBERS_PX else ""
         px = width * scale / simulation.makespan_s
-        box_rows.append(span(start_s / scale, end_x / scale, text, color, px, font=font, device=device, what=label))
-    end_x = simulation.makespan_s / scale
+        box_rows.append(span(start_s / scale, end / scale, text, color, px, font=font, device=device, what=label))
+    end = simulation.makespan_s / scale
     y = alt.Y("device:O", title="device", axis=alt.Axis(ticks=False, domain=False, labelOverlap=True))
     axis = alt.Axis(grid=False, tickCount=10)
-    x = alt.X("start:Q", title=f"time ({shown_unit})", scale=alt.Scale(domain=[0, end_x], nice=False), axis=axis)
-    idle_bars = plot({"device": device, "start": 0, "end": end_x} for device in range(schedule.num_devices))
+    x = alt.X("start:Q", title=f"time ({shown_unit})", scale=alt.Scale(domain=[0, end], nice=False), axis=axis)
+    idle_bars = plot({"device": device, "start": 0, "end": end} for device in range(schedule.num_devices))
     color_by_group = dict(legend_by_key[key] for key in sorted(legend_by_key))
     color = color_by("what", color_by_group, orient="bottom", columns=4)
     edge_px = 1.0 if row_px >= 16 else 0.4

@@ -99,9 +99,9 @@ class ModelDrafter(Drafter):
         """Returns what the model draws after each other. Nothing is read before the last step is dispatched."""
         draws = []
         for index in range(max(drafting.most for drafting in asked)):
-            rows, outputs = self._rows([drafting for drafting in asked if drafting.most > index], table, index)
+            rows, output_rows = self._rows([drafting for drafting in asked if drafting.most > index], table, index)
             logits, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, 1)
-            draws.append(self._drawer.draw(logits, outputs, adjusted=False))
+            draws.append(self._drawer.draw(logits, output_rows, adjusted=False))
         for drafting in asked:
             self._ends[drafting.slot] = len(drafting.tokens) + drafting.most - 1
         # a draw has rows of those requests alone that want more drafts than there were
@@ -110,19 +110,19 @@ class ModelDrafter(Drafter):
 
     def _rows(self, asked: Sequence[Drafting], table: np.ndarray, num_past: int) -> tuple[PackedRows, list[OutputRow]]:
         """Returns the rows that draw the drafts after ``num_past`` others, first with those that the cache lacks."""
-        tokens, source_slots, positions, row_slots, last_rows = [], list[int](), list[int](), list[int](), list[int]()
+        tokens, latest_slots, positions, row_slots, last_rows = [], list[int](), list[int](), list[int](), list[int]()
         for drafting in asked:
             end_pos = len(drafting.tokens) + num_past
             # beyond a wrong draft the cache is written again
             start_pos = end_pos - 1 if num_past else min(self._ends[drafting.slot], end_pos - 1)
             tokens += [0] if num_past else drafting.tokens[start_pos:]
-            source_slots += [drafting.slot if num_past else -1] * (end_pos - start_pos)
+            latest_slots += [drafting.slot if num_past else -1] * (end_pos - start_pos)
             positions += range(start_pos, end_pos)
             row_slots += [drafting.slot] * (end_pos - start_pos)
             last_rows.append(len(positions) - 1)
         num_rows = next(num_rows for num_rows in self._sizes if num_rows >= len(tokens))
         cache_slots = slots_of(np.array(positions), table, row_slots, self._step.storage.page_len)
-        rows = PackedRows(tokens, source_slots, positions, cache_slots, [], [], [], table, last_rows)
+        rows = PackedRows(tokens, latest_slots, positions, cache_slots, [], [], [], table, last_rows)
         rows = rows.each_alone(row_slots)
         output_rows = [OutputRow(drafting.slot, drafting.num_before + num_past) for drafting in asked]
         return PackedRows.joined([rows], PackedShape(num_rows, num_rows, num_rows, 1)), output_rows

@@ -59,7 +59,7 @@ def _draw(logits: Array, latest: Array, rows: SamplingRows, more: dict[str, Arra
 def _draw_adjusted(
     logits: Array, latest: Array, history: TokenHistory, rows: SamplingRows, more: dict[str, Array]
 ) -> tuple[Array, TokenHistory, Drawn]:
-    slots, nums_before, target_tokens = more["slots"], more["counts"], more["targets"]
+    slots, drawn_counts, target_tokens = more["slots"], more["counts"], more["targets"]
     row_history = jax.tree.map(lambda array: array.at[slots].get(mode="clip"), history)
     # summed in an order that does not depend on the number of rows
     shifted_logits = logits - logits.max(axis=-1, keepdims=True)
@@ -73,7 +73,7 @@ def _draw_adjusted(
     token_ids = jnp.arange(logits.shape[1])
     allowed_bits = more["allowed"][:, token_ids // 32] >> (token_ids % 32)[None] & 1
     new_logits = jnp.where(row_history.late & more["early"][:, None] | (allowed_bits == 0), -jnp.inf, new_logits)
-    tokens = draw(new_logits, rows, nums_before)
+    tokens = draw(new_logits, rows, drawn_counts)
     scored_tokens = jnp.where(target_tokens >= 0, target_tokens, tokens)
     token_logprobs = jnp.take_along_axis(logprobs, scored_tokens[:, None], axis=1)[:, 0]
     top_logprobs, top_tokens = jax.lax.top_k(logprobs, min(MOST_LOGPROBS, logits.shape[1]))
@@ -122,13 +122,13 @@ class TokenDrawer:
             return
         vocab_size = self._size[1]
         is_in_prompt, is_late = np.zeros(vocab_size, bool), np.zeros(vocab_size, bool)
-        num_in_output, biases = np.bincount(output, minlength=vocab_size), np.zeros(vocab_size)
+        counts_in_output, biases = np.bincount(output, minlength=vocab_size), np.zeros(vocab_size)
         is_in_prompt[list(request.prompt)] = True
         for token, bias in sampling.logit_bias:
             biases[token] += bias
         is_late[list(request.stop_tokens)] = True
-        entry = is_in_prompt, num_in_output.astype(np.int32), biases.astype(np.float32), is_late
-        self._history = _enter(self._history or self._no_history(), np.int32(slot), entry)
+        slot_history = is_in_prompt, counts_in_output.astype(np.int32), biases.astype(np.float32), is_late
+        self._history = _enter(self._history or self._no_history(), np.int32(slot), slot_history)
 
     def _no_history(self) -> TokenHistory:
         return TokenHistory(*(jnp.zeros(self._size, dtype) for dtype in (bool, np.int32, np.float32, bool)))
@@ -161,26 +161,26 @@ class TokenDrawer:
 
     def _given(self, num_rows: int, rows: Sequence[OutputRow]) -> tuple[SamplingRows, dict[str, HostOrDeviceArray]]:
         """Returns the settings of ``num_rows`` rows."""
-        slots, nums_before = np.full(num_rows, self._size[0], np.int32), np.zeros(num_rows, np.int32)
+        slots, drawn_counts = np.full(num_rows, self._size[0], np.int32), np.zeros(num_rows, np.int32)
         target_tokens = np.full(num_rows, -1, np.int32)
         if rows:
-            slots[: len(rows)], nums_before[: len(rows)], target_tokens[: len(rows)] = np.array(rows, np.int32).T
+            slots[: len(rows)], drawn_counts[: len(rows)], target_tokens[: len(rows)] = np.array(rows, np.int32).T
         array_by_name: dict[str, HostOrDeviceArray] = {name: array[slots] for name, array in self._penalties.items()}
-        array_by_name |= {"slots": slots, "counts": nums_before, "targets": target_tokens}
-        array_by_name |= {"early": nums_before < self._fewest[slots], "has_bias": self._has_bias[slots]}
+        array_by_name |= {"slots": slots, "counts": drawn_counts, "targets": target_tokens}
+        array_by_name |= {"early": drawn_counts < self._fewest[slots], "has_bias": self._has_bias[slots]}
         return {name: array[slots] for name, array in self._fields.items()}, array_by_name
 
     def compiled(self, size: int, adjusted: bool) -> jax.stages.Compiled:
         """Returns the program for a number of rows; compiles it once."""
         if (size, adjusted) not in self._compiled:
-            logits = jax.ShapeDtypeStruct((size, self._size[1]), np.float32, sharding=self._sharding)
-            latest = jax.ShapeDtypeStruct(self._size[:1], np.int32)
+            logits_struct = jax.ShapeDtypeStruct((size, self._size[1]), np.float32, sharding=self._sharding)
+            latest_struct = jax.ShapeDtypeStruct(self._size[:1], np.int32)
             function: jax.stages.Wrapped = _draw_adjusted if adjusted else _draw
             rows, array_by_name = self._given(size, [])
             if adjusted:
                 array_by_name["allowed"] = np.zeros(self._mask_shape(size), np.int32)
-            history_shapes = [jax.eval_shape(self._no_history)] if adjusted else []
-            arguments = (logits, latest, *history_shapes, rows, array_by_name)
+            history_structs = [jax.eval_shape(self._no_history)] if adjusted else []
+            arguments = (logits_struct, latest_struct, *history_structs, rows, array_by_name)
             program_name = f"draw-{size}{'-adjusted' if adjusted else ''}"
             self._compiled[size, adjusted] = self._programs.get(program_name, lambda: function.lower(*arguments))
         return self._compiled[size, adjusted]

@@ -34,8 +34,8 @@ class Border:
             await self.app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        sent = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = sent if _REQUEST_ID.fullmatch(sent) else secrets.token_hex(16)  # it goes into a header and the log
+        sent_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else secrets.token_hex(16)  # for a header and the log
         log_fields: JsonObject = {}
         start_s, status = time.perf_counter(), 0
         scope.setdefault("state", {}).update(request_id=request_id, start_s=start_s, known=log_fields)

@@ -31,8 +31,8 @@ class GrowingText:
         self.reports = request.logprobs is not None
         self._echoes = self.reports and asked.echoes is not None
         self._special, self._skips_special = asked.served.special, body.skip_special_tokens is not False
-        text = asked.served.text_of(body.skip_special_tokens)
-        self._stream = TextStream(text, request.prompt[-8:])  # a stream looks no further back
+        text_decoder = asked.served.text_of(body.skip_special_tokens)
+        self._stream = TextStream(text_decoder, request.prompt[-8:])  # a stream looks no further back
         stop_strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
         self._scan = StopScan(stop_strings, keep=bool(body.include_stop_str_in_output or body.no_stop_trim))
         self._echo, self._placed, self._offset = self.piece, 0, 0

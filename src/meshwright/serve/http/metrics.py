@@ -121,11 +121,11 @@ class ServerMetrics(Collector):
         added_sums: dict[StepKey, np.ndarray] = {
             key: np.subtract(now_row, old_sums.get(key, 0)) for key, now_row in now_sums.items()
         }
-        figures_of, state = self._priced({key: row for key, row in added_sums.items() if row[0]}), self.frontend.state
-        rates, prices = sum(figures_of.values(), np.zeros(len(_STEPS))) / took_s, self._prices if now_sums else None
+        row_by_key, state = self._priced({key: row for key, row in added_sums.items() if row[0]}), self.frontend.state
+        rates, prices = sum(row_by_key.values(), np.zeros(len(_STEPS))) / took_s, self._prices if now_sums else None
         if prices and prices.peak_flops_per_s:
             self._utilisation = rates[5] / prices.peak_flops_per_s, (rates[3] + rates[4]) / prices.peak_bytes_per_s
-        if not figures_of:
+        if not row_by_key:
             return ""
         tokens_in, tokens_out, num_looked_up, num_hit = now_counts - old_counts
         phrases = [
@@ -133,7 +133,7 @@ class ServerMetrics(Collector):
             f"{format_params(round(tokens_out / took_s))} out; cache {self._cache_share:.0%}"
             + (f", hits {num_hit / num_looked_up:.0%}" if num_looked_up else "")
         ]
-        decode_rows = [row for (kind, _), row in figures_of.items() if kind == "decode"]
+        decode_rows = [row for (kind, _), row in row_by_key.items() if kind == "decode"]
         if decode_rows:
             num_steps, measured_s, planned_s = np.sum(decode_rows, axis=0)[:3]
             planned_text = "" if np.isnan(planned_s) else f", planned {format_seconds(planned_s / num_steps)}"
@@ -179,12 +179,12 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
         """Yields the figures, as Prometheus asks for them."""
         state = self.frontend.state
-        gauges = {
+        gauge_specs = {
             "vllm:num_requests_running": (state.running, "Sequences in the running batch."),
             "vllm:num_requests_waiting": (self._num_waiting, "Sequences that wait."),
             "vllm:kv_cache_usage_perc": (self._cache_share, "Share of the cache's pages in use; 1 is all of them."),
         }
-        counters = {
+        counter_specs = {
             "num_preemptions": (state.preemptions, "Sequences that lost their pages and ran again."),
             "prefix_cache_queries": (state.prefix_queries, "Tokens of prompts looked up in the prefix cache."),
             "prefix_cache_hits": (state.prefix_hits, "Tokens of prompts found in the prefix cache."),
@@ -195,8 +195,8 @@ class ServerMetrics(Collector):
             "generation_tokens": (self.generation_tokens, "Tokens generated."),
         }
         for name, peak_share in zip(("mfu", "bandwidth_utilization"), self._utilisation, strict=False):
-            gauges[f"meshwright:{name}"] = (peak_share, "Share of the devices' peak over the last 10 s.")
-        for name, (value, help_text) in gauges.items():
+            gauge_specs[f"meshwright:{name}"] = (peak_share, "Share of the devices' peak over the last 10 s.")
+        for name, (value, help_text) in gauge_specs.items():
             gauge = GaugeMetricFamily(name, help_text, labels=["model_name"])
             gauge.add_metric(self._label, value)
             yield gauge
@@ -207,7 +207,7 @@ class ServerMetrics(Collector):
                 if not np.isnan(figures[column]):
                     counter.add_metric([*self._label, kind, f"{num_rows}"], figures[column])
             yield counter
-        for name, (value, help_text) in counters.items():
+        for name, (value, help_text) in counter_specs.items():
             counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
             counter.add_metric(self._label, value)
             yield counter

@@ -64,9 +64,9 @@ def openapi(operations: Sequence[Operation], *, with_key: bool) -> Schema:
         responses: Schema = {"200": {"description": "Done", "content": content_by_type}}
         operation: Schema = {"summary": row.summary, "operationId": row.name, "responses": responses}
         for status in row.errors(with_key=with_key):
-            error = {"description": _ERRORS[status], "content": {"application/json": {"schema": ref_of[ErrorAnswer]}}}
+            reply = {"description": _ERRORS[status], "content": {"application/json": {"schema": ref_of[ErrorAnswer]}}}
             retry_header = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}}
-            responses[str(status)] = error | ({"headers": retry_header} if status == 429 else {})
+            responses[str(status)] = reply | ({"headers": retry_header} if status == 429 else {})
         if row.body is not None:
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref_of[row.body]}}}
         if "{" in row.path:

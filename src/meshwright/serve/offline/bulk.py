@@ -79,7 +79,7 @@ def generate_file(
     with files[1].open("a", encoding="utf-8") as out_file:
         requests = [asked_line.request for asked_line in waiting_lines]
         for outputs in engine.steps(requests, AHEAD * engine.limits.max_requests):
-            num_before = num_done
+            num_done_before = num_done
             for line_index, output in outputs:
                 asked_line, answer_tokens = waiting_lines[line_index], tokens_of_line[line_index]
                 answer_tokens += [] if output.token is None else [output.token]
@@ -94,7 +94,7 @@ def generate_file(
                     )
                     out_file.write(msgspec.json.encode(answer_line).decode() + "\n")
                     num_done += 1
-            if num_done > num_before:
+            if num_done > num_done_before:
                 out_file.flush()  # a call that is stopped keeps what has ended
                 on_done(num_done, num_lines)
         os.fsync(out_file.fileno())

@@ -88,10 +88,10 @@ class SlotEngine:
         step, slots = self._step, np.arange(self._step.max_seqs)
         if state.lengths.max() >= step.max_len:
             raise InputError(f"a slot has {step.max_len:,} positions and they are full. Free it: lengths[slot] = 0.")
-        pages = slots[:, None] * self._each + np.arange(self._each)
-        rows = _rows(slots, state.tokens, state.lengths, pages)
+        page_table = slots[:, None] * self._each + np.arange(self._each)
+        rows = _rows(slots, state.tokens, state.lengths, page_table)
         page_len = step.storage.page_len
-        rows = rows._replace(slots=pages[slots, state.lengths // page_len] * page_len + state.lengths % page_len)
+        rows = rows._replace(slots=page_table[slots, state.lengths // page_len] * page_len + state.lengths % page_len)
         logits, cache = step.step(params, state.cache, jnp.zeros(len(slots), jnp.int32), rows, 1)
         tokens = _drawn(logits, sampling, np.zeros(len(slots), np.int32) + state.lengths)
         return DecodeState(cache, tokens, state.lengths + (state.lengths > 0)), logits

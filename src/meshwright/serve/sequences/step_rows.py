@@ -40,30 +40,30 @@ def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRow
     num_rows, first_rows = int(part_lens.sum()), np.cumsum(part_lens) - part_lens
     part_of_row = np.repeat(np.arange(len(parts)), part_lens)
     positions = np.arange(num_rows) - first_rows[part_of_row] + (part_ends - part_lens)[part_of_row]
-    tokens, sources = list[int](), list[int]()
-    outputs, output_row_ids = list[OutputOf](), list[int]()
+    tokens, latest_slots = list[int](), list[int]()
+    outputs, last_rows = list[OutputOf](), list[int]()
     for (seq, start_pos, end_pos, drafts), first_row in zip(parts, first_rows.tolist(), strict=True):
         seq.take_pages(tables, end_pos, step.storage.page_len)
         if windows := seq.owner.pages.windows:
             windows.advance(seq.window, start_pos, end_pos, tables.windows[seq.slot])
         known_tokens = seq.tokens[start_pos:end_pos] + drafts
-        sources += [-1] * (end_pos - start_pos) if known_tokens else [seq.slot]  # else the devices alone know the token
+        latest_slots += [-1] * (end_pos - start_pos) if known_tokens else [seq.slot]  # else the devices alone know it
         tokens += known_tokens or [0]
         seq.computed = end_pos - len(drafts)  # drafts count once they were right
         prompt = seq.request.prompt
         if seq.request.echo and not seq.produced:
             for position in range(start_pos, min(end_pos, len(prompt) - 1)):
                 outputs.append(OutputOf(seq, OutputRow(step.max_seqs, 0, prompt[position + 1])))
-                output_row_ids.append(first_row + position - start_pos)
+                last_rows.append(first_row + position - start_pos)
         if seq.computed == len(prompt) + seq.produced:  # else more is known than is computed, and nothing is drawn
             for draft_index, draft in enumerate([*drafts, None]):
                 outputs.append(OutputOf(seq, OutputRow(seq.slot, seq.produced + draft_index), draft))
-            output_row_ids += range(first_row + end_pos - start_pos - 1 - len(drafts), first_row + end_pos - start_pos)
+            last_rows += range(first_row + end_pos - start_pos - 1 - len(drafts), first_row + end_pos - start_pos)
             seq.produced += 1
     table_rows, page_len = [seq.slot for seq, *_ in parts], step.storage.page_len
     pages = tables.pages[table_rows]
     cache_slots = slots_of(positions, pages, part_of_row, page_len)
-    rows = PackedRows(tokens, sources, positions, cache_slots, first_rows, part_lens, part_ends, pages, output_row_ids)
+    rows = PackedRows(tokens, latest_slots, positions, cache_slots, first_rows, part_lens, part_ends, pages, last_rows)
     if step.has_windows:
         pages = tables.windows[table_rows]
         rows = rows._replace(window_slots=slots_of(positions, pages, part_of_row, page_len), window_pages=pages)

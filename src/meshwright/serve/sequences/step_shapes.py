@@ -32,7 +32,7 @@ class StepShapes:
             )
         self._limits, self._num_owners = limits, step.num_owners
         self.ready = set[PackedShape]()
-        limit = {
+        max_rows = {
             "chunked": limits.token_budget,
             # one prompt alone may be above the budget
             "interleaved": max(limits.token_budget, step.num_owners * step.max_len),
@@ -41,12 +41,12 @@ class StepShapes:
         if not step.batch_invariant:
             max_decode_rows = step.max_seqs * (1 + limits.num_drafts)
             self.set_decode_sizes(_divisible(sizes_up_to(max_decode_rows, halves_from=8), step.row_parts(1)))
-            self._set_chunk_sizes(_divisible(sizes_up_to(limit, least=16 * step.num_owners), step.row_parts(2)))
+            self._set_chunk_sizes(_divisible(sizes_up_to(max_rows, least=16 * step.num_owners), step.row_parts(2)))
             return
-        if limit > ALIKE_ROWS:
+        if max_rows > ALIKE_ROWS:
             raise InputError(
-                f"a batch-invariant engine has steps of at most {ALIKE_ROWS} tokens, and {limit:,} are asked for. Give "
-                f"a token_budget and max_requests of at most {ALIKE_ROWS}, and the policy chunked."
+                f"a batch-invariant engine has steps of at most {ALIKE_ROWS} tokens, and {max_rows:,} are asked for. "
+                f"Give a token_budget and max_requests of at most {ALIKE_ROWS}, and the policy chunked."
             )
         self.set_decode_sizes([ALIKE_ROWS])  # until the engine has found which others give the same bits
         self._set_chunk_sizes([])

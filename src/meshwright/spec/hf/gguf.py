@@ -59,10 +59,10 @@ def gguf_files(path: Path) -> list[Path]:
     files = [path] if path.suffix == ".gguf" and path.is_file() else []
     if path.is_dir():
         files = sorted(file for file in path.glob("*.gguf") if not file.name.startswith("mmproj"))  # of a vision tower
-    stems = {gguf_name(file): file for file in files}
-    if len(stems) > 1:
-        raise InputError(f"{path} has {len(stems)} models: {', '.join(stems)}. Give the file of one of them.")
-    for name, file in stems.items():
+    file_of = {gguf_name(file): file for file in files}
+    if len(file_of) > 1:
+        raise InputError(f"{path} has {len(file_of)} models: {', '.join(file_of)}. Give the file of one of them.")
+    for name, file in file_of.items():
         if parts := _PART.search(file.stem):
             num_parts = int(parts[1])
             files = [file.with_name(f"{name}-{i + 1:05}-of-{num_parts:05}.gguf") for i in range(num_parts)]
@@ -163,8 +163,8 @@ class _Reader:
         if kind == _ARRAY or entry_kind != _FLOAT32 or not math.isfinite(values[0]):
             return values if kind == _ARRAY else values[0]
         # 1e-6, not the float64 of the float32 next to it
-        rounded = (float(f"{values[0]:.{digits}g}") for digits in range(6, 9))
-        return next((near for near in rounded if struct.unpack("f", struct.pack("f", near))[0] == values[0]), values[0])
+        roundings = (float(f"{values[0]:.{digits}g}") for digits in range(6, 9))
+        return next((num for num in roundings if struct.unpack("f", struct.pack("f", num))[0] == values[0]), values[0])
 
 
 def stored_bytes(path: Path) -> dict[str, int]:
@@ -256,10 +256,10 @@ def _floats(gguf: Gguf, name: str) -> tuple[float, ...]:
 
 def _llama3(factors: Sequence[float], gguf: Gguf, file: Path) -> HfFields:
     """Returns the scaling of Llama 3.1 whose factors of the frequencies are these. Raises InputError for others."""
-    base, low, high, original_len = (gguf.values.get("llama.rope.freq_base", 1e4), *_LLAMA3.values())
+    freq_base, low_factor, high_factor, original_len = (gguf.values.get("llama.rope.freq_base", 1e4), *_LLAMA3.values())
     factor = max(factors)
-    turns = (original_len / (2 * math.pi * base ** (i / len(factors))) for i in range(len(factors)))
-    blends = (min(max((turn - low) / (high - low), 0.0), 1.0) for turn in turns)
+    turns = (original_len / (2 * math.pi * freq_base ** (i / len(factors))) for i in range(len(factors)))
+    blends = (min(max((turn - low_factor) / (high_factor - low_factor), 0.0), 1.0) for turn in turns)
     expected_factors = (1 / ((1 - blend) / factor + blend) for blend in blends)
     if not all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(expected_factors, factors, strict=True)):
         raise InputError(f"{file}: rope_freqs is not that of Llama 3.1 to 3.3. Give the model's safetensors.")

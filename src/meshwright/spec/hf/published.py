@@ -194,25 +194,25 @@ def _compressed(config: HfFields) -> Quantisation:
     )
 
 
-def _scheme(weights: HfFields) -> Scheme:
+def _scheme(setting_values: HfFields) -> Scheme:
     """Returns the scheme of a group of compressed-tensors."""
     dtype_by_format: Any = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "fp4"}
-    _require(weights, ("tensor", "channel", "group", "tensor_group", "block"), "strategy")
-    group_size = _inputs(weights, -1)
-    strategy = weights.get("strategy") or ("group" if group_size else "tensor")
+    _require(setting_values, ("tensor", "channel", "group", "tensor_group", "block"), "strategy")
+    group_size = _inputs(setting_values, -1)
+    strategy = setting_values.get("strategy") or ("group" if group_size else "tensor")
     num_outputs = 0 if strategy == "tensor" else 1
     if strategy == "block":
-        num_outputs, group_size = _block(weights, "block_structure")
+        num_outputs, group_size = _block(setting_values, "block_structure")
     elif "group" not in strategy:
         group_size = 0
     elif not group_size:
         raise InputError(f"quantization_config has strategy={strategy!r} without a group_size. Add it.")
     return Scheme(
-        dtype=dtype_by_format[weights.get("type", "int"), _number(weights, "num_bits", (4, 8), 8)],
+        dtype=dtype_by_format[setting_values.get("type", "int"), _number(setting_values, "num_bits", (4, 8), 8)],
         outputs=num_outputs,
         inputs=group_size,
-        symmetric=bool(weights.get("symmetric", True)),
-        in_order=weights.get("actorder") not in ("group", True),
+        symmetric=bool(setting_values.get("symmetric", True)),
+        in_order=setting_values.get("actorder") not in ("group", True),
     )
 
 
@@ -230,7 +230,7 @@ def stored_matrices(
 ) -> tuple[StoredMatrices | None, dict[tuple[str, str], int]]:
     """Returns the matrices of a folder that generation keeps narrow, and the numbers of parameters that are widened, by
     dtype and reason. The ``names`` of its tensors say which are quantised, else the config."""
-    narrow_rows, num_widened, group = list[tuple[str, Any, bool]](), dict[tuple[str, str], int](), 0
+    narrow_rows, num_widened, group_size = list[tuple[str, Any, bool]](), dict[tuple[str, str], int](), 0
     for row in weight_table(model):
         if row.kind != "matrix" or row.tied_to or row.part in ("embedding", "router"):
             continue
@@ -245,8 +245,8 @@ def stored_matrices(
         reason = scheme.why_wide or "layers that are stored in another form" * (len(schemes) > 1)
         if (is_grouped := scheme.inputs > 0 or scheme.dtype == "int4") and not reason:
             inputs = scheme.inputs or GROUP
-            group = group or inputs
-            width = math.gcd(group, model.dims[row.inputs[-1]])
+            group_size = group_size or inputs
+            width = math.gcd(group_size, model.dims[row.inputs[-1]])
             reason = f"groups of {inputs} inputs" * (inputs % width > 0 or (scheme.dtype == "int4" and width % 2 > 0))
         elif row.inputs[-1] == "Rkv" and "Hn" in row.dims:
             reason = reason or "scales of outputs over which generation sums"
@@ -254,7 +254,7 @@ def stored_matrices(
             num_widened[scheme.dtype, reason] = num_widened.get((scheme.dtype, reason), 0) + row.num_params
         else:
             narrow_rows.append((row.name, scheme.dtype, is_grouped))
-    return StoredMatrices(matrices=tuple(narrow_rows), group=group or GROUP) if narrow_rows else None, num_widened
+    return StoredMatrices(matrices=tuple(narrow_rows), group=group_size or GROUP) if narrow_rows else None, num_widened
 
 
 class FolderWeights(NamedTuple):
@@ -285,8 +285,8 @@ def folder_weights(model: Model, folder: Path, tensors: Mapping[str, Any]) -> Fo
     quant = quantisation_of(keys, family=model.family, what=str(file))
     dtype_names = {tensor.dtype.name for name, tensor in tensors.items() if not name.endswith(_BESIDE)}
     dtype: Any = "fp32" if "float32" in dtype_names and not dtype_names & {"bfloat16", "float16"} else "bf16"
-    blocks = Counter[tuple[str, str]]()
+    num_by_kind = Counter[tuple[str, str]]()
     for tensor in (tensor for tensor in tensors.values() if hasattr(tensor, "kind")):
         if (kind_name := tensor.kind.name) not in ("F32", "F16", "BF16"):
-            blocks[kind_name, "blocks of GGUF"] += math.prod(tensor.shape)
-    return FolderWeights(dtype, quant, *(stored_matrices(base_model, quant, tensors) if quant else (None, blocks)))
+            num_by_kind[kind_name, "blocks of GGUF"] += math.prod(tensor.shape)
+    return FolderWeights(dtype, quant, *(stored_matrices(base_model, quant, tensors) if quant else (None, num_by_kind)))

@@ -125,8 +125,8 @@ class _Config:
 
     def fields(self, keys: Mapping[str, str]) -> HfFields:
         """Returns the value of each field; leaves out fields whose nullable key is null or absent."""
-        key_of = {field: key for field, key in keys.items() if key not in self.form.nullable or self.has(key)}
-        return {field: self.read(key, _TYPES[field]) for field, key in key_of.items()}
+        key_by_field = {field: key for field, key in keys.items() if key not in self.form.nullable or self.has(key)}
+        return {field: self.read(key, _TYPES[field]) for field, key in key_by_field.items()}
 
     def has(self, key: str) -> bool:
         return self.keys.get(key) is not None

@@ -122,8 +122,8 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path, mask: R
         store = with_mask_data(store, mask, name)
         for sources, part_store in zip((train_sources, held_sources), split(store, settings.held_out), strict=True):
             sources.append(Source(part_store, packing, name, share))
-    filled_sources = tuple(source for source in held_sources if len(source.store))
-    return Data(encoder.tokenizer if encoder else None, tuple(train_sources), filled_sources, num_skipped)
+    filled_held_sources = tuple(source for source in held_sources if len(source.store))
+    return Data(encoder.tokenizer if encoder else None, tuple(train_sources), filled_held_sources, num_skipped)
 
 
 class Batches:
@@ -145,8 +145,8 @@ class Batches:
         self.batch_seqs, self.seq_len, self.sources = batch_seqs, seq_len, sources
         self.order = np.arange(seq_len) if order is None else np.asarray(order, np.int64)
         draw = Draw(seq_len=seq_len, packing=all(source.packing for source in sources), seed=seed)
-        shares, tokens = {data.name: data.share for data in sources}, {data.name: len(data.store) for data in sources}
-        self._begin(DataPhase(shares=shares, tokens=tokens, draw=draw))
+        share_by_name, num_tokens_by_name = {s.name: s.share for s in sources}, {s.name: len(s.store) for s in sources}
+        self._begin(DataPhase(shares=share_by_name, tokens=num_tokens_by_name, draw=draw))
         for source, samples in zip(sources, self.samples, strict=True):
             if len(samples.rows):
                 continue
@@ -238,8 +238,8 @@ class Batches:
 
         def part(name: str, index: Any) -> np.ndarray:
             if name.startswith("num_"):
-                skipped = int(name == "num_mtp_labels")
-                return np.asarray(self.num_labels(first_sample, skipped=skipped), np.float32)
+                num_skipped = int(name == "num_mtp_labels")
+                return np.asarray(self.num_labels(first_sample, skipped=num_skipped), np.float32)
             (a, b, _), (c, d, _) = (s.indices(n) for s, n in zip((*index, slice(None))[:2], batch_shape, strict=True))
             return read(a, b, c, d)[name]
 

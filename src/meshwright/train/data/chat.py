@@ -92,7 +92,7 @@ class ChatTokenizer(NamedTuple):
         return np.where(is_counted, id_array, ~id_array).tolist()
 
     def _rendered(
-        self, record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, **asked: bool
+        self, record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, **render_flags: bool
     ) -> tuple[list[int], np.ndarray]:
         """Returns tokens, and for each whether it counts: those of the assistant do, or all."""
         if self.chats is None:
@@ -100,10 +100,10 @@ class ChatTokenizer(NamedTuple):
                 f"{where} is a chat, and {self.folder} has no chat template: neither {TEMPLATE} nor one in "
                 f"{TOKENIZER_CONFIG}. Add it."
             )
-        tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
+        tools, record_options = record.get("tools"), record.get("chat_template_kwargs") or {}
         try:
             tools = json.loads(tools) if isinstance(tools, str) else tools
-            text = self.chats.render(messages, tools, **{**asked, **options})
+            text = self.chats.render(messages, tools, **{**render_flags, **record_options})
         except Exception as error:  # of the tools, or of their names and the template's
             reason = str(error).removesuffix(".").removeprefix(REFUSES)
             raise InputError(f"{where}: {REFUSES}{reason}. Mend the record.") from None

@@ -47,14 +47,14 @@ class DataPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         Raises InputError for a source whose number of tokens has changed.
         """
-        tokens = {**self.tokens, **new.tokens}
+        lengths = {**self.tokens, **new.tokens}
         for name, num_tokens in self.tokens.items():
-            if tokens[name] != num_tokens:
+            if lengths[name] != num_tokens:
                 raise InputError(
-                    f"the run draws from {num_tokens} tokens of {name!r}, and now they are {tokens[name]}: the text, "
+                    f"the run draws from {num_tokens} tokens of {name!r}, and now they are {lengths[name]}: the text, "
                     "train.held_out or train.loss_on has changed. Put it back, or give the new text another name."
                 )
-        new = msgspec.structs.replace(new, tokens=tokens)
+        new = msgspec.structs.replace(new, tokens=lengths)
         if msgspec.structs.replace(new, first=self.first, drawn=self.drawn) == self:
             return self
         draws_by_name, counts = dict(self.drawn), SourcePattern(list(self.shares.values())).drawn(samples - self.first)
@@ -113,9 +113,9 @@ class Samples:
 
     def left(self, samples: int) -> list[TokenSpan]:
         """Returns the spans of the file that ``samples`` of this phase leave of their epoch; none at its end."""
-        num_rest = len(self.rest)
-        epoch_start = 0 if samples < num_rest else samples - (samples - num_rest) % max(1, len(self.rows))
-        if epoch_start == samples >= num_rest:
+        num_rest_rows = len(self.rest)
+        epoch_start = 0 if samples < num_rest_rows else samples - (samples - num_rest_rows) % max(1, len(self.rows))
+        if epoch_start == samples >= num_rest_rows:
             return []
         rows = self.find(epoch_start)[0]
         spans = sorted(span for sample in range(epoch_start, samples) for span in rows.spans(self.find(sample)[1]))

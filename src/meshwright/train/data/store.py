@@ -97,12 +97,12 @@ def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, f
     if given is None and vocab_size < SMALLEST_VOCAB:
         train_tokenizer((), vocab_size=vocab_size)
     encoder_text = given.identity if given else f"bpe {tokenizers.__version__} {vocab_size} {TRAINED_CHARS}"
-    path = folder / hashlib.sha256(f"{FORMAT} {encoder_text} {corpus.identity()}".encode()).hexdigest()[:24]
-    if not path.is_dir():
+    store_path = folder / hashlib.sha256(f"{FORMAT} {encoder_text} {corpus.identity()}".encode()).hexdigest()[:24]
+    if not store_path.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(path) as part_folder:
+        with _alone(store_path) as part_folder:
             # Another process may have made it while this one waited.
-            if not path.is_dir():
+            if not store_path.is_dir():
                 try:
                     _build(corpus, given, vocab_size, part_folder)
                 except (InputError, CannotRunError):
@@ -110,14 +110,14 @@ def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, f
                     shutil.rmtree(part_folder, ignore_errors=True)
                     raise
                 try:
-                    os.rename(part_folder, path)
+                    os.rename(part_folder, store_path)
                     sync(folder)
                 except OSError:
                     # Another process was faster: its store stays.
-                    if not path.is_dir():
+                    if not store_path.is_dir():
                         raise
                     shutil.rmtree(part_folder, ignore_errors=True)
-    return _open(path)
+    return _open(store_path)
 
 
 def _build(corpus: Corpus, given_tokenizer: AnyTokenizer | None, vocab_size: int, part_folder: Path) -> None:
@@ -212,7 +212,7 @@ def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
         if all(path.is_file() and path.stat().st_size >= num_bytes for path, num_bytes in journal.files(folder, dtype)):
             counts = journal
     with ExitStack() as stack:
-        tokens_file, starts_file = (stack.enter_context(_opened(*file)) for file in counts.files(folder, dtype))
+        tokens_file, starts_file = (stack.enter_context(_opened(*entry)) for entry in counts.files(folder, dtype))
         # shown on stderr, if that is a terminal
         console, label = Console(stderr=True, quiet=not sys.stderr.isatty()), TextColumn("{task.fields[tokens]} tokens")
         bar_columns = TextColumn("tokenising"), BarColumn(), label, TimeRemainingColumn()

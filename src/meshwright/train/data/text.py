@@ -89,10 +89,10 @@ class FileCorpus(NamedTuple):
             status = file.stat()
             digest.update(f" {file.relative_to(self.folder)} {status.st_size} ".encode())
             try:
-                content = hashlib.sha256(file.read_bytes()).digest() if is_hashed else str(status.st_mtime_ns).encode()
+                version = hashlib.sha256(file.read_bytes()).digest() if is_hashed else str(status.st_mtime_ns).encode()
             except OSError as error:
                 raise InputError(f"{file} cannot be read: {error.strerror}. Mend or remove it.") from None
-            digest.update(content)
+            digest.update(version)
         return digest.hexdigest()
 
     def pieces(self) -> Iterator[TextPiece]:
@@ -166,8 +166,8 @@ def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
         return PydocCorpus(tuple(topics[name] for name in sorted(topics)))
     path, field, first_fields = Path(data).expanduser(), "", set[str]()
     if not path.exists() and "#" in data:
-        name, _, field = data.rpartition("#")
-        path = Path(name).expanduser()
+        path_text, _, field = data.rpartition("#")
+        path = Path(path_text).expanduser()
     if not path.exists():
         raise InputError(f"data {data!r} is not there. {_WHAT}")
     files = _files(path)
@@ -220,7 +220,7 @@ def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator
             return
         for record, where, bytes_read in _records(file, field, bad):
             if field:
-                yield from (TextPiece(piece, last, bytes_read) for piece, last in in_pieces([record[field] or ""]))
+                yield from (TextPiece(text, is_last, bytes_read) for text, is_last in in_pieces([record[field] or ""]))
             else:
                 yield TextPiece(msgspec.json.encode(record).decode(), True, bytes_read, where)
     except (OSError, EOFError) as error:
@@ -279,13 +279,13 @@ def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
         yield text, True
 
 
-def _decoded(raw: BinaryIO, file: Path, bad: set[str] | None) -> Iterator[str]:
+def _decoded(raw_file: BinaryIO, file: Path, bad: set[str] | None) -> Iterator[str]:
     """Yields the text of a file with every end of line as "\\n"."""
     utf8_decoder = codecs.getincrementaldecoder("utf-8")()
     newline_decoder = io.IncrementalNewlineDecoder(utf8_decoder, translate=True)
     while True:
-        start_byte = raw.tell() - len(utf8_decoder.getstate()[0])
-        block = raw.read(PIECE_CHARS)
+        start_byte = raw_file.tell() - len(utf8_decoder.getstate()[0])
+        block = raw_file.read(PIECE_CHARS)
         try:
             text = newline_decoder.decode(block, final=not block)
             yield text if start_byte else text.removeprefix(BOM)
@@ -313,18 +313,18 @@ def _lines(file: Path) -> Iterator[tuple[bytes, str, int]]:
                 line = line_file.readline(RECORD_BYTES + 1) or b"\n"
 
 
-def _unpacked(file: Path, raw: BinaryIO) -> Any:
+def _unpacked(file: Path, raw_file: BinaryIO) -> Any:
     """Opens a file that may be compressed."""
     name = file.name.lower()
     if name.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
+        return gzip.GzipFile(fileobj=raw_file)
     if name.endswith(".zst"):
         try:
             from compression import zstd  # type: ignore[import-not-found, unused-ignore]
         except ImportError:
             raise CannotRunError(f"{file} needs Python 3.14 or newer for .zst. Unpack it, or pack it as .gz.") from None
-        return zstd.ZstdFile(raw)
-    return raw
+        return zstd.ZstdFile(raw_file)
+    return raw_file
 
 
 def _rows(file: Path, field: str) -> Iterator[tuple[Any, str, int]]:

@@ -39,8 +39,8 @@ def open_tokens(path: Path, *, vocab_size: int) -> TokenStore | None:
         raise InputError(f"{path} is not a corpus of tokens: {error}. Mend or remove that file.") from None
     if not array_by_file:
         return None
-    tokens = TokenFiles(array_by_file, vocab_size=vocab_size)
-    return TokenStore(tokens, np.unique(tokens.edges).astype(np.uint64))
+    token_files = TokenFiles(array_by_file, vocab_size=vocab_size)
+    return TokenStore(token_files, np.unique(token_files.edges).astype(np.uint64))
 
 
 def _tokens(file: Path) -> np.ndarray:

@@ -139,8 +139,8 @@ class TokenStore:
         """Yields the spans of the file that hold the tokens from ``start`` to ``stop`` of the store."""
         first_span, last_span = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
         for span_index in range(int(first_span), int(last_span) + 1):
-            shift, (begin, end) = int(self._shifts[span_index]), self.spans[span_index]
-            yield max(start + shift, begin), min(stop + shift, end)
+            shift, (span_start, span_end) = int(self._shifts[span_index]), self.spans[span_index]
+            yield max(start + shift, span_start), min(stop + shift, span_end)
 
     @property
     def num_documents(self) -> int:
@@ -204,11 +204,11 @@ def split(store: TokenStore, share: float) -> tuple[TokenStore, TokenStore]:
     """
     whole_span = (0, len(store.tokens))
     assert store.spans in ((), (whole_span,)), "a store with spans is not split: spans are indices of the file"
-    num_held = int(len(store) * share)
-    held_spans = _whole_documents(store, num_held, num_runs=min(max(int(store.num_documents * share), 1), MAX_RUNS))
-    num_tokens = sum(stop - start_token for start_token, stop in held_spans)
-    if not num_held / 2 <= num_tokens <= min(2 * num_held, len(store) - 1):
-        start_token = len(store) - num_held
+    num_wanted = int(len(store) * share)
+    held_spans = _whole_documents(store, num_wanted, num_runs=min(max(int(store.num_documents * share), 1), MAX_RUNS))
+    num_held = sum(stop - start_token for start_token, stop in held_spans)
+    if not num_wanted / 2 <= num_held <= min(2 * num_wanted, len(store) - 1):
+        start_token = len(store) - num_wanted
         held_spans = [(store.nearest_start(start_token) if store.is_records else start_token, len(store))]
     token_edges = [0, *(edge for span in held_spans for edge in span), len(store)]
     return store.part(zip(token_edges[::2], token_edges[1::2], strict=True)), store.part(held_spans)

@@ -82,14 +82,14 @@ class DerivedUpdate:
 
     def init(self, params: Params) -> Tree:
         """Returns the state before the first update."""
-        params_by_field: dict[str, Params] = defaultdict(dict)
+        means_by_field: dict[str, Params] = defaultdict(dict)
         for name, param in params.items():
             for array_name, axes in self.means[name].items():
                 shape = [1 if axis in axes else size for axis, size in enumerate(param.shape)]
-                params_by_field[array_name.split(".")[1]][name] = jnp.zeros(shape, jnp.float32)
+                means_by_field[array_name.split(".")[1]][name] = jnp.zeros(shape, jnp.float32)
 
         def chain(kind: str) -> tuple[Any, ...]:
-            field_means = (params_by_field[field] for field in STATES[kind]._fields[1:])
+            field_means = (means_by_field[field] for field in STATES[kind]._fields[1:])
             update_count, schedule_count = (jnp.zeros((), jnp.int32) for _ in range(2))
             scale_state, mask_state = STATES[kind](update_count, *field_means), optax.MaskedState(optax.EmptyState())
             return scale_state, mask_state, optax.ScaleByScheduleState(schedule_count)
@@ -127,11 +127,11 @@ class DerivedUpdate:
         )
         new_params, new_leaf_of = Params(), Params()
         for name, param in params.items():
-            old_arrays = {array: leaf_of[array].squeeze(axes) for array, axes in self.means[name].items()}
+            old_arrays = {key: leaf_of[key].squeeze(axes) for key, axes in self.means[name].items()}
             arrays = {name: param, f"d{name}": grads[name], **old_arrays}
             new_arrays = run_update(context, steps[name], arrays, attrgetter("name"))
             new_params[name] = new_arrays[name]
-            new_leaf_of |= {array: jnp.expand_dims(new_arrays[array], axes) for array, axes in self.means[name].items()}
+            new_leaf_of |= {key: jnp.expand_dims(new_arrays[key], axes) for key, axes in self.means[name].items()}
         new_leaves = [new_leaf_of.get(name, leaf + 1) for name, (_, leaf) in zip(leaf_names, leaves, strict=True)]
         return new_params, jax.tree.unflatten(structure, new_leaves)
 

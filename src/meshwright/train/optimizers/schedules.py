@@ -24,8 +24,8 @@ def learning_rate(settings: TrainSettings) -> Rate:
         xp: Any = jnp if isinstance(count, Array) else np
         update = xp.asarray(count, dtype=xp.float32)
         warmup_steps = settings.warmup_steps
-        rising = (update + 1) / max(1, warmup_steps)
-        return settings.learning_rate * xp.where(update < warmup_steps, rising, _share_of_peak(update, settings, xp))
+        ramp = (update + 1) / max(1, warmup_steps)
+        return settings.learning_rate * xp.where(update < warmup_steps, ramp, _share_of_peak(update, settings, xp))
 
     return rate
 

@@ -80,16 +80,16 @@ def in_state(
         return OptState(jnp.zeros((), jnp.int32), moments, master_copies, start_average(params) if average else {})
 
     def update(grads: Params, old: OptState, params: Params, *layout: UpdateLayout) -> tuple[Params, OptState]:
-        master = old.master or _float32(params)
-        new_master, moments = inner.update(_float32(grads), _float32(old.inner), master, *layout)
+        master_params = old.master or _float32(params)
+        new_master_params, moments = inner.update(_float32(grads), _float32(old.inner), master_params, *layout)
         weight_key = moment_key = None
         if rounding == "stochastic":
             weight_key, moment_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), old.count))
-        new_params = round_tree(new_master, params, key=None if keeps_master else weight_key)
-        num_updates, stored_params = old.count + 1, new_master if keeps_master else new_params
-        mean_params = update_average(old.average, stored_params, decay=average, count=num_updates) if average else {}
+        new_params = round_tree(new_master_params, params, key=None if keeps_master else weight_key)
+        num_updates, stored_params = old.count + 1, new_master_params if keeps_master else new_params
+        average_params = update_average(old.average, stored_params, decay=average, count=num_updates) if average else {}
         moments = round_tree(moments, old.inner, key=moment_key)
-        return new_params, OptState(num_updates, moments, new_master if keeps_master else {}, mean_params)
+        return new_params, OptState(num_updates, moments, new_master_params if keeps_master else {}, average_params)
 
     return Optimizer(init, update, inner.kind)
 

@@ -47,9 +47,9 @@ def non_finite(tree: Any, model: Model) -> str | None:
     if not named_leaves:
         return None
     named_leaves.sort(key=lambda entry: index_by_name.get(entry[0] or "", len(index_by_name)))
-    is_stacked = tuple(bool(name and weights[name].layers) and leaf.ndim > 0 for name, _, leaf in named_leaves)
+    stacked_flags = tuple(bool(name and weights[name].layers) and leaf.ndim > 0 for name, _, leaf in named_leaves)
     mesh = getattr(getattr(named_leaves[0][2], "sharding", None), "mesh", None)
-    flags = _flags_on(mesh if isinstance(mesh, Mesh) else None)([leaf for *_, leaf in named_leaves], is_stacked)
+    flags = _flags_on(mesh if isinstance(mesh, Mesh) else None)([leaf for *_, leaf in named_leaves], stacked_flags)
     for (name, path, _), leaf_flags in zip(named_leaves, flags, strict=True):
         nan, is_infinite = np.asarray(leaf_flags)
         is_bad = nan | is_infinite

@@ -102,12 +102,12 @@ def measured_memory(state: Any, batch: Any, compiled: Any) -> MemoryUse:
         shards = (shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
         return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
-    analysis = compiled.memory_analysis()
+    memory_analysis = compiled.memory_analysis()
     return MemoryUse(
         weights_bytes=held(state.params),
         optimizer_bytes=held(state.opt_state),
         batch_bytes=held(batch),
-        temporaries_bytes=int(analysis.temp_size_in_bytes) if analysis is not None else None,
+        temporaries_bytes=int(memory_analysis.temp_size_in_bytes) if memory_analysis is not None else None,
     )
 
 

@@ -114,15 +114,15 @@ def require_same_model(run: Path, model: Model) -> None:
 
     A field that is newer than the run counts as its default; those of `POSITIONS` may differ, for longer sequences.
     """
-    ours = _table_of(model)
-    theirs = read_resolved(run).get("model", {})
+    own_fields = _table_of(model)
+    run_fields = read_resolved(run).get("model", {})
     with contextlib.suppress(msgspec.ValidationError):
-        theirs = _table_of(msgspec.convert(theirs, Model))
-    for field in sorted((ours.keys() | theirs.keys()) - POSITIONS):
-        if ours.get(field) != theirs.get(field):
+        run_fields = _table_of(msgspec.convert(run_fields, Model))
+    for field in sorted((own_fields.keys() | run_fields.keys()) - POSITIONS):
+        if own_fields.get(field) != run_fields.get(field):
             raise InputError(
-                f"{run} trains a model with {field}={theirs.get(field)} and this one has {field}={ours.get(field)}. "
-                f"Give the plan of that run, or leave --resume out for a new run."
+                f"{run} trains a model with {field}={run_fields.get(field)} and this one has "
+                f"{field}={own_fields.get(field)}. Give the plan of that run, or leave --resume out for a new run."
             )
 
 
@@ -223,7 +223,7 @@ def _cut(path: Path, step: int, *fields: str) -> tuple[list[dict[str, Any]], lis
         else:
             bad_lines.append(line_number)
     entry_by_step = dict(sorted(entry_by_step.items()))
-    text_bytes = b"".join(line + b"\n" for record_step, (line, _) in entry_by_step.items() if record_step <= step)
-    write_text_whole(path, text_bytes.decode())
+    kept_bytes = b"".join(line + b"\n" for record_step, (line, _) in entry_by_step.items() if record_step <= step)
+    write_text_whole(path, kept_bytes.decode())
     faults = [f"{path.name}: line {line_number} is not as it was written and left out" for line_number in bad_lines]
     return [record for _, record in entry_by_step.values()], faults

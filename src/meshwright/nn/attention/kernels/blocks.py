@@ -73,13 +73,13 @@ def _one(number: DynamicInt) -> TogetherBlocks:
 def _tile(sizes: TileSizes, head: Head, rows: TogetherBlocks, columns: TogetherBlocks, *, turned: bool) -> Tile:
     """Returns the operands of a tile. Without the barrier XLA would read those of a loop at an offset for every
     score."""
-    apart = lax.optimization_barrier if sizes.each else lambda x: x
+    barrier = lax.optimization_barrier if sizes.each else lambda x: x
 
     def of_rows(x: Array, axis: int) -> Array:
-        return apart(jnp.expand_dims(_taken(x, rows, sizes.q_block), axis))
+        return barrier(jnp.expand_dims(_taken(x, rows, sizes.q_block), axis))
 
     def of_columns(x: Array, axis: int) -> Array:
-        return apart(jnp.expand_dims(_taken(x, columns, sizes.kv_block), axis))
+        return barrier(jnp.expand_dims(_taken(x, columns, sizes.kv_block), axis))
 
     return head.tile(sizes, of_rows, of_columns, turned=turned)
 
@@ -88,8 +88,8 @@ def _within(rule: TileRule, blocks: TogetherBlocks, size: int) -> TileRule:
     """Returns a rule whose mask leaves out blocks that are not real; they are along the last dim of a tile."""
     if blocks.real is None:
         return rule
-    real, inner = jnp.repeat(blocks.real, size)[None], rule.mask
-    return rule._replace(mask=lambda tile: real if inner is None else real & inner(tile))
+    is_real, inner_mask = jnp.repeat(blocks.real, size)[None], rule.mask
+    return rule._replace(mask=lambda tile: is_real if inner_mask is None else is_real & inner_mask(tile))
 
 
 def _put(x: Array, value: Array, start: DynamicInt, axis: int) -> Array:
@@ -101,10 +101,10 @@ def _put(x: Array, value: Array, start: DynamicInt, axis: int) -> Array:
 def _added(x: Array, value: Array, blocks: TogetherBlocks, size: int) -> Array:
     """Adds to the blocks, along the last dim, that `_taken` takes. Not a scatter: over all rows its index is empty, and
     jaxlib 0.11's partitioner crashes on that."""
-    axis, end = x.ndim - 1, 0
+    axis, offset = x.ndim - 1, 0
     for start, length in blocks.spans(size):
-        part = lax.slice_in_dim(value, end, end + length, axis=axis)
-        x, end = _put(x, _slice(x, start, length, axis) + part, start, axis), end + length
+        value_part = lax.slice_in_dim(value, offset, offset + length, axis=axis)
+        x, offset = _put(x, _slice(x, start, length, axis) + value_part, start, axis), offset + length
     return x
 
 
@@ -125,24 +125,24 @@ def _over(
     if lists.index.shape[-2:] == (1, 1):
         # a single block needs no loop
         return step(_one(0), start, not static or bool(lists.partial[0])) if not static or lists.total[0] else start
-    fill = -lists.total % each
-    masked_steps, steps = (lists.partial + fill + each - 1) // each, (lists.total + fill) // each
-    masked_end, end, missing, index = (jnp.asarray(x)[row] for x in (masked_steps, steps, fill, lists.index))
+    fills = -lists.total % each
+    masked_steps, steps = (lists.partial + fills + each - 1) // each, (lists.total + fills) // each
+    masked_end, end_step, row_fill, block_ids = (jnp.asarray(x)[row] for x in (masked_steps, steps, fills, lists.index))
 
     def run(is_masked: bool) -> Callable[[Array, _State], _State]:
         def body(n: Array, carry: _State) -> _State:
-            positions = [n * each - missing + number for number in range(each)]
+            positions = [n * each - row_fill + offset for offset in range(each)]
             # positions below 0 are blocks that are not real: they read the first one, and the mask hides it
-            numbers = [index[jnp.maximum(x, 0) if is_masked and each > 1 else x] for x in positions]
-            real = jnp.stack(positions) >= 0 if is_masked and each > 1 else None
-            return step(TogetherBlocks(numbers, real), carry, is_masked)
+            numbers = [block_ids[jnp.maximum(x, 0) if is_masked and each > 1 else x] for x in positions]
+            is_real = jnp.stack(positions) >= 0 if is_masked and each > 1 else None
+            return step(TogetherBlocks(numbers, is_real), carry, is_masked)
 
         return body
 
     if not static or masked_steps.any():
         start = lax.fori_loop(0, masked_end, run(True), start)
     if not static or (steps > masked_steps).any():
-        start = lax.fori_loop(masked_end, end, run(False), start)
+        start = lax.fori_loop(masked_end, end_step, run(False), start)
     return start
 
 
@@ -153,33 +153,33 @@ def _fewest(exists: Array | None, row: int, blocks: list[int], run: Callable[[li
         return run(blocks)
     half = len(blocks) // 2
     is_below = row - blocks[0] > blocks[-1] - row
-    near, far = (blocks[half:], blocks[:half]) if is_below else (blocks[:-half], blocks[-half:])
-    sees_far = jnp.asarray(exists)[row, np.array(far)].any()
-    return lax.cond(sees_far, lambda: run(blocks), lambda: _fewest(exists, row, near, run))
+    near_blocks, far_blocks = (blocks[half:], blocks[:half]) if is_below else (blocks[:-half], blocks[-half:])
+    sees_far = jnp.asarray(exists)[row, np.array(far_blocks)].any()
+    return lax.cond(sees_far, lambda: run(blocks), lambda: _fewest(exists, row, near_blocks, run))
 
 
 def _rows(
     sizes: TileSizes,
-    block: int,
+    block_len: int,
     body: Callable[[DynamicInt, _Carry], tuple[_Carry, tuple[Array, ...]]],
     start: _Carry,
     outs: tuple[Array, ...],
 ) -> tuple[_Carry, tuple[Array, ...]]:
     """Runs ``body(row, carry)`` over rows of blocks; returns the carry, and what each row has in place of that in
     ``outs``."""
-    count = len(outs[0]) // block
+    num_blocks = len(outs[0]) // block_len
 
     def step(row: DynamicInt, state: tuple[_Carry, tuple[Array, ...]]) -> tuple[_Carry, tuple[Array, ...]]:
         carry, values = body(row, state[0])
-        return carry, tuple(_put(x, y, row * block, 0) for x, y in zip(state[1], values, strict=True))
+        return carry, tuple(_put(x, y, row * block_len, 0) for x, y in zip(state[1], values, strict=True))
 
     if sizes.each:
-        return step(0, (start, outs)) if count == 1 else lax.fori_loop(0, count, step, (start, outs))
-    by_row = []
-    for row in range(count):
+        return step(0, (start, outs)) if num_blocks == 1 else lax.fori_loop(0, num_blocks, step, (start, outs))
+    values_by_row = []
+    for row in range(num_blocks):
         start, values = body(row, start)
-        by_row.append(values)
-    return start, tuple(map(jnp.concatenate, zip(*by_row, strict=True)))
+        values_by_row.append(values)
+    return start, tuple(map(jnp.concatenate, zip(*values_by_row, strict=True)))
 
 
 def forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -190,15 +190,15 @@ def forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: A
         queries, rest_scale = scaled(_taken(q, _one(i), sizes.q_block, 0), scale)
 
         def step(blocks: TogetherBlocks, running: RunningSoftmax, is_masked: bool) -> RunningSoftmax:
-            keys = _taken(k, blocks, sizes.kv_block, 0), _taken(v, blocks, sizes.kv_block, 0)
+            kv = _taken(k, blocks, sizes.kv_block, 0), _taken(v, blocks, sizes.kv_block, 0)
             rule = _within(head.rule, blocks, sizes.kv_block)
             tile = _tile(sizes, head, _one(i), blocks, turned=False)
             # a tile of its own begins, and rescales nothing
-            before = running if sizes.each else None
-            return attend(before, queries, keys, rest_scale, rule, tile, is_masked=is_masked)
+            softmax_before = running if sizes.each else None
+            return attend(softmax_before, queries, kv, rest_scale, rule, tile, is_masked=is_masked)
 
-        mixed, lse = finish(_over(head.lists, sizes.each, i, step, begin(queries, v.shape[-1])))
-        return None, (mixed.astype(q.dtype), lse)
+        mean_values, lse = finish(_over(head.lists, sizes.each, i, step, begin(queries, v.shape[-1])))
+        return None, (mean_values.astype(q.dtype), lse)
 
     outs = jnp.zeros((len(q), v.shape[-1]), q.dtype), jnp.zeros(len(q), jnp.float32)
     _, (o, lse) = _rows(sizes, sizes.q_block, one, None, outs)
@@ -212,36 +212,36 @@ def backward(
 
     ``rows`` are queries, cotangents of results, log-sum-exps and delta.
     """
-    columns = transposed(k)
+    k_columns = transposed(k)
     queries, rest_scale = scaled(rows[0], scale)
     # Without it scores would read these at the stride of the heads, which XLA does not vectorise.
-    by_row = lax.optimization_barrier(tuple(rows[2:]))
+    row_vectors = lax.optimization_barrier(tuple(rows[2:]))
 
     def one(j: DynamicInt, carry: tuple[Array, Learned]) -> tuple[tuple[Array, Learned], tuple[Array, Array]]:
-        keys = _taken(k, _one(j), sizes.kv_block, 0), _taken(v, _one(j), sizes.kv_block, 0)
-        columns_j = _taken(columns, _one(j), sizes.kv_block)
+        kv = _taken(k, _one(j), sizes.kv_block, 0), _taken(v, _one(j), sizes.kv_block, 0)
+        columns_j = _taken(k_columns, _one(j), sizes.kv_block)
 
         def step(
-            blocks: TogetherBlocks, before: tuple[Array, Array, Array, Learned], is_masked: bool
+            blocks: TogetherBlocks, sums: tuple[Array, Array, Array, Learned], is_masked: bool
         ) -> tuple[Array, Array, Array, Learned]:
-            dq, dk, dv, drule = before
+            dq, dk, dv, drule = sums
             q, dout = (_taken(x, blocks, sizes.q_block, 0) for x in (queries, rows[1]))
-            lse, delta = (_taken(x, blocks, sizes.q_block) for x in by_row)
+            lse, delta = (_taken(x, blocks, sizes.q_block) for x in row_vectors)
             rule = _within(head.rule, blocks, sizes.q_block)
             tile = _tile(sizes, head, blocks, _one(j), turned=True)
-            p, ds, dreads = score_cotangents((q, dout, lse, delta), keys, rest_scale, rule, tile, is_masked=is_masked)
+            p, ds, dreads = score_cotangents((q, dout, lse, delta), kv, rest_scale, rule, tile, is_masked=is_masked)
             dq = _added(dq, weighted_sums(columns_j, ds.astype(k.dtype)), blocks, sizes.q_block)
-            add_by_name: dict[str, Callable[[Array, Array], Array]] = {
+            add_by_field: dict[str, Callable[[Array, Array], Array]] = {
                 "heads": lambda x, y: x + y.sum(),
                 "rows": lambda x, y: _added(x, y.sum(0), blocks, sizes.q_block),
                 "columns": lambda x, y: _added(x, y.sum(1), _one(j), sizes.kv_block),
                 "tables": jnp.add,
             }
-            drule = {name: jax.tree.map(add_by_name[name], drule[name], dreads[name]) for name in drule}
+            drule = {name: jax.tree.map(add_by_field[name], drule[name], dreads[name]) for name in drule}
             return dq, dk + weighted_sums(ds, q), dv + weighted_sums(p, dout), drule
 
-        zeros = [jnp.zeros(x.shape, jnp.float32) for x in keys]
-        dq, dk, dv, drule = _over(head.lists, sizes.each, j, step, (carry[0], zeros[0], zeros[1], carry[1]))
+        zero_dkv = [jnp.zeros(x.shape, jnp.float32) for x in kv]
+        dq, dk, dv, drule = _over(head.lists, sizes.each, j, step, (carry[0], zero_dkv[0], zero_dkv[1], carry[1]))
         # dk has the scale by the scaled queries, or by what is left of it; the keys in products of dq have none
         return (dq, drule), (dk * rest_scale, dv)
 

@@ -86,7 +86,7 @@ def forward(
     (B, T, N, H), rule = q.shape, rule.widened()
 
     def compute(program: _Program, o_ref: _Ref, lse_ref: _Ref) -> None:
-        (q_s,), (lse_s,) = program.held, program.vectors[:1]
+        (q_smem,), (lse_smem,) = program.held, program.vectors[:1]
 
         # while one warpgroup has the tensor cores, the other one computes exponentials
         def take_turn() -> None:
@@ -95,8 +95,8 @@ def forward(
 
         def body(step: _Step, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             acc, peak, exp_sum = carry
-            k_s, v_s = step.tiles
-            scores = _product(q_s, k_s, interpret, take_turn)
+            k_smem, v_smem = step.tiles
+            scores = _product(q_smem, k_smem, interpret, take_turn)
             exp2_factor = scale * _LOG2E  # makes powers of 2 of scores
             if rule.score:
                 scores, exp2_factor = rule.score(scores * scale, step.tile()), _LOG2E
@@ -118,25 +118,25 @@ def forward(
             plgpu.barrier_wait(program.turns)
             if H > 128:  # the sum overlaps the product: fewer registers are live
                 exp_sum += p.sum(axis=1)
-            acc = _added(acc, p_narrow, v_s, interpret, step.wait_next)
+            acc = _added(acc, p_narrow, v_smem, interpret, step.wait_next)
             step.release(1)
             return acc, new_peak, exp_sum
 
-        num_rows = q_s.shape[0]
+        num_rows = q_smem.shape[0]
         start_carry = jnp.zeros((num_rows, H)), jnp.full((num_rows,), LOWEST), jnp.zeros((num_rows,))
         # the second warpgroup stays a turn behind the first
         pl.when(program.warpgroup == 1)(take_turn)
         acc, peak, exp_sum = program.loop(body, tuple(_laid(x, interpret) for x in start_carry))
         # so both arrive at the barrier equally often
         pl.when(program.warpgroup == 0)(take_turn)
-        lse_s[...] = (peak + jnp.log(exp_sum) * _LOG2E) * (1 / _LOG2E)
+        lse_smem[...] = (peak + jnp.log(exp_sum) * _LOG2E) * (1 / _LOG2E)
         inverse_sum = 1 / jnp.where(exp_sum > 0, exp_sum, 1.0)
         # nobody reads the queries any more, so the result leaves through their place
-        q_s[...] = (acc * lax.broadcast_in_dim(inverse_sum, acc.shape, [0])).astype(q.dtype)
+        q_smem[...] = (acc * lax.broadcast_in_dim(inverse_sum, acc.shape, [0])).astype(q.dtype)
         # only committed writes are visible to the copies that follow
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_s, o_ref.at[program.at])
-        plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[program.vector_at])
+        plgpu.copy_smem_to_gmem(q_smem, o_ref.at[program.at])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[program.vector_at])
         plgpu.wait_smem_to_gmem(0)
 
     # the kernel writes its log-sum-exp through the place of a vector of zeros
@@ -170,63 +170,63 @@ def backward(
 
     def probabilities(step: _Step, products: Array, lse_ref: _Ref, dim: int) -> tuple[Array, Callable[[Array], Array]]:
         """The probabilities of a tile, and what turns a cotangent of scores into one of scaled products."""
-        scores, factor, pull_back = products, scale * _LOG2E, lambda x: x
+        scores, exp2_factor, pull_back = products, scale * _LOG2E, lambda x: x
         if rule.score:
             _lower_sums_of_cotangents()
             tile = step.tile()
             score = rule.score
             scores, pull_score = jax.vjp(lambda x: score(x, tile), products * scale)
-            factor, pull_back = _LOG2E, lambda x: pull_score(x)[0]
-        p = jnp.exp2(scores * factor - _across(lse_ref, products.shape, dim, interpret))
+            exp2_factor, pull_back = _LOG2E, lambda x: pull_score(x)[0]
+        p = jnp.exp2(scores * exp2_factor - _across(lse_ref, products.shape, dim, interpret))
         return (jnp.where(step.seen(step.tile()), p, 0.0) if step.seen else p), pull_back
 
     def compute_dq(program: _Program, dq_ref: _Ref) -> None:
-        (q_s, dout_s), (log2_lse_s, delta_s) = program.held, program.vectors[:2]
+        (q_smem, dout_smem), (log2_lse_smem, delta_smem) = program.held, program.vectors[:2]
 
         def body(step: _Step, dq: Array) -> Array:
-            k_s, v_s = step.tiles
-            products = _product(q_s, k_s, interpret)
-            p, pull_back = probabilities(step, products, log2_lse_s, 0)
+            k_smem, v_smem = step.tiles
+            products = _product(q_smem, k_smem, interpret)
+            p, pull_back = probabilities(step, products, log2_lse_smem, 0)
             step.wait(1)
-            dp = _product(dout_s, v_s, interpret)
+            dp = _product(dout_smem, v_smem, interpret)
             step.release(1)
-            ds = pull_back(p * (dp - _across(delta_s, p.shape, 0, interpret)))
+            ds = pull_back(p * (dp - _across(delta_smem, p.shape, 0, interpret)))
             # the wait for the next tile hides behind the product
-            dq = _added(dq, ds.astype(q.dtype), k_s, interpret, step.wait_next)
+            dq = _added(dq, ds.astype(q.dtype), k_smem, interpret, step.wait_next)
             step.release(0)
             return dq
 
-        dq = program.loop(body, _laid(jnp.zeros(q_s.shape), interpret))
-        _write(program, [(dq * scale, q_s, dq_ref)])
+        dq = program.loop(body, _laid(jnp.zeros(q_smem.shape), interpret))
+        _write(program, [(dq * scale, q_smem, dq_ref)])
 
     def compute_dkv(program: _Program, dk_ref: _Ref, dv_ref: _Ref) -> None:
-        k_s, v_s = program.held
+        k_smem, v_smem = program.held
 
         def body(step: _Step, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             dk, dv = carry
-            (q_s, dout_s), (log2_lse_s, delta_s) = step.tiles, step.vectors[:2]
-            products = _product(k_s, q_s, interpret)
-            p, pull_back = probabilities(step, products, log2_lse_s, 1)
+            (q_smem, dout_smem), (log2_lse_smem, delta_smem) = step.tiles, step.vectors[:2]
+            products = _product(k_smem, q_smem, interpret)
+            p, pull_back = probabilities(step, products, log2_lse_smem, 1)
             step.wait(1)
-            dv = _added(dv, p.astype(q.dtype), dout_s, interpret)
-            dp = _product(v_s, dout_s, interpret)
+            dv = _added(dv, p.astype(q.dtype), dout_smem, interpret)
+            dp = _product(v_smem, dout_smem, interpret)
             step.release(1)
-            ds = pull_back(p * (dp - _across(delta_s, p.shape, 1, interpret)))
-            dk = _added(dk, ds.astype(q.dtype), q_s, interpret, step.wait_next)
+            ds = pull_back(p * (dp - _across(delta_smem, p.shape, 1, interpret)))
+            dk = _added(dk, ds.astype(q.dtype), q_smem, interpret, step.wait_next)
             step.release(0)
             return dk, dv
 
-        zero_acc = _laid(jnp.zeros(k_s.shape), interpret)
+        zero_acc = _laid(jnp.zeros(k_smem.shape), interpret)
         dk, dv = program.loop(body, (zero_acc, zero_acc))
-        _write(program, [(dk * scale, k_s, dk_ref), (dv, v_s, dv_ref)])
+        _write(program, [(dk * scale, k_smem, dk_ref), (dv, v_smem, dv_ref)])
 
     q_arrays = _Arrays((q, dout), (log2_lse, delta), rule.rows)
     k_arrays = _Arrays((k, v), (), rule.columns)
     struct_like = lambda x: jax.ShapeDtypeStruct((*x.shape[:2], N, H), x.dtype)  # noqa: E731
-    run = partial(_sweep, rule, stages=stages, interpret=interpret)
-    (dq,) = run(lists[0], (*blocks, min(tiles[1], blocks[1])), q_arrays, k_arrays, compute_dq, (struct_like(q),))
+    sweep = partial(_sweep, rule, stages=stages, interpret=interpret)
+    (dq,) = sweep(lists[0], (*blocks, min(tiles[1], blocks[1])), q_arrays, k_arrays, compute_dq, (struct_like(q),))
     sizes = *blocks[::-1], min(tiles[0], blocks[0])
-    dk, dv = run(lists[1], sizes, k_arrays, q_arrays, compute_dkv, (struct_like(k), struct_like(v)), by_query=False)
+    dk, dv = sweep(lists[1], sizes, k_arrays, q_arrays, compute_dkv, (struct_like(k), struct_like(v)), by_query=False)
     if N != K:
         # without atomics every head of a group writes cotangents of its own, which XLA adds
         dk, dv = (
@@ -264,7 +264,7 @@ def _sweep(
     query_dim = 0 if by_query else 1
 
     def kernel(
-        row_refs: _Arrays, column_refs: _Arrays, heads: tuple[_Ref, ...], list_refs: tuple[_Ref, ...], *rest: Any
+        row_refs: _Arrays, column_refs: _Arrays, head_refs: tuple[_Ref, ...], list_refs: tuple[_Ref, ...], *rest: Any
     ) -> None:
         *out_refs, scratch = rest
         row_tiles, row_vecs, column_tiles, column_vecs, rows_arrived, slots_filled, slots_freed, turns = scratch
@@ -272,14 +272,14 @@ def _sweep(
         warpgroup = lax.axis_index("warpgroup")
         if by_query:
             row_block = grid[2] - 1 - row_block
-        num_partial_ref, num_blocks_ref, blocks = (_of(ref, b, n).at[row_block] for ref in list_refs)
+        num_partial_ref, num_blocks_ref, block_ids = (_of(ref, b, n).at[row_block] for ref in list_refs)
         num_steps = num_blocks_ref[...] * num_tiles
         slot_of = lambda step: lax.rem(step, jnp.int32(stages))  # noqa: E731
 
         def start_of(step: DynamicInt) -> Array:
             if num_tiles == 1:
-                return blocks[step] * width
-            return blocks[lax.div(step, jnp.int32(num_tiles))] * width + lax.rem(step, jnp.int32(num_tiles)) * tile
+                return block_ids[step] * width
+            return block_ids[lax.div(step, jnp.int32(num_tiles))] * width + lax.rem(step, jnp.int32(num_tiles)) * tile
 
         def tile_at(ref: _Ref, start: DynamicInt, size: int) -> _Ref:
             own_head = n if ref.shape[2] == N else lax.div(n, jnp.int32(N // ref.shape[2]))
@@ -292,12 +292,12 @@ def _sweep(
             first_row = row_block * block_rows + warpgroup * group_rows
             barrier = rows_arrived.at[warpgroup]
             my_tiles, my_vectors = (tuple(x.at[warpgroup] for x in refs) for refs in (row_tiles, row_vecs))
-            for ref, target in zip(row_refs.tiles, my_tiles, strict=True):
-                plgpu.copy_gmem_to_smem(tile_at(ref, first_row, group_rows), target, barrier)
-            for ref, target in zip(row_refs.vectors, my_vectors, strict=True):
-                plgpu.copy_gmem_to_smem(_of(ref, b, n).at[pl.ds(first_row, group_rows)], target, barrier)
+            for ref, smem_ref in zip(row_refs.tiles, my_tiles, strict=True):
+                plgpu.copy_gmem_to_smem(tile_at(ref, first_row, group_rows), smem_ref, barrier)
+            for ref, smem_ref in zip(row_refs.vectors, my_vectors, strict=True):
+                plgpu.copy_gmem_to_smem(_of(ref, b, n).at[pl.ds(first_row, group_rows)], smem_ref, barrier)
             plgpu.barrier_wait(barrier)
-            scalars = tuple(_of(ref, b, n)[...] for ref in heads)
+            scalars = tuple(_of(ref, b, n)[...] for ref in head_refs)
 
             def loop(body: Callable[[_Step, _Carry], _Carry], carry: _Carry) -> _Carry:
                 def run(step_index: Array, carry: _Carry, *, masked: bool) -> _Carry:
@@ -344,9 +344,9 @@ def _sweep(
             @pl.loop(0, num_steps)
             def _(step_index: Array) -> None:
                 slot, start = slot_of(step_index), start_of(step_index)
-                for j, (ref, target) in enumerate(zip(column_refs.tiles, column_tiles, strict=True)):
+                for j, (ref, smem_ref) in enumerate(zip(column_refs.tiles, column_tiles, strict=True)):
                     pl.when(step_index >= stages)(partial(plgpu.barrier_wait, slots_freed[j].at[slot]))
-                    plgpu.copy_gmem_to_smem(tile_at(ref, start, tile), target.at[slot], slots_filled[j].at[slot])
+                    plgpu.copy_gmem_to_smem(tile_at(ref, start, tile), smem_ref.at[slot], slots_filled[j].at[slot])
                     if j == 0:
                         for vector_ref, target_ref in zip(column_refs.vectors, column_vecs, strict=True):
                             tile_vector = _of(vector_ref, b, n).at[pl.ds(start, tile)]

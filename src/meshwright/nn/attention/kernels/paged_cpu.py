@@ -40,15 +40,15 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
     max_tiles = -(-num_blocks * -(-call.pages.shape[1] // tiles.num_pages) // lanes) * lanes
     tile_ids = jnp.arange(max_tiles, dtype=jnp.int32)
     block_of_tile = jnp.searchsorted(tiles.ends, tile_ids, side="right").astype(jnp.int32)
-    owner = jnp.minimum(block_of_tile, num_blocks - 1)
-    sequence, chunk_index = tiles.sequence[owner], tiles.chunk[owner] + tile_ids - tiles.starts[owner]
-    first_row, first_pos = (call.lengths - call.counts)[sequence] + tiles.row[owner], tiles.first_positions(chunk_index)
-    last_seen = ((first_row if call.known is None else call.known[sequence] - 1) - first_pos)[:, None]
-    page_numbers = chunk_index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
-    page = jnp.clip(call.pages.at[sequence[:, None], page_numbers].get(mode="clip"), 0, len(mixed.values) - 1)
+    block_id = jnp.minimum(block_of_tile, num_blocks - 1)
+    seq_id, chunk_id = tiles.sequence[block_id], tiles.chunk[block_id] + tile_ids - tiles.starts[block_id]
+    first_row, first_pos = (call.lengths - call.counts)[seq_id] + tiles.row[block_id], tiles.first_positions(chunk_id)
+    last_seen = ((first_row if call.known is None else call.known[seq_id] - 1) - first_pos)[:, None]
+    page_columns = chunk_id[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
+    page = jnp.clip(call.pages.at[seq_id[:, None], page_columns].get(mode="clip"), 0, len(mixed.values) - 1)
     by_tile: tuple[Array, ...] = block_of_tile, last_seen, page
     if call.rule:
-        by_tile += sequence, first_row, first_pos
+        by_tile += seq_id, first_row, first_pos
     query_of_row = np.arange(block * per_group, dtype=np.int32) // per_group * (call.known is None)
     distance_in_tile = (query_of_row[:, None] - tiles.offsets.astype(np.int32)[None])[None]
 
@@ -82,9 +82,9 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
         distance = last_seen[:, None] + distance_in_tile
         is_seen = distance >= 0
         if call.rule:
-            sequence, first_row, first_pos = rule_args
+            seq_id, first_row, first_pos = rule_args
             slot_pos = first_pos[:, None] + tiles.offsets[None]
-            scores = ruled(call.rule, scores, sequence, first_row[:, None] + np.arange(block)[None], slot_pos)
+            scores = ruled(call.rule, scores, seq_id, first_row[:, None] + np.arange(block)[None], slot_pos)
         is_seen = is_seen if call.window is None else is_seen & (distance < call.window)
         scores = jnp.where(is_seen[:, None], scores, -jnp.inf)
         tile_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)

@@ -55,19 +55,19 @@ def attend_on_tpu(
     heads, dtype = parts[0].queries.shape[1], parts[0].queries.dtype
     num_rows = tiles.block * heads
     max_tiles = num_blocks * -(-call.pages.shape[1] // num_pages)
-    owner = jnp.minimum(jnp.searchsorted(tiles.ends, jnp.arange(max_tiles), side="right"), num_blocks - 1)
+    block_ids = jnp.minimum(jnp.searchsorted(tiles.ends, jnp.arange(max_tiles), side="right"), num_blocks - 1)
     # a tile's last pages may be beyond the table, and entries without a page may be any number
     page_table = jnp.clip(call.pages, 0, len(mixed.values) - 1)
     query_pos = (call.lengths - call.counts)[tiles.sequence] + tiles.row
     query_pos = query_pos if call.known is None else (call.known - 1)[tiles.sequence]
     query_pos = query_pos - (call.spread.first if call.spread else 0)
-    scalars = [owner, tiles.starts, tiles.chunk, query_pos]
+    scalars = [block_ids, tiles.starts, tiles.chunk, query_pos]
     scalars = [x.astype(jnp.int32) for x in (*scalars, tiles.sequence * page_table.shape[1], page_table.reshape(-1))]
 
     def page(page_in_tile: int) -> Any:
         def index(tile: Array, *scalars: Any) -> Any:
-            owner, starts, chunk, _, table_starts, table_entries = scalars
-            block_index = owner[tile]
+            block_ids, starts, chunk, _, table_starts, table_entries = scalars
+            block_index = block_ids[tile]
             page_column = (chunk[block_index] + tile - starts[block_index]) * num_pages + page_in_tile
             return table_entries[table_starts[block_index] + jnp.minimum(page_column, page_table.shape[1] - 1)], 0, 0
 
@@ -80,10 +80,10 @@ def attend_on_tpu(
     query = query * (call.known is None)
     heads_first = has_heads_first("tpu", mixed.values, kv_heads)
     index_grid = np.indices((num_pages, kv_heads, page_len))
-    page_number, key_head, slot = (index_grid if heads_first else np.swapaxes(index_grid, 2, 3)).reshape(3, -1)
-    slot += page_number * tiles.span
+    page_in_tile, key_head, slot = (index_grid if heads_first else np.swapaxes(index_grid, 2, 3)).reshape(3, -1)
+    slot += page_in_tile * tiles.span
     # all heads are multiplied with the keys of all key heads, and see those of their own
-    back = np.where((head // (heads // kv_heads))[:, None] == key_head, query[:, None] - slot, UNSEEN).astype(np.int32)
+    gaps = np.where((head // (heads // kv_heads))[:, None] == key_head, query[:, None] - slot, UNSEEN).astype(np.int32)
     sinks = jnp.full(heads, LOWEST) if call.sinks is None else call.sinks.astype(jnp.float32)
     start_peak = jnp.broadcast_to(jnp.tile(jnp.maximum(sinks, LOWEST), tiles.block)[:, None], (num_rows, LANE))
     row_index, _ = tiles.query_rows(jnp.arange(num_blocks))
@@ -92,13 +92,13 @@ def attend_on_tpu(
 
     def of_tiles(scale: Array) -> Array:
         """Returns [tiles, 1, columns], gathered by XLA: a page of scales is not a whole number of registers."""
-        page_number = (tiles.chunk[owner] + jnp.arange(max_tiles) - tiles.starts[owner])[:, None] * num_pages
-        page_number = jnp.minimum(page_number + jnp.arange(num_pages)[None], page_table.shape[1] - 1)
-        factors = in_memory("tpu", scale)[page_table[tiles.sequence[owner][:, None], page_number]]
+        page_column = (tiles.chunk[block_ids] + jnp.arange(max_tiles) - tiles.starts[block_ids])[:, None] * num_pages
+        page_column = jnp.minimum(page_column + jnp.arange(num_pages)[None], page_table.shape[1] - 1)
+        factors = in_memory("tpu", scale)[page_table[tiles.sequence[block_ids][:, None], page_column]]
         return (factors if kv_heads == 1 or heads_first else jnp.swapaxes(factors, 2, 3)).reshape(max_tiles, 1, -1)
 
-    has_scales, scales = mixed.scale is not None, [*(part.scale for part in parts), mixed.scale]
-    gathered = [of_tiles(scale) for scale in scales if scale is not None]
+    has_scales, pool_scales = mixed.scale is not None, [*(part.scale for part in parts), mixed.scale]
+    scales = [of_tiles(scale) for scale in pool_scales if scale is not None]
     pools = [part.keys for part in parts] + ([] if is_latent else [mixed.values])
     pools = [in_memory("tpu", pool).reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
     # what all heads share beside latents is narrow and has its slots in the lanes, see `nn.cache.cache_layout`
@@ -106,14 +106,14 @@ def attend_on_tpu(
     pools = [jnp.swapaxes(pool, 1, 2) if turn else pool for pool, turn in zip(pools, is_turned, strict=True)]
 
     def kernel(*refs: Any) -> None:
-        owner, starts, chunk, query_pos, _, _, start_peak_ref, back_ref, *array_refs = refs
-        query_refs, scale_refs = array_refs[: len(parts)], array_refs[len(parts) :][: len(gathered)]
-        *page_refs, peak_ref, exp_sum_ref, sums_ref = array_refs[len(parts) + len(gathered) :]
+        block_ids, starts, chunk, query_pos, _, _, start_peak_ref, gap_ref, *array_refs = refs
+        query_refs, scale_refs = array_refs[: len(parts)], array_refs[len(parts) :][: len(scales)]
+        *page_refs, peak_ref, exp_sum_ref, sums_ref = array_refs[len(parts) + len(scales) :]
         page_refs, out_refs = page_refs[: -len(out_widths)], page_refs[-len(out_widths) :]
         tile = pl.program_id(0)
-        block = owner[tile]
+        block_id = block_ids[tile]
 
-        @pl.when(tile == starts[block])
+        @pl.when(tile == starts[block_id])
         def begin_block() -> None:
             peak_ref[...] = start_peak_ref[...]
             # a sink counts as a score from before the first key
@@ -133,8 +133,8 @@ def attend_on_tpu(
         )
         if has_scales:
             products = (product * ref[0] for product, ref in zip(products, scale_refs, strict=False))
-        scores = capped(call.scale * sum(products, start=jnp.zeros(back.shape, jnp.float32)), call.softcap)
-        distance = back_ref[...] + (query_pos[block] - (chunk[block] + tile - starts[block]) * tiles.positions)
+        scores = capped(call.scale * sum(products, start=jnp.zeros(gaps.shape, jnp.float32)), call.softcap)
+        distance = gap_ref[...] + (query_pos[block_id] - (chunk[block_id] + tile - starts[block_id]) * tiles.positions)
         is_seen = distance >= 0 if call.window is None else (distance >= 0) & (distance < call.window)
         scores = jnp.where(is_seen, scores, -jnp.inf)
         old_peak = peak_ref[:, :1]
@@ -160,9 +160,9 @@ def attend_on_tpu(
             num_scalar_prefetch=len(scalars),
             grid=(jnp.maximum(tiles.ends[-1], 1),),
             in_specs=[
-                *(pl.BlockSpec(array.shape, lambda *_: (0, 0)) for array in (start_peak, back)),
+                *(pl.BlockSpec(array.shape, lambda *_: (0, 0)) for array in (start_peak, gaps)),
                 *(pl.BlockSpec((1, *array.shape[1:]), of_block) for array in queries),
-                *(pl.BlockSpec((1, *array.shape[1:]), lambda tile, *_: (tile, 0, 0)) for array in gathered),
+                *(pl.BlockSpec((1, *array.shape[1:]), lambda tile, *_: (tile, 0, 0)) for array in scales),
                 # pages of a tile lie anywhere in a pool, so that each is an operand of its own
                 *(pl.BlockSpec((1, *pool.shape[1:]), page(i)) for pool in pools for i in range(num_pages)),
             ],
@@ -171,7 +171,7 @@ def attend_on_tpu(
         ),
         out_shape=[jax.ShapeDtypeStruct((num_blocks, num_rows, num_cols), jnp.float32) for num_cols in out_widths],
         interpret=interpret,
-    )(*scalars, start_peak, jnp.asarray(back), *queries, *gathered, *(pool for pool in pools for _ in range(num_pages)))
+    )(*scalars, start_peak, jnp.asarray(gaps), *queries, *scales, *(pool for pool in pools for _ in range(num_pages)))
     attended, *statistics = (array.reshape(num_blocks, tiles.block, heads, -1) for array in kernel_outputs)
     block_results = attended, *(array[..., 0] for array in statistics)
     return tiles.written(jnp.arange(num_blocks), block_results, out)

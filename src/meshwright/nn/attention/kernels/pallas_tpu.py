@@ -67,12 +67,12 @@ def _steps(lists: BlockLists, span: range) -> tuple[Int[Array, "B|1 N|1 steps"],
     steps after the last, which fetch nothing either.
     """
     row, list_slot = (lax.broadcasted_iota(jnp.int32, lists.index.shape, dim) for dim in (2, 3))
-    is_run = (list_slot < lists.total[..., None]) & (lists.index >= span.start) & (lists.index < span.stop)
-    kind_flags = is_run * _COMPUTED + (list_slot < lists.partial[..., None]) * _MASKED
-    words = (row << _ROW_SHIFT) + (jnp.where(is_run, lists.index, span.start) << _COLUMN_SHIFT) + is_run * kind_flags
+    is_used = (list_slot < lists.total[..., None]) & (lists.index >= span.start) & (lists.index < span.stop)
+    kind_flags = is_used * _COMPUTED + (list_slot < lists.partial[..., None]) * _MASKED
+    words = (row << _ROW_SHIFT) + (jnp.where(is_used, lists.index, span.start) << _COLUMN_SHIFT) + is_used * kind_flags
     # rows in order, and blocks of keys in order within a row
-    is_empty = (list_slot == 0) & ~jnp.any(is_run, axis=-1, keepdims=True)
-    words = jnp.sort(jnp.where(is_run | is_empty, words, _NO_STEP).reshape(*words.shape[:2], -1))
+    is_empty = (list_slot == 0) & ~jnp.any(is_used, axis=-1, keepdims=True)
+    words = jnp.sort(jnp.where(is_used | is_empty, words, _NO_STEP).reshape(*words.shape[:2], -1))
     is_step = words < _NO_STEP
     is_edge = jnp.diff(words >> _ROW_SHIFT, axis=-1) != 0
     is_first, is_last = (jnp.pad(is_edge, ((0, 0), (0, 0), side), constant_values=True) for side in ((1, 0), (0, 1)))
@@ -110,8 +110,8 @@ def _run(
     group_size = queries[0].shape[1] // kv_heads
     (words, num_steps), rule = steps, rule.widened()
     # [1, T]: the last two dims of a block are multiples of 8 and 128, or whole
-    values = [x[:, :, None] for x in (*rule.rows, *row_values, *rule.columns)]
-    num_rows, scalars = len(rule.rows) + len(row_values), rule.heads
+    vectors = [x[:, :, None] for x in (*rule.rows, *row_values, *rule.columns)]
+    num_by_row, scalars = len(rule.rows) + len(row_values), rule.heads
 
     def lead(x: Array | jax.ShapeDtypeStruct, b: DynamicInt, h: DynamicInt) -> tuple[DynamicInt, DynamicInt]:
         return (b if x.shape[0] > 1 else 0), (h if x.shape[1] > 1 else 0)
@@ -135,7 +135,7 @@ def _run(
         return pl.BlockSpec((None, None, 1, block_len) if is_value else (None, None, block_len, x.shape[-1]), index)
 
     def kernel(words: Array, *refs: Any) -> None:
-        counts = (len(scalars), len(queries) + len(keys), len(values), len(outs), len(resident), len(sums), num_rows)
+        counts = (len(scalars), len(queries) + len(keys), len(vectors), len(outs), len(resident), len(sums), num_by_row)
         ref_ends = np.cumsum(counts)
         scalar_refs, array_refs, value_refs, out_refs, resident_refs, sum_refs, wide_refs = (
             refs[end - count : end] for end, count in zip(ref_ends, counts, strict=True)
@@ -152,18 +152,18 @@ def _run(
         def _() -> None:
             for ref, (_, init_value) in zip(sum_refs, sums, strict=True):
                 ref[...] = jnp.full(ref.shape, init_value, jnp.float32)
-            for ref, wide_ref in zip(value_refs[:num_rows], wide_refs, strict=True):
+            for ref, wide_ref in zip(value_refs[:num_by_row], wide_refs, strict=True):
                 # once a row of blocks: values of rows come along the lanes, and scores have rows along the sublanes
                 wide_ref[...] = jnp.broadcast_to(ref[...], wide_ref.shape[::-1]).T
 
         def compute(*, masked: bool) -> None:
-            query, key = (blocks[i] * block_indices[i] + lax.broadcasted_iota(jnp.int32, blocks, i) for i in (0, 1))
+            q_idx, kv_idx = (blocks[i] * block_indices[i] + lax.broadcasted_iota(jnp.int32, blocks, i) for i in (0, 1))
             tile = Tile(
-                query,
-                key,
+                q_idx,
+                kv_idx,
                 tuple(ref[lead(ref, b, heads[0])] for ref in scalar_refs),
                 tuple(_repeated(ref[...], blocks[1]) for ref in wide_refs),
-                tuple(jnp.broadcast_to(ref[...], blocks) for ref in value_refs[num_rows:]),
+                tuple(jnp.broadcast_to(ref[...], blocks) for ref in value_refs[num_by_row:]),
             )
             is_seen = jnp.broadcast_to(rule.mask(tile), blocks) if masked and rule.mask else None
             add(tile, is_seen, array_refs, sum_refs, resident_refs, block_indices[1])
@@ -175,7 +175,7 @@ def _run(
         pl.when((step_word & _LAST) != 0)(lambda: finish(out_refs, sum_refs))
 
     operands = [(x, side, False) for side in (0, 1) for x in arrays[side]]
-    operands += [(x, int(i >= num_rows), True) for i, x in enumerate(values)]
+    operands += [(x, int(i >= num_by_row), True) for i, x in enumerate(vectors)]
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -188,7 +188,7 @@ def _run(
             ],
             scratch_shapes=[
                 *(pltpu.VMEM((blocks[0], width), jnp.float32) for width, _ in sums),
-                *(pltpu.VMEM((blocks[0], LANES), x.dtype) for x in values[:num_rows]),
+                *(pltpu.VMEM((blocks[0], LANES), x.dtype) for x in vectors[:num_by_row]),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -303,10 +303,10 @@ def backward(
     """
     dout, o, lse = given
     row_values = [_by_head(x) for x in (safe(lse) * _LOG2_E, deltas((dout, o, lse)))]
-    queries, keys = [_by_head(x) for x in (q, dout)], [_by_head(x) for x in (k, v)]
-    num_blocks = keys[0].shape[2] // blocks[1]
+    q_arrays, kv_arrays = [_by_head(x) for x in (q, dout)], [_by_head(x) for x in (k, v)]
+    num_blocks = kv_arrays[0].shape[2] // blocks[1]
     # two buffers in float32
-    block_bytes = 8 * blocks[1] * sum(pl.cdiv(x.shape[-1], LANES) * LANES for x in keys)
+    block_bytes = 8 * blocks[1] * sum(pl.cdiv(x.shape[-1], LANES) * LANES for x in kv_arrays)
     span_len = max(1, _resident_bytes() // block_bytes)
 
     def add(
@@ -329,18 +329,18 @@ def backward(
     span_results = []
     for first_block in range(0, num_blocks, span_len):
         key_blocks = range(first_block, min(first_block + span_len, num_blocks))
-        kv_shapes = [(*x.shape[:2], len(key_blocks), blocks[1], x.shape[3]) for x in keys]
+        kv_shapes = [(*x.shape[:2], len(key_blocks), blocks[1], x.shape[3]) for x in kv_arrays]
         span_results.append(
             _run(
                 rule,
                 _steps(lists[0], key_blocks),
                 blocks,
-                (queries, keys),
+                (q_arrays, kv_arrays),
                 row_values=row_values,
                 add=partial(add, first_block),
                 finish=finish,
                 # float32 where several kernels' dq are added
-                outs=[jax.ShapeDtypeStruct(queries[0].shape, q.dtype if span_len >= num_blocks else jnp.float32)],
+                outs=[jax.ShapeDtypeStruct(q_arrays[0].shape, q.dtype if span_len >= num_blocks else jnp.float32)],
                 resident=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kv_shapes],
                 sums=[(q.shape[-1], 0.0)],
                 name="flash_attention_backward",
@@ -348,5 +348,5 @@ def backward(
             )
         )
     dqs, dks, dvs = zip(*span_results, strict=True)
-    dk, dv = (jnp.concatenate(x, axis=2).reshape(y.shape) for x, y in zip((dks, dvs), keys, strict=True))
+    dk, dv = (jnp.concatenate(x, axis=2).reshape(y.shape) for x, y in zip((dks, dvs), kv_arrays, strict=True))
     return _by_head(sum(dqs).astype(q.dtype)), _by_head((dk * scale).astype(k.dtype)), _by_head(dv.astype(v.dtype))

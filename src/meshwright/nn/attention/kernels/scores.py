@@ -112,8 +112,8 @@ def attend(
 def finish(running: RunningSoftmax) -> tuple[MixedRows, PerRow]:
     """Returns result and log-sum-exp in float32; zeros and minus infinity for a row that saw no key."""
     has_key = running.total > 0
-    total = jnp.where(has_key, running.total, 1.0)
-    return running.mixed / total[..., None], jnp.where(has_key, running.peak + jnp.log(total), -jnp.inf)
+    exp_sum = jnp.where(has_key, running.total, 1.0)
+    return running.mixed / exp_sum[..., None], jnp.where(has_key, running.peak + jnp.log(exp_sum), -jnp.inf)
 
 
 def reads(held: TileRule | Tile) -> Learned:
@@ -147,14 +147,14 @@ def score_cotangents(
     return (p, ds, {}) if pull is None else (p, *pull(ds))
 
 
-def _with_reads(score: Callable[..., Array], tile: Tile, found: Array, learned: Learned) -> Array:
+def _with_reads(score: Callable[..., Array], tile: Tile, raw_scores: Array, learned: Learned) -> Array:
     """Returns scores by a rule, from the arrays that it learns."""
 
-    arrays: dict[str, Any] = {
+    arrays_by_field: dict[str, Any] = {
         name: tuple(x if y is None else y for x, y in zip(getattr(tile, name), values, strict=True))
         for name, values in learned.items()
     }
-    return score(found, tile._replace(**arrays))
+    return score(raw_scores, tile._replace(**arrays_by_field))
 
 
 def transposed(k: KeyRows) -> Float[Array, "*lead H S"]:
@@ -176,8 +176,8 @@ def deltas(given: BackwardInputs) -> Float[Array, "B T N"]:
 
 def with_sinks(sinks: Float[Array, " N"], o: HeadValues, lse: Array) -> AttentionResult:
     """Returns attention with an additional logit per head: a sink takes weight and adds no value."""
-    total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, None])
-    return (o.astype(jnp.float32) * jnp.exp(lse - total)[..., None]).astype(o.dtype), total
+    total_lse = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, None])
+    return (o.astype(jnp.float32) * jnp.exp(lse - total_lse)[..., None]).astype(o.dtype), total_lse
 
 
 def sink_cotangents(sinks: Float[Array, " N"], given: BackwardInputs) -> Float[Array, " N"]:

@@ -217,8 +217,8 @@ def _cotangents(
             dkv = [part.rows(x, is_keys=True) + y for x, y in zip(out[1:3], dkv, strict=True)]
         # Otherwise nothing is read that was written: XLA would copy the whole array in every iteration.
         dk, dv = (part.put(x, y, is_keys=True) for x, y in zip(out[1:3], dkv, strict=True))
-        adders = {name: part.added if name in _BY_HEAD else jnp.add for name in drule}
-        return part.put(out[0], dq), dk, dv, {n: jax.tree.map(adders[n], out[3][n], x) for n, x in drule.items()}
+        adder_of = {name: part.added if name in _BY_HEAD else jnp.add for name in drule}
+        return part.put(out[0], dq), dk, dv, {n: jax.tree.map(adder_of[n], out[3][n], x) for n, x in drule.items()}
 
     if call.platform == "cpu":
         dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in padded_kv)
@@ -237,9 +237,9 @@ def _in_parts(
     batch, _, heads = q.shape[:3]
     group = heads // k.shape[2]
     is_by_head = any(x.shape[1] > 1 for x in jax.tree.leaves(lists))
-    limit = 1 if is_by_head else HEADS_AT_ONCE
+    max_n = 1 if is_by_head else HEADS_AT_ONCE
     # heads that share a key head, or all heads of some key heads
-    counts = [n for n in range(1, limit + 1) if group % n == 0 or (sizes.each and n % group == 0 and heads % n == 0)]
+    counts = [n for n in range(1, max_n + 1) if group % n == 0 or (sizes.each and n % group == 0 and heads % n == 0)]
     num_parts = heads // counts[-1]
     max_parts = min(MOST_PARTS, max(1, MOST_TILES // lists.index.shape[2])) if not sizes.each else 1
     unroll = next(n for n in range(max_parts, 0, -1) if num_parts % n == 0)
@@ -262,27 +262,27 @@ def _together(
     part: HeadPart | None = None,
 ) -> _State:
     """Runs a pass on all heads at once, over the blocks of the first; its results get the dims [B, K, G]."""
-    batch, _, heads = rows[0].shape[:3]
+    batch, _, num_heads = rows[0].shape[:3]
     kv_heads = keys[0].shape[2]
-    dims = batch, kv_heads, heads // kv_heads
+    dims = batch, kv_heads, num_heads // kv_heads
     first_place = (0, 0) if part is None else (part.sequence, part.head)
 
     def by_head(x: Array) -> Array:
-        return jnp.broadcast_to(x, (batch, heads, *x.shape[2:])).reshape(*dims, *x.shape[2:])
+        return jnp.broadcast_to(x, (batch, num_heads, *x.shape[2:])).reshape(*dims, *x.shape[2:])
 
     def heads_first(x: Array, *shape: int) -> Array:
         return jnp.moveaxis(x.reshape(batch, x.shape[1], *shape, *x.shape[3:]), 1, 1 + len(shape))
 
     by_field = {name: tuple(map(by_head, getattr(rule, name))) for name in _BY_HEAD}
-    places = by_head(first_place[0] + jnp.arange(batch)[:, None]), by_head(first_place[1] + jnp.arange(heads)[None])
+    places = by_head(first_place[0] + jnp.arange(batch)[:, None]), by_head(first_place[1] + jnp.arange(num_heads)[None])
     first_lists = jax.tree.map(lambda x: x[0, 0], lists)
 
     def one(arrays: Any, places: Any, rows: Any, k: Array, v: Array) -> _State:
         return run(Head(rule._replace(**arrays), first_lists, places), *rows, k, v)
 
     # first over a group, whose heads share keys and values: these get no dim and no copy
-    for axes, size in zip(((0, 0, 0, None, None), (0,) * 5, (0,) * 5), reversed(dims), strict=True):
-        one = jax.vmap(one, axes) if size > 1 else _of_one(one, axes)
+    for in_axes, dim_size in zip(((0, 0, 0, None, None), (0,) * 5, (0,) * 5), reversed(dims), strict=True):
+        one = jax.vmap(one, in_axes) if dim_size > 1 else _of_one(one, in_axes)
     return one(by_field, places, [heads_first(x, *dims[1:]) for x in rows], *(heads_first(x, kv_heads) for x in keys))
 
 
