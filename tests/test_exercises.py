@@ -1,4 +1,4 @@
-"""The page of exercises: every exercise is on it, and every block prints what it says."""
+"""The page of exercises: every exercise is on it; `test_pages` runs its blocks."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from click import Context
 
 from meshwright.cli.main import cli
-from tests.blocks import read_sections, run_section
+from tests.blocks import read_sections
 
 PAGE = (Path(__file__).parents[1] / "docs" / "exercises.md").read_text(encoding="utf-8")
 SECTIONS = read_sections(PAGE)
@@ -39,9 +39,3 @@ def test_what_is_measured_names_a_command(title):
             command = command.get_command(Context(command), otherwise)
         options = {name for option in command.params for name in option.opts}
         assert set(re.findall(r"(?<=\s)--?\w[\w-]*", f" {rest}")) <= options
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
-def test_the_blocks_print_what_they_say(section, tmp_path):
-    for call, output in zip(section.calls, run_section(section, tmp_path), strict=True):
-        assert output == call.said, call.command

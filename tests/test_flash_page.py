@@ -1,4 +1,5 @@
-"""docs/flash.md prints what it says, and its kernel agrees with a dense float64 reference and with the counts."""
+"""The listings of docs/flash.md print what they say, and its kernel agrees with a dense float64 reference and with
+the counts; `test_pages` runs its console blocks."""
 
 import importlib.util
 import itertools
@@ -8,17 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from meshwright.calculators.chips.stream import tiled_loop
-from meshwright.spec.cluster import parse_cluster
-from meshwright.verify.targets import target_of
-from tests.blocks import read_sections, run_listings, run_section
-from tests.verify.compiled import need_compiler
+from tests.blocks import run_listings
+from tests.verify.compiled import compiled_for
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "flash.md").read_text(encoding="utf-8")
-SECTIONS = read_sections(PAGE)
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +31,6 @@ def test_the_listings_print_what_they_say():
     assert len(listings) == PAGE.count("```python\n") == 7
     for match, output in listings:
         assert output == match.group("said")
-
-
-def test_there_are_calls():
-    assert sum(len(section.calls) for section in SECTIONS) == 2
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
-def test_the_blocks_print_what_they_say(section, tmp_path):
-    for call, output in zip(section.calls, run_section(section, tmp_path), strict=True):
-        assert output == call.said, call.command
 
 
 def test_the_kernel_is_small():
@@ -136,33 +123,14 @@ def test_the_block_specs_move_the_bytes_that_are_counted(flash_attention, causal
         assert specified_bytes(kernel, loop.table()) == counted
 
 
-@pytest.fixture
-def no_cache():
-    """Compiles anew: what libtpu makes cannot be read back from the cache of the tests."""
-    cached = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", cached)
-    reset_cache()
-
-
 @pytest.mark.aot
-@pytest.mark.usefixtures("no_cache")
-def test_the_kernels_compile_for_a_tpu(flash_attention, monkeypatch):
+def test_the_kernels_compile_for_a_tpu(flash_attention):
     """In bf16, with heads added by vmap: one kernel forward, one backward."""
-    from jax.experimental import topologies
-
-    target = target_of(parse_cluster("v5e:2x2"))
-    need_compiler(target)
-    for name, value in target.environment.items():
-        monkeypatch.setenv(name, value)
-    options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
-    chips = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
-    x = jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(chips.devices[0]))
+    x = jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16)
 
     def both(q, k, v, do):
         o, pull = jax.vjp(jax.vmap(lambda *args: flash_attention(*args, 128, True)), q, k, v)
         return o, pull(do)
 
-    assert jax.jit(both).lower(x, x, x, x).compile().as_text().count('custom_call_target="tpu_custom_call"') == 2
+    found = compiled_for("v5e:2x2", both, x, x, x, x).as_text()
+    assert found.count('custom_call_target="tpu_custom_call"') == 2

@@ -1,24 +1,8 @@
-"""The console blocks of the README print what they say."""
+"""What the README says about accuracy; `test_pages` runs its blocks."""
 
 from pathlib import Path
 
-import pytest
-
-from tests.blocks import read_sections, run_section
-
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SECTIONS = read_sections(README)
-
-
-def test_there_are_console_blocks():
-    assert sum(len(section.calls) for section in SECTIONS) >= 2
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
-def test_console_blocks(section, tmp_path):
-    for call, output in zip(section.calls, run_section(section, tmp_path), strict=True):
-        assert output == call.said, call.command
 
 
 def test_errors_are_those_of_the_accuracy_page():

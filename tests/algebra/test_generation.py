@@ -127,9 +127,11 @@ def test_int8_keeps_a_scale_for_each_token_and_head():
     assert sum(row.num_bytes for row in table) == halves * (1 + 4 / 128)
 
 
-def test_an_unknown_dtype_names_the_near_one():
+def test_a_cache_that_cannot_be_kept_so():
     with pytest.raises(InputError, match=r"cache dtype 'int4' is not known.*int8"):
         Storage(cache_dtype="int4")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="page_len=-1"):
+        Storage(page_len=-1)
 
 
 def test_each_device_keeps_its_own_sequences_and_heads():

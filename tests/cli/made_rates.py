@@ -1,9 +1,15 @@
-"""Rates of an emulated device that were made up, so that no test waits for measurements."""
+"""Rates of an emulated device that were made up, so that no test waits for measurements, and a small model for it."""
 
 from pathlib import Path
 
 from meshwright.core.dims import COLLECTIVES
 from meshwright.spec.calibration import Calibration, CollectiveRate, save_calibration
+
+SMALL = [
+    "--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.d_ff=64", "--set", "model.head_dim=4",
+    "--set", "model.vocab_size=512", "--batch", "8seq", "--seq", "32", "--on", "cpu:8",
+]  # fmt: skip
+"""Arguments behind `tiny`: two layers, a batch of 8 x 32 tokens, on eight emulated devices."""
 
 
 def write_rates(folder: Path) -> Path:

@@ -8,9 +8,7 @@ no internal error; or other numbers with a line on standard error that the undam
 """
 
 import argparse
-import contextlib
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -24,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
+
+from tests.golden.product import call
 
 DAMAGES = ("flip", "cut", "delete", "swap")
 SMALL = (
@@ -118,16 +118,6 @@ def write_all(folder: Path) -> None:
 def _must(*arguments: str) -> None:
     outcome = call(list(arguments))
     assert outcome[0] == 0, outcome
-
-
-def call(arguments: list[str]) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a verb, in this process."""
-    from meshwright.cli.main import run
-
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run(arguments)
-    return code, out.getvalue(), err.getvalue()
 
 
 def outcome(reader: Reader, at: Path) -> Outcome:

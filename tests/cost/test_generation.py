@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from meshwright.algebra.generation.cache import cache_table
 from meshwright.algebra.generation.program import Storage
 from meshwright.algebra.ops import kind_of
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import CannotRunError
 from meshwright.cost.formulas.accounting import attention_work
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
@@ -219,13 +219,6 @@ def test_microbatches_and_offload_are_of_training():
         for s in (strategy_of({"tensor": 8}), given)
     )
     assert plain == other
-
-
-def test_a_cache_that_cannot_be_kept_so():
-    with pytest.raises(InputError, match=r"cache dtype 'int4' is not known.*int8"):
-        Storage(cache_dtype="int4")
-    with pytest.raises(InputError, match="page_len=-1"):
-        Storage(page_len=-1)
 
 
 @pytest.mark.parametrize("tensor", [2, 8])

@@ -206,8 +206,8 @@ def read_pair(path: Path) -> None:
     read_tokens(path)
 
 
-def read_pickle(path: Path) -> None:
-    """Reads the tensors of a file of PyTorch."""
+def read_tensors(path: Path) -> None:
+    """Reads the tensors beside a file: of PyTorch, or safetensors."""
     with open_checkpoint(path.parent) as tensors:
         for one in tensors.values():
             _ = one.shape, one.dtype
@@ -241,7 +241,7 @@ BINARY: dict[str, tuple[str, Callable[[Path], Make], Callable[[Path], None]]] = 
     "npy": ("n/t.npy", lambda folder: of_bytes([tokens()["npy"]]), read_tokens),
     "bin": ("b/t.bin", lambda folder: of_bytes([tokens()["bin"], tokens()["llmc"]]), read_tokens),
     "megatron": ("i/t.idx", lambda folder: of_bytes([tokens()["idx"]]), read_pair),
-    "pickled": ("k/pytorch_model.bin", lambda folder: of_bytes([pickled(folder / "seed-k")]), read_pickle),
+    "pickled": ("k/pytorch_model.bin", lambda folder: of_bytes([pickled(folder / "seed-k")]), read_tensors),
     "trace": ("t.xplane.pb", lambda folder: traces, read_profile),
     "chats": ("c.jsonl", lambda folder: of_trees(CHATS, json_bytes), read_documents),
     "metrics": (

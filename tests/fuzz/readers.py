@@ -29,7 +29,7 @@ from meshwright.cli.group import VerbGroup
 from meshwright.cli.main import cli
 from meshwright.core.toml_file import dump_toml, load_toml
 from meshwright.core.units import parse_bytes, parse_count
-from meshwright.nn.hf.files import Entry, open_checkpoint, write_checkpoint
+from meshwright.nn.hf.files import Entry, write_checkpoint
 from meshwright.nn.hf.tokenizer import end_token, read_tokenizer
 from meshwright.plan.plan_file import load_plan
 from meshwright.serve.model_folder import open_model
@@ -46,7 +46,7 @@ from meshwright.spec.weights import num_params
 from meshwright.train.data.text import read_pieces
 from meshwright.train.data.tokenizer import train_tokenizer
 from meshwright.train.settings import settings_from_table
-from tests.fuzz.binary import BINARY
+from tests.fuzz.binary import BINARY, read_tensors
 from tests.fuzz.mutations import PIECES, json_bytes, mutated_text, mutated_tree, of_texts, of_trees, toml_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -145,8 +145,8 @@ def readers(folder: Path) -> dict[str, Reader]:
         "packed": of_file("d.jsonl.gz", lambda rng: gzip.compress(_lines(documents)(rng)), _documents, 5),
         "damaged": of_file("d.jsonl.gz", of_texts(["\n".join(documents)]), _documents, 3),
         "text": of_file("d.txt", of_texts(["\n".join(documents)]), _documents, 3),
-        "safetensors": of_file("w/model.safetensors", _header(model), _tensors, 10),
-        "index": of_file("w/model.safetensors.index.json", of_trees([_index(model)], json_bytes), _tensors, 5),
+        "safetensors": of_file("w/model.safetensors", _header(model), read_tensors, 10),
+        "index": of_file("w/model.safetensors.index.json", of_trees([_index(model)], json_bytes), read_tensors, 5),
         "tokenizer": of_file("t/tokenizer.json", of_trees([json.loads(tokens)], json_bytes), _tokens, 5),
         "model folder": of_file(
             f"{model}/generation_config.json", of_trees([{"eos_token_id": [1, 2]}], json_bytes), _opened
@@ -202,12 +202,6 @@ def _cases(path: Path) -> None:
 def _documents(path: Path) -> None:
     for _ in read_pieces(path, "text"):
         pass
-
-
-def _tensors(path: Path) -> None:
-    with open_checkpoint(path.parent) as tensors:
-        for one in tensors.values():
-            _ = one.shape, one.dtype
 
 
 def _tokens(path: Path) -> None:

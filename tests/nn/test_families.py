@@ -11,6 +11,7 @@ from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.logits import logits_fn
 from tests.nn.families import CONFIGS, FAMILIES, VOCAB
+from tests.parity import their_model
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
@@ -31,17 +32,6 @@ def quick_of(families, but=()):
     return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in families]
 
 
-def their_model(family):
-    """The model of transformers with random values everywhere, so that no bias, norm or sink hides."""
-    config = dict(CONFIGS[family])
-    torch.manual_seed(0)
-    found = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-    model = transformers.AutoModelForCausalLM.from_config(found, attn_implementation="eager").eval()
-    for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))):
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
 def their_logits(model):
     return model(torch.tensor(TOKENS, dtype=torch.long)).logits
 
@@ -52,7 +42,7 @@ def arrays(tensors):
 
 @pytest.mark.parametrize("family", RUNNING)
 def test_logits_are_those_of_transformers(family):
-    theirs, model = their_model(family), FAMILIES[family]
+    theirs, model = their_model(CONFIGS[family]), FAMILIES[family]
     params = read_params(model, arrays(theirs.state_dict().items()))
     expected = their_logits(theirs).detach().numpy()
     found = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(TOKENS)))
@@ -61,7 +51,7 @@ def test_logits_are_those_of_transformers(family):
 
 @pytest.mark.parametrize("family", quick_of(FAMILIES))
 def test_each_side_reads_what_the_other_wrote(family, tmp_path):
-    theirs = their_model(family)
+    theirs = their_model(CONFIGS[family])
     theirs.save_pretrained(tmp_path / "theirs")
     model = model_from_config(tmp_path / "theirs", family)
     assert model == FAMILIES[family]
@@ -76,7 +66,7 @@ def test_each_side_reads_what_the_other_wrote(family, tmp_path):
 
 @pytest.mark.parametrize("family", quick_of(RUNNING, but=("gemma2", "qwen2_moe", "gpt_oss")))
 def test_gradients_are_those_of_transformers(family):
-    theirs, model = their_model(family), FAMILIES[family]
+    theirs, model = their_model(CONFIGS[family]), FAMILIES[family]
     step = TrainStep(model, Strategy(mesh=make_mesh({}), state="fp32"))
     trained, params = step.shards, read_params(model, arrays(theirs.state_dict().items()))
     logits = their_logits(theirs).flatten(0, 1)

@@ -19,6 +19,7 @@ from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 from meshwright.spec.weights import frozen_base
 from tests.logits import logits_fn
 from tests.nn.families import CONFIGS, FAMILIES, VOCAB
+from tests.parity import their_model
 
 ROWS = np.random.default_rng(3).integers(0, VOCAB, (4, 33)).astype(np.int32)
 BATCH = {"tokens": ROWS[:, :-1], "labels": ROWS[:, 1:]}
@@ -89,17 +90,13 @@ def test_the_state_holds_moments_of_the_adapter_alone():
 
 def peft_model(family: str, folder):
     """PEFT's model of random weights, its base in ``folder / "base"``, and this package's model of the same."""
-    torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch", reason="torch is not installed: make test installs it")
+    pytest.importorskip("transformers")
     peft = pytest.importorskip("peft", reason="peft is not installed: make test installs it")
     config = dict(CONFIGS[family]) | {"num_hidden_layers": 2}
     config = {key: value for key, value in config.items() if key not in ("layer_types", "sliding_window")}
     config |= {"use_sliding_window": False} if family == "qwen2" else {}
-    torch.manual_seed(0)
-    found = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-    base = transformers.AutoModelForCausalLM.from_config(found, attn_implementation="eager")
-    for parameter in base.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    base = their_model(config)
     base.save_pretrained(folder / "base")
     settings = peft.LoraConfig(
         r=LORA.rank,

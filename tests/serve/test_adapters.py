@@ -288,16 +288,12 @@ def test_requests_choose_an_adapter_by_its_name(folders, wanted):
 def test_adapters_have_the_logits_of_peft(family, tmp_path):
     """PEFT wrote both; one has dropout, which only training uses, the other is scaled by the root of its rank."""
     torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     peft = pytest.importorskip("peft", reason="peft is not installed: make test installs it")
     from tests.nn.families import CONFIGS
+    from tests.parity import their_model
 
-    torch.manual_seed(0)
-    config = dict(CONFIGS[family])
-    found = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-    theirs = transformers.AutoModelForCausalLM.from_config(found, attn_implementation="eager")
-    for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    theirs = their_model(CONFIGS[family])
     theirs.save_pretrained(tmp_path / "base")
     attention = {"gpt2": ["c_attn"], "phi3": ["qkv_proj"]}.get(family, ["q_proj", "k_proj"])
     both = {"task_type": "CAUSAL_LM", "fan_in_fan_out": family == "gpt2"}

@@ -1,11 +1,17 @@
 """One very small llama, its job, and a text of a few kilobytes for the tests of this folder."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.train.data.text import open_corpus
+from meshwright.train.data.token_store import TokenStore
 from meshwright.train.settings import TrainSettings
 
 MODEL = Model(
@@ -36,6 +42,20 @@ def read_documents(data: str) -> tuple[str, ...]:
         if piece.ends_document:
             documents.append("")
     return tuple(documents[:-1])
+
+
+def store_of(lengths: Sequence[int], *, records: bool = False) -> TokenStore:
+    """Documents of these lengths; token i of all is i, so that it says where it comes from. Of records every
+    third token has no loss."""
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64)
+    tokens = np.arange(int(starts[-1]), dtype=np.int32 if records else np.uint32)
+    return TokenStore(np.where(tokens % 3, tokens, ~tokens) if records else tokens, starts)
+
+
+def lines_of(run: Path | str) -> list[dict[str, Any]]:
+    """The lines of a run's metrics."""
+    with open(f"{run}/metrics.jsonl") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def write_text(folder: Path, num_topics: int = 8) -> str:

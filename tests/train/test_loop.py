@@ -21,7 +21,7 @@ from meshwright.train.data.batches import Batches
 from meshwright.train.interrupt import stop_on_signals
 from meshwright.train.loop import train
 from tests.train.event_files import scalars
-from tests.train.small import JOB, MODEL, settings, strategy
+from tests.train.small import JOB, MODEL, lines_of, settings, strategy
 
 FILES = [
     *("SHA256SUMS", "checkpoints", "config.json", "metrics.jsonl", "model.safetensors"),
@@ -39,11 +39,6 @@ much of how two meshes round."""
 
 
 pytestmark = pytest.mark.usefixtures("cache")
-
-
-def metrics_of(run):
-    with open(f"{run}/metrics.jsonl") as lines:
-        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +85,7 @@ def test_no_step_evaluation_or_later_checkpoint_compiles_anything(finished):
 
 def test_the_result_has_what_was_measured(finished):
     result, _ = finished
-    metrics = metrics_of(result.run)
+    metrics = lines_of(result.run)
     assert result.steps == 30
     assert not result.stopped
     assert result.step_s == pytest.approx(np.median([m["step_s"] for m in metrics[2:]]))
@@ -114,7 +109,7 @@ def test_memory_is_that_of_one_device(finished):
 
 def test_the_wall_time_is_accounted_for(finished):
     result, _ = finished
-    goodput, steps = result.goodput, metrics_of(result.run)
+    goodput, steps = result.goodput, lines_of(result.run)
     assert goodput.steps_s == pytest.approx(sum(m["step_s"] for m in steps))
     assert goodput.compile_s == result.compile_s
     assert min(goodput.checkpoint_s, goodput.evaluation_s, goodput.data_s) > 0
@@ -126,7 +121,7 @@ def test_the_wall_time_is_accounted_for(finished):
 def test_the_run_folder_holds_everything(finished):
     result, _ = finished
     assert sorted(os.listdir(result.run)) == sorted([*FILES, "plan.toml", "evaluations.jsonl", "tensorboard"])
-    metrics = metrics_of(result.run)
+    metrics = lines_of(result.run)
     assert [m["step"] for m in metrics] == list(range(1, 31))
     assert [m["tokens"] for m in metrics] == [JOB.tokens_per_step * n for n in range(1, 31)]
     assert [m["loss"] for m in metrics] == result.losses
@@ -231,7 +226,7 @@ def test_a_request_to_stop_ends_with_everything_written(tmp_path, text, on_step)
     before = [signal.getsignal(number) for number in SIGNALS]
     result = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=on_step)
     assert result.stopped
-    assert result.steps == len(result.losses) == len(metrics_of(result.run)) == 3
+    assert result.steps == len(result.losses) == len(lines_of(result.run)) == 3
     assert sorted(os.listdir(result.run)) == FILES
     assert os.listdir(f"{result.run}/checkpoints") == ["3"]
     assert result.validation_loss is None
@@ -257,7 +252,7 @@ def test_a_step_in_hand_changes_no_number(tmp_path, text, monkeypatch):
     ahead = train(MODEL, strategy(), JOB, pauses, run_root=tmp_path)
     assert ahead.losses == plain.losses
     assert ahead.validation_loss == plain.validation_loss
-    assert [m["step"] for m in metrics_of(ahead.run)] == [1, 2, 3, 4, 5, 6]
+    assert [m["step"] for m in lines_of(ahead.run)] == [1, 2, 3, 4, 5, 6]
     stopped = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=interrupt)
     assert stopped.losses == plain.losses[:4]  # step 4 was in hand when step 3 was read
     assert os.listdir(f"{stopped.run}/checkpoints") == ["4"]
@@ -275,7 +270,7 @@ def test_the_wait_for_slow_data_is_no_time_in_steps(tmp_path, text, monkeypatch)
     monkeypatch.setattr(Batches, "global_batch", slowly)
     result = train(MODEL, strategy(), JOB, settings(text, steps=8, held_out=0.0), run_root=tmp_path)
     goodput = result.goodput
-    assert goodput.steps_s == pytest.approx(sum(m["step_s"] for m in metrics_of(result.run)))
+    assert goodput.steps_s == pytest.approx(sum(m["step_s"] for m in lines_of(result.run)))
     assert goodput.data_s > 4 * wait_s
     assert result.step_s < wait_s / 2
     assert goodput.steps_s + goodput.data_s + goodput.compile_s < goodput.wall_s
@@ -309,7 +304,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, text, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=on_step)
     assert "a second signal stops at once" in capsys.readouterr().err
-    assert len(metrics_of(tmp_path / "mini-001")) == 1
+    assert len(lines_of(tmp_path / "mini-001")) == 1
 
 
 def test_a_loss_that_is_not_finite_stops_with_one_line(tmp_path, text):
@@ -320,7 +315,7 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(tmp_path, text):
     assert "\n" not in str(caught.value)
     assert re.search(r"holds (NaN|infinity)", str(caught.value))
     run = tmp_path / "mini-001"
-    broken = metrics_of(run)[-1]
+    broken = lines_of(run)[-1]
     assert None in (broken["loss"], broken["grad_norm"])
     newest = max(map(int, os.listdir(run / "checkpoints")))
     assert newest == broken["step"] - 1

@@ -18,7 +18,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.loop import train
 from meshwright.train.record.run_folder import finished_steps, held_alone
-from tests.train.small import JOB, MODEL, settings, strategy, write_text
+from tests.train.small import JOB, MODEL, lines_of, settings, strategy, write_text
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 24, 3
@@ -38,11 +38,6 @@ def whole(tmp_path_factory, text):
     """A run that nothing interrupts."""
     root = tmp_path_factory.mktemp("whole")
     return train(MODEL, strategy(fsdp=2), JOB, given(text), run_root=root)
-
-
-def lines_of(run):
-    with open(f"{run}/metrics.jsonl") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def stop_at(step):

@@ -63,9 +63,7 @@ def test_what_does_not_fit(call):
     ],
 )
 def test_bad_input(call, args, message):
-    said = call(*BLOCK, *SIZES, *args)
-    assert said.code == 2
-    assert message in said.err
+    call(*BLOCK, *SIZES, *args).assert_refused(2, message)
 
 
 def test_a_dim_of_no_array_is_refused(call):

@@ -141,9 +141,7 @@ def test_views_as_tables_for_others(call, view):
     ],
 )
 def test_refused(call, args, message):
-    said = call("compare", *args)
-    assert said.code == 2
-    assert message in said.err
+    call("compare", *args).assert_refused(2, message)
 
 
 def test_sizes_in_the_proportions_of_llama(call):

@@ -56,9 +56,7 @@ def test_a_dot_product(call):
     ],
 )
 def test_refused(call, args, message):
-    said = call("formats", *args)
-    assert said.code == 2
-    assert message in said.err
+    call("formats", *args).assert_refused(2, message)
 
 
 def test_it_fits_the_terminal(call):

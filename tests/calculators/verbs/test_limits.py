@@ -71,8 +71,7 @@ def test_refused(call, change, message):
     args = [*ARGS]
     for option, value in change.items():
         args[args.index(option) + 1] = value
-    said = call(*args)
-    assert (said.code, message in said.err) == (2, True), said.err
+    call(*args).assert_refused(2, message)
 
 
 @pytest.mark.parametrize(

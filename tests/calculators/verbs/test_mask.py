@@ -163,7 +163,4 @@ def test_a_picture_is_written(call, tmp_path):
     ],
 )
 def test_refused(call, args, message):
-    said = call("mask", *args)
-    assert said.code == 2
-    assert message in said.err
-    assert said.out == ""
+    call("mask", *args).assert_refused(2, message)

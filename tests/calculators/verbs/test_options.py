@@ -67,8 +67,7 @@ def test_the_message_says_what_it_is_for(call):
         ("transfer 1GB --on v5e:4x4 --axis x --via dcn", "it is for --from hosts, or from one slice to another."),
         ("budget 1e24 --checkpoint-s 9", "it is for --failures-per-1000-node-days."),
     ):
-        said = call(*asked.split())
-        assert (said.code, words in said.err) == (2, True), said.err
+        call(*asked.split()).assert_refused(2, words)
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("args", "message"), WRONG)
 def test_what_can_be_wrong(call, args, message):
-    said = call(*args)
-    assert (said.code, said.out) == (2, "")
-    assert message in said.err
-    assert said.err.count("\n") == 1
+    call(*args).assert_refused(2, message)
 
 
 def test_one_of_a_thing_is_not_several(call):

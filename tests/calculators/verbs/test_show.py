@@ -204,9 +204,7 @@ def test_clusters_of_every_kind(call, cluster):
 
 def test_a_plan_file_is_sent_to_its_reader(call):
     call("plan", "tiny", "--on", "v5e:1x1", "--batch", "8seq", "--seq", "64", "-o", "p.toml")
-    said = call("show", "p.toml")
-    assert said.code == 2
-    assert "p.toml is a plan. Use meshwright explain p.toml" in said.err
+    call("show", "p.toml").assert_refused(2, "p.toml is a plan. Use meshwright explain p.toml")
 
 
 def test_flops_by_part_at_a_length(call):

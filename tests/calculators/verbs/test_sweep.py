@@ -230,10 +230,7 @@ def test_streams(call):
     ],
 )
 def test_what_is_refused(call, args, message):
-    said = call(*args)
-    assert said.code == 2, said.err
-    assert message in said.err
-    assert said.err.count("\n") == 1
+    call(*args).assert_refused(2, message)
 
 
 def test_services(call):

@@ -55,9 +55,7 @@ def test_pictures(call, tmp_path):
     ],
 )
 def test_refused(call, args, message):
-    said = call("systolic", *args)
-    assert said.code == 2
-    assert message in said.err
+    call("systolic", *args).assert_refused(2, message)
 
 
 @pytest.mark.slow

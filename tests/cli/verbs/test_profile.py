@@ -10,12 +10,7 @@ import pytest
 
 from meshwright.cli.main import run
 from meshwright.profile import summary
-from tests.cli.made_rates import write_rates
-
-SMALL = [
-    "--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.d_ff=64", "--set", "model.head_dim=4",
-    "--set", "model.vocab_size=512", "--batch", "8seq", "--seq", "32", "--on", "cpu:8",
-]  # fmt: skip
+from tests.cli.made_rates import SMALL, write_rates
 
 
 @pytest.fixture(scope="module")

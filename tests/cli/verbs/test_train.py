@@ -21,13 +21,8 @@ from meshwright.plan.plan_file import load_plan
 from meshwright.spec.calibration import load_calibration
 from meshwright.spec.job import Job
 from meshwright.train.settings import settings_from_table
-from tests.cli.made_rates import write_rates
+from tests.cli.made_rates import SMALL, write_rates
 from tests.train.small import MODEL
-
-SMALL = [
-    "--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.d_ff=64", "--set", "model.head_dim=4",
-    "--set", "model.vocab_size=512", "--batch", "8seq", "--seq", "32", "--on", "cpu:8",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

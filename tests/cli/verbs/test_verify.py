@@ -207,8 +207,7 @@ def test_what_the_compiler_makes_of_the_same_shardings(call):
     (scattered,) = (row for row in gspmd["collectives"]["rows"] if row["kind"] == "reduce_scatter")
     assert (derived["form"], gspmd["form"]) == ("shard_map", "gspmd")
     assert scattered["derived_arrays"] > scattered["compiled_arrays"] == 0
-    said = call(*asked, "--gspmd", "--step", "decode")
-    assert (said.code, "this is a decode step. Leave the form out." in said.err) == (2, True)
+    call(*asked, "--gspmd", "--step", "decode").assert_refused(2, "this is a decode step. Leave the form out.")
 
 
 def test_both_steps_of_a_service(call, monkeypatch):

@@ -5,16 +5,11 @@ from hypothesis import strategies as st
 
 from meshwright.train.data.rows import NO_LABEL, Rows
 from meshwright.train.data.token_store import TokenStore, split
+from tests.train.small import store_of
 
 some = settings(max_examples=60, deadline=None)
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=30)
 SEQ_LEN = st.integers(1, 20)
-
-
-def store_of(lengths):
-    """Documents of these lengths; token i of all is i, so that a token says where it comes from."""
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64)
-    return TokenStore(np.arange(int(starts[-1]), dtype=np.uint32), starts)
 
 
 def document_numbers(lengths):

@@ -9,19 +9,11 @@ from meshwright.core.errors import InputError
 from meshwright.train.data.batches import Batches, open_data
 from meshwright.train.data.rows import fill_rows
 from meshwright.train.data.sources import Draw, Samples, Source, SourcePattern
-from meshwright.train.data.token_store import TokenStore
 from meshwright.train.settings import PYDOC, TrainSettings, data_sources
-from tests.train.small import write_text
+from tests.train.small import store_of, write_text
 
 some = settings(max_examples=50, deadline=None)
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=30)
-
-
-def store_of(lengths, *, records=False):
-    """Documents of these lengths; token i of all is i. Of records every third token has no loss."""
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64)
-    tokens = np.arange(int(starts[-1]), dtype=np.int32 if records else np.uint32)
-    return TokenStore(np.where(tokens % 3, tokens, ~tokens) if records else tokens, starts)
 
 
 def tokens_of(rows, number):

@@ -20,7 +20,7 @@ from meshwright.train.data.store import Written, open_store, tokenise
 from meshwright.train.data.text import open_corpus
 from meshwright.train.data.token_store import TokenStore, checksums, split
 from meshwright.train.data.tokenizer import END_ID, TextTokenizer
-from tests.train.small import read_documents
+from tests.train.small import read_documents, store_of
 
 END = 2
 some = settings(max_examples=60, deadline=None)
@@ -307,11 +307,6 @@ def test_tokens_are_checked_chunk_by_chunk_as_they_are_read(tmp_path):
     np.testing.assert_array_equal(store.read(np.arange(98_000)), tokens[:98_000])
     with pytest.raises(CannotRunError, match="tokens 98304 to 99999 are not as they were written"):
         store.read(np.arange(97_000, 99_000))
-
-
-def store_of(lengths):
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64)
-    return TokenStore(np.arange(int(starts[-1]), dtype=np.uint32), starts)
 
 
 @some
