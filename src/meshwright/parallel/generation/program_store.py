@@ -91,7 +91,7 @@ def _write(path: Path, compiled: jax.stages.Compiled) -> None:
     file_bytes = hashlib.sha256(payload).digest() + payload
     with suppress(OSError):  # without room, or the right to write, the next process compiles again
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda temp_path: temp_path.write_bytes(file_bytes))  # other processes may read it meanwhile
+        write_whole(path, lambda part: part.write_bytes(file_bytes))  # other processes may read it meanwhile
 
 
 @cache
