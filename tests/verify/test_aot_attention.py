@@ -29,7 +29,7 @@ def both_passes(rule, document, slopes, by_query, by_key, q, k, v, dout):
     of = functools.partial(jnp.asarray, dtype=q.dtype)
     o, lse = pallas_tpu.forward(rule, by_query, (BLOCK, BLOCK), 0.125, q, k, v)
     given = (of(dout), o, lse)
-    return o, *pallas_tpu.backward(rule, by_query, by_key, (BLOCK, BLOCK), 0.125, given, q, k, v)
+    return o, *pallas_tpu.backward(rule, (by_query, by_key), (BLOCK, BLOCK), 0.125, given, q, k, v)
 
 
 def compiled(on, rule, *, dtype, widths, list_heads=1):
