@@ -93,11 +93,7 @@ SCHEDULE_RULE = LegalRule(
         f.schedule, stages=int(f.stages), chunks=int(f.chunks), microbatches=int(f.num_microbatches)
     ),
 )
-DEVICES_RULE = LegalRule(
-    "devices",
-    lambda f: product(f.mesh.values()) == f.num_chips,
-    lambda f: _devices_message(f),
-)
+DEVICES_RULE = LegalRule("devices", lambda f: product(f.mesh.values()) == f.num_chips, lambda f: _devices_message(f))
 ZERO_AXES = ("fsdp", "expert", "context")
 """Mesh axes that ZeRO shards over in the standard assignment."""
 

@@ -76,33 +76,33 @@ def compare_times(
     shares_cores = trace.platform == "cpu"
     seconds_by_op = shared_seconds(trace, program) if shares_cores else {op.name: op.own_s for op in times.ops}
     cost_by_step = predicted.steps
-    by_step, by_part, by_term, predicted_parts, predicted_terms = (defaultdict[str, float](float) for _ in range(5))
+    step_s, part_s, term_s, predicted_part_s, predicted_term_s = (defaultdict[str, float](float) for _ in range(5))
     for op, seconds in seconds_by_op.items():
-        fact = program.fact(op)
-        expected_cost = cost_by_step.get(fact.step) if fact.kind == "collective" else None
-        by_step[fact.step] += seconds
-        by_part[fact.part] += seconds
-        by_term[term_of(fact.kind, expected_cost.axes if expected_cost else ())] += seconds
+        op_fact = program.fact(op)
+        expected_cost = cost_by_step.get(op_fact.step) if op_fact.kind == "collective" else None
+        step_s[op_fact.step] += seconds
+        part_s[op_fact.part] += seconds
+        term_s[term_of(op_fact.kind, expected_cost.axes if expected_cost else ())] += seconds
     for cost in cost_by_step.values():
-        predicted_parts[part_of_step(cost.step)] += cost.seconds
-        predicted_terms[term_of(class_of_op(cost.step.op), cost.axes)] += cost.seconds
+        predicted_part_s[part_of_step(cost.step)] += cost.seconds
+        predicted_term_s[term_of(class_of_op(cost.step.op), cost.axes)] += cost.seconds
     # sends between pipeline stages are in no block, and their permutes carry no derived label
-    predicted_terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
-    whole, mean = predicted.partition, times.mean
-    rows = _rows(predicted_terms, by_term, lambda name: name)
+    predicted_term_s[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
+    priced, mean = predicted.partition, times.mean
+    rows = _rows(predicted_term_s, term_s, lambda name: name)
     # the time without work: of a mean device, or of the machine if its devices share cores
-    rests = [("overhead", "overhead", mean.overhead_s, whole.overhead_s), ("idle", "idle", mean.idle_s, whole.idle_s)]
+    rests = [("overhead", "overhead", mean.overhead_s, priced.overhead_s), ("idle", "idle", mean.idle_s, priced.idle_s)]
     if shares_cores:
         rest_s = max(0.0, mean.total_s - sum(seconds_by_op.values()))
-        rests = [(NOTHING, "overhead", rest_s, whole.overhead_s + whole.idle_s)]
-    rows += [TimeRow(name=name, kind=kind, predicted_s=p, measured_s=m) for name, kind, m, p in rests]
-    predicted_steps = {name: cost.seconds for name, cost in cost_by_step.items()}
+        rests = [(NOTHING, "overhead", rest_s, priced.overhead_s + priced.idle_s)]
+    rows += [TimeRow(name=name, kind=kind, predicted_s=est_s, measured_s=run_s) for name, kind, run_s, est_s in rests]
+    predicted_step_s = {name: cost.seconds for name, cost in cost_by_step.items()}
     kind_by_step = {name: class_of_op(cost.step.op) for name, cost in cost_by_step.items()}
     return ProfileComparison(
-        predicted=whole,
-        parts=tuple(_rows(predicted_parts, by_part, lambda name: "part")),
+        predicted=priced,
+        parts=tuple(_rows(predicted_part_s, part_s, lambda name: "part")),
         terms=tuple(_worst(rows)),
-        steps=tuple(_rows(predicted_steps, by_step, lambda name: kind_by_step.get(name, "not derived"))),
+        steps=tuple(_rows(predicted_step_s, step_s, lambda name: kind_by_step.get(name, "not derived"))),
         classes=_classes(times),
         float32=_float32(times, program),
         shares_cores=shares_cores,

@@ -216,15 +216,17 @@ def _text(facts: Facts, limits: Facts | None, cluster: Cluster | None) -> Iterat
     if num_left:
         yield f"and {num_left:,} more ways; --top lists more of them"
     if limits is not None and cluster is not None:
-        if (hbm_min := limits["per_replica_hbm"]) is not None:
-            yield Fact("weights", f"hide behind compute from {hbm_min:,.0f} tokens a microbatch on {cluster.chip.name}")
-        if (link_min := limits["per_chip_link"]) is not None:
-            yield Fact("FSDP", f"hides behind compute from {link_min:,.0f} tokens a chip ({limits['link']})")
-    critical_size = facts["critical_batch_tokens"]
-    if critical_size is not None:
-        side_word = "beyond" if facts["tokens_per_step"] > critical_size else "within"
+        if (min_tokens := limits["per_replica_hbm"]) is not None:
+            yield Fact(
+                "weights", f"hide behind compute from {min_tokens:,.0f} tokens a microbatch on {cluster.chip.name}"
+            )
+        if (min_chip_tokens := limits["per_chip_link"]) is not None:
+            yield Fact("FSDP", f"hides behind compute from {min_chip_tokens:,.0f} tokens a chip ({limits['link']})")
+    critical_tokens = facts["critical_batch_tokens"]
+    if critical_tokens is not None:
+        side_word = "beyond" if facts["tokens_per_step"] > critical_tokens else "within"
         yield Fact(
             "critical batch",
-            f"{format_params(critical_size)} tokens at this loss (2e8 / L^(1/0.21), Kaplan et al. 2020): this step is "
-            f"{side_word} it",
+            f"{format_params(critical_tokens)} tokens at this loss (2e8 / L^(1/0.21), Kaplan et al. 2020): this step "
+            f"is {side_word} it",
         )

@@ -96,7 +96,7 @@ def model_facts(m: Model) -> Facts:
         "attention_equal_len": accounting.attention_equal_len(m),
         "projection_equal_len": accounting.projection_equal_len(m),
         "attention_intensity": _attention_intensity(m),
-        "state_bytes": {s: accounting.state_bytes(param_count, state=s) for s in STATE_BYTES},
+        "state_bytes": {state: accounting.state_bytes(param_count, state=state) for state in STATE_BYTES},
         "zero_bytes": {
             "state": DEFAULT_STATE,
             "num_devices": list(ZERO_DEVICES),
@@ -229,10 +229,7 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
         yield Fact("active per token", f"{active_params:,} ({format_params(active_params)})")
     if extra := facts["mtp_params"]:
         yield Fact("besides", f"{extra:,} ({format_params(extra)}) that predict the token after the next (mtp_weight)")
-    yield Fact(
-        "training",
-        f"{format_flop_count(facts['train_flops_per_token'])} a token (6 N, N without the look-up)",
-    )
+    yield Fact("training", f"{format_flop_count(facts['train_flops_per_token'])} a token (6 N, N without the look-up)")
     yield Fact(
         "attention",
         f"its own products equal the layers' matmul FLOPs at {_positions(facts['attention_equal_len'])}, those of its "
@@ -240,18 +237,23 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
         + (f" ({_windows(m)})" if m.sliding_layers and m.sliding_window else ""),
     )
     if facts["attention_intensity"]:
-        at = facts["attention_intensity"]
+        intensity = facts["attention_intensity"]
         yield Fact(
             "",
-            f"{four_digits(at['prefill'])} FLOPs/byte in bf16 in prefill and {at['generation']:.4g} in generation, at "
-            f"{at['positions']:,} positions{' without a window' * bool(m.sliding_layers)}: T S G / (T G + S)",
+            f"{four_digits(intensity['prefill'])} FLOPs/byte in bf16 in prefill and {intensity['generation']:.4g} in "
+            f"generation, at {intensity['positions']:,} positions{' without a window' * bool(m.sliding_layers)}: "
+            f"T S G / (T G + S)",
         )
     yield Fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")
-    states_text = ", ".join(f"{s} {format_bytes(v)}" for s, v in facts["state_bytes"].items())
+    states_text = ", ".join(f"{state} {format_bytes(num_bytes)}" for state, num_bytes in facts["state_bytes"].items())
     if folder := facts.get("folder"):
-        parts = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in sorted(folder["stored_bytes"].items()))
+        dtypes_text = ", ".join(
+            f"{dtype} {format_bytes(size)}" for dtype, size in sorted(folder["stored_bytes"].items())
+        )
         total_bytes, method = sum(folder["stored_bytes"].values()), folder["method"]
-        yield Fact("stored", f"{format_bytes(total_bytes)}: {parts}" + (f"; quantised by {method}" if method else ""))
+        yield Fact(
+            "stored", f"{format_bytes(total_bytes)}: {dtypes_text}" + (f"; quantised by {method}" if method else "")
+        )
         yield Fact(
             "serving",
             f"{format_bytes(folder['served_bytes'])} of weights, in {folder['served_dtype']} where not kept narrow",

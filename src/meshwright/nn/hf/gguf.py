@@ -76,7 +76,7 @@ def _block(kind: Any) -> tuple[int, int]:
 @contextmanager
 def open_files(folder: Path) -> Iterator[Mapping[str, Tensor]]:
     """Yields the tensors of a folder's files of weights by name: of its GGUF files where it has no others."""
-    has_weights = any(file for form in ("*.safetensors", f"{PICKLED}*") for file in folder.glob(form))
+    has_weights = any(file for pattern in ("*.safetensors", f"{PICKLED}*") for file in folder.glob(pattern))
     if not has_weights and (files := gguf_files(folder)):
         yield gguf_tensors(files, model_from_config(folder))
     else:
@@ -90,14 +90,14 @@ def gguf_tensors(files: list[Path], model: Model) -> dict[str, Tensor]:
     Undoes what llama.cpp's conversion does to weights: it orders rows of q and k of a llama by pairs that are rotated,
     adds 1 to the norms of a gemma, transposes the linear layers of GPT-2 and stacks experts.
     """
-    blocks, tables = read_gguf(files).tensors, gguf_names()
-    embed_blocks = blocks.get("token_embd.weight")
-    dtype = {0: DTYPES["fp32"], 1: DTYPES["fp16"]}.get(embed_blocks.kind if embed_blocks else 0, DTYPES["bf16"])
-    unread = {name: _blocks(name, tensor, dtype) for name, tensor in blocks.items() if not name.startswith("rope_f")}
+    entries, names = read_gguf(files).tensors, gguf_names()
+    embed_entry = entries.get("token_embd.weight")
+    dtype = {0: DTYPES["fp32"], 1: DTYPES["fp16"]}.get(embed_entry.kind if embed_entry else 0, DTYPES["bf16"])
+    unread = {name: _blocks(name, tensor, dtype) for name, tensor in entries.items() if not name.startswith("rope_f")}
     tensors: dict[str, Tensor] = {}
     num_sharing = Counter((weight.hf_name, weight.layers) for weight in weight_table(model) if not weight.tied_to)
     for weight in weight_table(model):
-        gguf_name_of = tables["weights"] | (tables["joined"] if num_sharing[weight.hf_name, weight.layers] > 1 else {})
+        gguf_name_of = names["weights"] | (names["joined"] if num_sharing[weight.hf_name, weight.layers] > 1 else {})
         leaf_name = gguf_name_of.get(weight.name.removeprefix("layers."), "")
         for layer in weight.layers or (0,):
             name = f"blk.{layer}.{leaf_name}" if weight.layers else leaf_name
@@ -191,8 +191,9 @@ def as_folder(path: Path) -> Path:
         if not (folder / TOKENIZER_CONFIG).exists():
             write_json_whole(folder / TOKENIZER_CONFIG, converted.config)
         if not (folder / GENERATION).exists():
-            chats, end_ids = (read_chat_templates(folder), converted.generation.get("eos_token_id", []))
-            turn_end = converted.tokenizer.token_to_id(chats.turn_end) if chats else None  # files need not name it
+            templates, end_ids = (read_chat_templates(folder), converted.generation.get("eos_token_id", []))
+            # files need not name it
+            turn_end = converted.tokenizer.token_to_id(templates.turn_end) if templates else None
             end_ids += [] if turn_end is None or turn_end in end_ids else [turn_end]
             write_json_whole(folder / GENERATION, converted.generation | ({"eos_token_id": end_ids} if end_ids else {}))
     write_json_whole(folder / CONFIG, config)

@@ -88,8 +88,8 @@ def run_schedule(
     if has_mirror:
         # microbatches enter at both ends: the layers of the device at the other end come after its own
         mirrored_layers = _mirror(tables, weights.layers)
-        layers = jax.tree.map(lambda mine, theirs: jnp.concatenate([mine, theirs]), weights.layers, mirrored_layers)
-        weights = weights._replace(layers=layers)
+        all_layers = jax.tree.map(lambda mine, theirs: jnp.concatenate([mine, theirs]), weights.layers, mirrored_layers)
+        weights = weights._replace(layers=all_layers)
     executor = TickExecutor(tables, stages, weights, inputs)
     # This device's rows, [ticks, columns].
     column_leaves, structure = jax.tree.flatten(tables.columns)
@@ -100,10 +100,10 @@ def run_schedule(
         return executor.tick(state, jax.tree.unflatten(structure, [row[i] for i in range(len(column_leaves))])), None
 
     state, _ = lax.scan(tick, executor.start(), tick_rows)
-    if not has_mirror:
+    if not has_mirror:  # else layers are held twice, and their weights are stored once
         return state.sums, state.grads
-    my_grads, far_grads = (jax.tree.map(lambda a, n=half: part_of(a, n, 2), state.grads.layers) for half in (0, 1))
-    return state.sums, state.grads._replace(layers=add(my_grads, _mirror(tables, far_grads)))  # weights are stored once
+    my_grads, their_grads = (jax.tree.map(lambda a, n=half: part_of(a, n, 2), state.grads.layers) for half in (0, 1))
+    return state.sums, state.grads._replace(layers=add(my_grads, _mirror(tables, their_grads)))
 
 
 def _mirror(tables: TickTables, tree: Tree) -> Tree:
@@ -132,11 +132,11 @@ class TickExecutor:
     def __init__(self, tables: TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree) -> None:
         self.tables, self.stages, self.weights, self.inputs = tables, stages, weights, inputs
         self.num_chunks = tables.schedule.num_chunks
-        part, stage_layers = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, weights.layers, 0)
-        self.stream = jax.eval_shape(stages.embed, weights.ends, part)
-        y, self.saved = jax.eval_shape(stages.forward, stage_layers, part, self.stream)
+        batch, stage_layers = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, weights.layers, 0)
+        self.stream = jax.eval_shape(stages.embed, weights.ends, batch)
+        y, self.saved = jax.eval_shape(stages.forward, stage_layers, batch, self.stream)
         assert (y.shape, y.dtype) == (self.stream.shape, self.stream.dtype), f"a stage turns {self.stream} into {y}"
-        self.sums, head_saved = jax.eval_shape(stages.head_forward, weights.ends, part, y)
+        self.sums, head_saved = jax.eval_shape(stages.head_forward, weights.ends, batch, y)
         self.sent = jax.eval_shape(stages.send, y)
         self.sent_back = jax.eval_shape(stages.send_back, y)
         self.handed: Tree = None
@@ -144,12 +144,14 @@ class TickExecutor:
         if not tables.has_backward:
             return
         if tables.has_split:
-            _, self.handed = jax.eval_shape(stages.input_backward, stage_layers, part, self.saved, self.stream)
-            layers = jax.eval_shape(stages.weight_backward, stage_layers, part, self.handed)
+            _, self.handed = jax.eval_shape(stages.input_backward, stage_layers, batch, self.saved, self.stream)
+            layer_grads = jax.eval_shape(stages.weight_backward, stage_layers, batch, self.handed)
         else:
-            _, layers = jax.eval_shape(stages.backward, stage_layers, part, self.saved, self.stream)
-        _, head = jax.eval_shape(stages.head_backward, weights.ends, part, head_saved)
-        self.grads = StageWeights(layers, head | jax.eval_shape(stages.embed_backward, weights.ends, part, self.stream))
+            _, layer_grads = jax.eval_shape(stages.backward, stage_layers, batch, self.saved, self.stream)
+        _, head_grads = jax.eval_shape(stages.head_backward, weights.ends, batch, head_saved)
+        self.grads = StageWeights(
+            layer_grads, head_grads | jax.eval_shape(stages.embed_backward, weights.ends, batch, self.stream)
+        )
 
     def start(self) -> TickState:
         """Returns empty buffers and zero sums."""
@@ -184,11 +186,11 @@ class TickExecutor:
     def _exchange(self, stream: Stream, channels: Sequence[MessageChannel]) -> list[Stream]:
         return [lax.ppermute(stream, AXIS, channel.pairs) if channel.offset else stream for channel in channels]
 
-    def _piece(self, layers: Tree, chunk: Array) -> Tree:
+    def _piece(self, weights: Tree, chunk: Array) -> Tree:
         """Returns the weights of one virtual stage of this device."""
         if self.num_chunks == 1:
-            return layers
-        return jax.tree.map(lambda a: part_of(a, chunk, self.num_chunks), layers)
+            return weights
+        return jax.tree.map(lambda a: part_of(a, chunk, self.num_chunks), weights)
 
     def _ends_and_inputs(self, microbatch: Array) -> tuple[dict[str, Array], Tree]:
         """Returns the weights outside the layers and a microbatch.
@@ -210,14 +212,14 @@ class TickExecutor:
             ),
         )
 
-        def run(invariants: Tree, _: Stream, stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
-            layers, inputs, x = invariants
-            y, saved_arrays = stages.forward(self._piece(layers, row.chunk), inputs, x)
+        def run(invariants: Tree, _: Stream, stash_buffer: Tree, head_buffer: Tree) -> tuple[Stream, Tree, Tree]:
+            weights, inputs, x = invariants
+            y, saved_arrays = stages.forward(self._piece(weights, row.chunk), inputs, x)
             if not self.tables.has_backward:
-                return y, stash, head
-            return y, write(stash, row.stash_slot, saved_arrays), write_if_named(head, row.head_slot, y)
+                return y, stash_buffer, head_buffer
+            return y, write(stash_buffer, row.stash_slot, saved_arrays), write_if_named(head_buffer, row.head_slot, y)
 
-        y, stash, head = at_most_once(
+        y, stash_buffer, head_buffer = at_most_once(
             row.microbatch >= 0, run, (self.weights.layers, inputs, x), zeros(self.stream), state.stash, state.head
         )
         sums = state.sums
@@ -226,35 +228,35 @@ class TickExecutor:
             sums = lax.cond(
                 row.is_last > 0, lambda total: add(total, stages.head_forward(ends, inputs, y)[0]), as_it_is, sums
             )
-        return state._replace(stash=stash, head=head, sums=sums), stages.send(y)
+        return state._replace(stash=stash_buffer, head=head_buffer, sums=sums), stages.send(y)
 
     def _backward(self, state: TickState, row: BackwardColumns) -> tuple[TickState, Stream]:
         stages, (ends, inputs) = self.stages, self._ends_and_inputs(row.microbatch)
         state, dy = self._cotangent(state, row, ends, inputs)
 
-        def operands(given: Tree) -> tuple[Tree, Tree, Tree, Stream]:
-            layers, inputs, dy, stash_slot = given
-            return self._piece(layers, row.chunk), inputs, read(state.stash, stash_slot), dy
+        def operands(args: Tree) -> tuple[Tree, Tree, Tree, Stream]:
+            weights, inputs, dy, stash_slot = args
+            return self._piece(weights, row.chunk), inputs, read(state.stash, stash_slot), dy
 
-        def whole(given: Tree, dx: Stream, grads: Tree) -> tuple[Stream, Tree]:
-            dx, new_grads = stages.backward(*operands(given))
+        def whole(args: Tree, dx: Stream, grads: Tree) -> tuple[Stream, Tree]:
+            dx, new_grads = stages.backward(*operands(args))
             return dx, self._added(grads, row.chunk, new_grads)
 
-        def split(given: Tree, dx: Stream, handed: Tree) -> tuple[Stream, Tree]:
-            dx, new_handed = stages.input_backward(*operands(given))
-            return dx, write(handed, row.handed_slot, new_handed)
+        def split(args: Tree, dx: Stream, handed_buffer: Tree) -> tuple[Stream, Tree]:
+            dx, new_handed = stages.input_backward(*operands(args))
+            return dx, write(handed_buffer, row.handed_slot, new_handed)
 
-        def embed(given: Tree, total: dict[str, Array]) -> tuple[dict[str, Array]]:
-            return (add_named(total, barrier(stages.embed_backward(*given))),)  # libtpu moves its sum out, and fails
+        def embed(args: Tree, grads: dict[str, Array]) -> tuple[dict[str, Array]]:
+            return (add_named(grads, barrier(stages.embed_backward(*args))),)  # libtpu moves its sum out, and fails
 
-        dx, layer_grads, handed = zeros(self.stream), state.grads.layers, state.handed
+        dx, layer_grads, handed_buffer = zeros(self.stream), state.grads.layers, state.handed
         is_split, invariants = row.handed_slot >= 0, (self.weights.layers, inputs, dy, row.stash_slot)
         if self.tables.has_whole:
             dx, layer_grads = at_most_once((row.microbatch >= 0) & ~is_split, whole, invariants, dx, layer_grads)
         if self.tables.has_split:
-            dx, handed = at_most_once(is_split, split, invariants, dx, handed)
+            dx, handed_buffer = at_most_once(is_split, split, invariants, dx, handed_buffer)
         (end_grads,) = at_most_once(row.is_first > 0, embed, (ends, inputs, dx), state.grads.ends)
-        return state._replace(grads=StageWeights(layer_grads, end_grads), handed=handed), stages.send_back(dx)
+        return state._replace(grads=StageWeights(layer_grads, end_grads), handed=handed_buffer), stages.send_back(dx)
 
     def _cotangent(
         self, state: TickState, row: BackwardColumns, ends: dict[str, Array], inputs: Tree
@@ -263,18 +265,16 @@ class TickExecutor:
         stages = self.stages
 
         def from_head(
-            given: Tree, _: Stream, grads: dict[str, Array], sums: Tree
+            args: Tree, _: Stream, grads: dict[str, Array], sums: Tree
         ) -> tuple[Stream, dict[str, Array], Tree]:
-            ends, inputs, slot = given
+            ends, inputs, slot = args
             new_sums, saved_arrays = stages.head_forward(ends, inputs, read(state.head, slot))
             dy, head_grads = stages.head_backward(ends, inputs, saved_arrays)
             return dy, add_named(grads, barrier(head_grads)), add(sums, new_sums)
 
         is_busy, has_dy = row.microbatch >= 0, row.dx_slot >= 0
         dy = lax.cond(  # writes to no large buffer, of which GPUs would make a copy
-            is_busy & has_dy,
-            lambda: stages.receive_back(read(state.dx, row.dx_slot)),
-            lambda: zeros(self.stream),
+            is_busy & has_dy, lambda: stages.receive_back(read(state.dx, row.dx_slot)), lambda: zeros(self.stream)
         )
         invariants = (ends, inputs, row.head_slot)
         dy, end_grads, sums = at_most_once(is_busy & ~has_dy, from_head, invariants, dy, state.grads.ends, state.sums)
@@ -285,8 +285,8 @@ class TickExecutor:
             return state
 
         def run(invariant_arrays: Tree, grads: Tree) -> tuple[Tree]:
-            layers, microbatch, handed_slot = invariant_arrays
-            operands = self._piece(layers, row.chunk), read(self.inputs, microbatch), read(state.handed, handed_slot)
+            weights, microbatch, handed_slot = invariant_arrays
+            operands = self._piece(weights, row.chunk), read(self.inputs, microbatch), read(state.handed, handed_slot)
             return (self._added(grads, row.chunk, self.stages.weight_backward(*operands)),)
 
         invariants = (self.weights.layers, row.microbatch, row.handed_slot)

@@ -147,10 +147,7 @@ _POOLED = {
     "TTFT": "t_prefill + t_transfer",
     "per_s": "min(P / t_prompt, G x B / (output x t_step))",
 }
-_SHARES = {
-    False: "t_prompt / (t_prompt + output x t_step / B)",
-    True: "P_chips / (P_chips + G_chips)",
-}
+_SHARES = {False: "t_prompt / (t_prompt + output x t_step / B)", True: "P_chips / (P_chips + G_chips)"}
 _ROOM = {
     False: "room - weights_and_KV - max(decoding, prefilling)",
     True: "room - max(weights_and_KV + decoding, prefilling)",

@@ -58,13 +58,15 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 def recipe(setting: Setting, *, template: Strategy) -> Recipe:
     """Returns the recipe for a job on all chips of a cluster; ``template`` has the state and precision."""
-    at = _Builder(setting, template)
-    far = {axis: (size, why) for axis, size, why in _far(at)}
-    strategy = _chosen(at, {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, (size, _) in far.items()})
+    builder = _Builder(setting, template)
+    inner = {axis: (size, reason) for axis, size, reason in _far(builder)}
+    strategy = _chosen(
+        builder, {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, (size, _) in inner.items()}
+    )
     refusals = legal(setting, strategy)
     is_runnable = all(refusal.rule == MEMORY_RULE for refusal in refusals)
     return Recipe(
-        steps=tuple(_said(at, strategy, far)),
+        steps=tuple(_said(builder, strategy, inner)),
         strategy=strategy,
         estimate=estimate_step(setting, strategy) if is_runnable else None,
         refusal=refusals[0] if refusals else None,
@@ -103,21 +105,22 @@ class _Builder:
 # -- the steps --------------------------------------------------------------------------------------------
 
 
-def _far(at: _Builder) -> Iterator[tuple[str, int, str]]:
+def _far(builder: _Builder) -> Iterator[tuple[str, int, str]]:
     """Yields axis, size and reason of context and tensor parallelism, if the recipe asks for them."""
-    if at.cluster.kind == "host":
+    if builder.cluster.kind == "host":
         return
-    tensor = math.gcd(at.machine, at.model.num_kv_heads)
-    has_few_seqs = at.chips > FAR_CHIPS and at.chips > at.job.batch_seqs
-    if tensor > 1 and at.params > FAR_PARAMS:
+    tensor = math.gcd(builder.machine, builder.model.num_kv_heads)
+    has_few_seqs = builder.chips > FAR_CHIPS and builder.chips > builder.job.batch_seqs
+    if tensor > 1 and builder.params > FAR_PARAMS:
         yield "tensor", tensor, f"more than {format_params(FAR_PARAMS)} parameters, over the chips of a machine"
     elif tensor > 1 and has_few_seqs:
         yield "tensor", tensor, f"more than {FAR_CHIPS:,} chips and fewer sequences, over the chips of a machine"
     else:
         tensor = 1
-    is_long, context = at.job.seq_len > FAR_TOKENS, 1
-    while at.chips % (2 * tensor * context) == 0 and (
-        (is_long and at.job.seq_len / context > LOCAL_POSITIONS) or at.chips // (tensor * context) > at.job.batch_seqs
+    is_long, context = builder.job.seq_len > FAR_TOKENS, 1
+    while builder.chips % (2 * tensor * context) == 0 and (
+        (is_long and builder.job.seq_len / context > LOCAL_POSITIONS)
+        or builder.chips // (tensor * context) > builder.job.batch_seqs
     ):
         context *= 2
     if context > 1:
@@ -151,13 +154,16 @@ def _splits(builder: _Builder, num_ways: int, tensor_size: int) -> Iterator[dict
                 yield {"fsdp": group_size, "data": num_ways // group_size}
 
 
-def _said(at: _Builder, strategy: Strategy, far_axes: Mapping[str, tuple[int, str]]) -> Iterator[RecipeStep]:
+def _said(builder: _Builder, strategy: Strategy, inner_axes: Mapping[str, tuple[int, str]]) -> Iterator[RecipeStep]:
     mesh, num_microbatches = strategy.mesh, strategy.num_microbatches
     data, fsdp, num_stages = mesh["data"], mesh["fsdp"], mesh["pipeline"]
-    params_text, job_text = format_params(DATA_PARAMS), f"{format_params(at.params)} parameters on {at.chips:,} chips"
+    params_text, job_text = (
+        format_params(DATA_PARAMS),
+        f"{format_params(builder.params)} parameters on {builder.chips:,} chips",
+    )
     yield RecipeStep(
         "data parallelism",
-        at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS and data > 1,
+        builder.chips <= DATA_CHIPS and builder.params <= DATA_PARAMS and data > 1,
         f"up to {DATA_CHIPS} chips and {params_text} parameters; here {job_text}",
     )
     yield RecipeStep("FSDP", fsdp > 1, f"beyond that: fsdp {fsdp:,}" if fsdp > 1 else "not needed")
@@ -168,14 +174,14 @@ def _said(at: _Builder, strategy: Strategy, far_axes: Mapping[str, tuple[int, st
     reason = f"activations do not fit otherwise: remat {strategy.remat}" if has_remat else "activations fit as they are"
     yield RecipeStep("checkpointing", has_remat, reason)
     reason_by_axis = {
-        "context": f"for sequences longer than {FAR_TOKENS:,}; here {at.job.seq_len:,}",
+        "context": f"for sequences longer than {FAR_TOKENS:,}; here {builder.job.seq_len:,}",
         "tensor": f"for more than {format_params(FAR_PARAMS)} parameters, or {FAR_CHIPS:,} chips and fewer sequences",
     }
     for axis, unused_reason in reason_by_axis.items():
-        size, reason = far_axes.get(axis, (1, unused_reason))
+        size, reason = inner_axes.get(axis, (1, unused_reason))
         yield RecipeStep(f"{axis} parallelism", size > 1, f"{reason}: {axis} {size}" if size > 1 else reason)
     reason = f"the fewest stages with which it fits: {num_stages}" if num_stages > 1 else "fits without"
     yield RecipeStep("pipeline", num_stages > 1, reason)
-    local_seqs = at.job.batch_seqs / (data * fsdp * num_microbatches)
+    local_seqs = builder.job.batch_seqs / (data * fsdp * num_microbatches)
     batch_text = f"{num_microbatches} x {local_seqs:g} sequence{'s' * (local_seqs != 1)}"
     yield RecipeStep("batch of a chip", True, f"as large as memory allows: {batch_text}")

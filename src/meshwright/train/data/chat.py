@@ -15,15 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.nn.hf.chat_template import (
-    BEGIN,
-    END,
-    REASONING,
-    REFUSES,
-    TEMPLATE,
-    ChatTemplates,
-    read_chat_templates,
-)
+from meshwright.nn.hf.chat_template import BEGIN, END, REASONING, REFUSES, TEMPLATE, ChatTemplates, read_chat_templates
 from meshwright.nn.hf.gguf import as_folder
 from meshwright.nn.hf.tokenizer import TOKENIZER_CONFIG
 from meshwright.train.data.text import SKIP, TextPiece
@@ -150,12 +142,18 @@ def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) ->
     """
     source_path = as_folder(path.expanduser())
     folder = source_path if source_path.is_dir() else source_path.parent
-    chats = read_chat_templates(folder)
-    if chats and loss_on == "assistant" and not re.search(r"\{%-?\s*generation\s*-?%\}", chats.sources["default"]):
+    templates = read_chat_templates(folder)
+    if (
+        templates
+        and loss_on == "assistant"
+        and not re.search(r"\{%-?\s*generation\s*-?%\}", templates.sources["default"])
+    ):
         raise InputError(
             f"the chat template of {folder} does not mark what the assistant says, as train.loss_on=assistant needs. "
             "Put {% generation %} and {% endgeneration %} around that, or leave the setting out."
         )
-    identity_text = json.dumps([given.identity, *((chats.sources, chats.special) if chats else ()), loss_on])
+    identity_text = json.dumps(
+        [given.identity, *((templates.sources, templates.special) if templates else ()), loss_on]
+    )
     digest = hashlib.sha256(identity_text.encode()).hexdigest()
-    return ChatTokenizer(given.tokenizer, given.end_id, chats, loss_on, folder, digest)
+    return ChatTokenizer(given.tokenizer, given.end_id, templates, loss_on, folder, digest)
