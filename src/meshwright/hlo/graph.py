@@ -135,8 +135,8 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Compu
         choices = [name for name in names if name in fed_names] or names
         position_of[key] = index_of[next((name for name in choices if role_of[name].kind == kind_of[key]), choices[0])]
     ordered_keys = sorted(names_of, key=lambda key: position_of[key])
-    ordered_edges = {(a, b) for a, b in edges if a not in hidden_keys_of[b] and b not in hidden_keys_of[a]}
-    forward_edges = {(a, b) for a, b in ordered_edges if position_of[a] < position_of[b]}
+    ordered_edges = {(u, v) for u, v in edges if u not in hidden_keys_of[v] and v not in hidden_keys_of[u]}
+    forward_edges = {(u, v) for u, v in ordered_edges if position_of[u] < position_of[v]}
     nodes = [Node(key, text_of[key], kind_of[key], len(names_of[key])) for key in ordered_keys]
     return ComputationGraph(
         computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward_edges, ordered_keys)
@@ -168,33 +168,33 @@ def _node(name: str, role: _Role | None, block: str | None, *, labelled: bool) -
     return ("", "") if role.kind == "other" or (block and labelled) else (role.chain or name, role.text)
 
 
-def _role(module: Module, one: Instruction) -> _Role:
-    inners = module.inside(one) if one.opcode == "fusion" or one.opcode.endswith("-start") else ()
-    collective = next((i for i in (one, *inners) if i.opcode.removesuffix("-start") in KINDS), None)
-    is_end = any(end in i.target for i in inners for end in _ENDS)
+def _role(module: Module, op: Instruction) -> _Role:
+    inner_ops = module.inside(op) if op.opcode == "fusion" or op.opcode.endswith("-start") else ()
+    collective = next((i for i in (op, *inner_ops) if i.opcode.removesuffix("-start") in KINDS), None)
+    is_end = any(end in i.target for i in inner_ops for end in _ENDS)
     chain = collective.async_key if collective and is_end else ""
-    hidden_ops = [i for i in inners if i.async_key] if one.opcode == "fusion" and not chain else []
-    near_keys = frozenset(i.async_key for i in hidden_ops) | frozenset(str(i.label) for i in hidden_ops if i.label)
-    has_product = any(is_product(i) for i in (module.fused(one) if one.opcode == "fusion" else (one,)))
-    if collective is not None and (collective is one or chain or not has_product):
+    hidden_ops = [i for i in inner_ops if i.async_key] if op.opcode == "fusion" and not chain else []
+    op_keys = frozenset(i.async_key for i in hidden_ops) | frozenset(str(i.label) for i in hidden_ops if i.label)
+    has_product = any(is_product(i) for i in (module.fused(op) if op.opcode == "fusion" else (op,)))
+    if collective is not None and (collective is op or chain or not has_product):
         kind: NodeKind = "collective"
-        op = collective.opcode.removesuffix("-start").replace("-", "_")
-        if any(called.startswith("all-reduce-scatter") for _, called in one.called):
-            op = "reduce_scatter"
+        name = collective.opcode.removesuffix("-start").replace("-", "_")
+        if any(called.startswith("all-reduce-scatter") for _, called in op.called):
+            name = "reduce_scatter"
     else:
-        collective, kind = None, _kind(one, has_product)
-        op = kind if kind in ("matmul", "attention", "loop") else one.opcode.removesuffix("-start").replace("-", "_")
-    shapes = (collective or one).shapes or parse_shapes("f32[]")
+        collective, kind = None, _kind(op, has_product)
+        name = kind if kind in ("matmul", "attention", "loop") else op.opcode.removesuffix("-start").replace("-", "_")
+    shapes = (collective or op).shapes or parse_shapes("f32[]")
     # A fusion that overlaps with a collective lists its own result first, then the collective's buffers.
-    shown_shape = shapes[0] if near_keys else max(shapes, key=lambda shape: shape.num_bytes)
-    return _Role(kind, f"{op} {shown_shape}", collective.label if collective and chain else one.label, chain, near_keys)
+    shown_shape = shapes[0] if op_keys else max(shapes, key=lambda shape: shape.num_bytes)
+    return _Role(kind, f"{name} {shown_shape}", collective.label if collective and chain else op.label, chain, op_keys)
 
 
-def _kind(one: Instruction, multiplies: bool) -> NodeKind:
-    target, label = one.target, one.label
-    if one.opcode == "send" and "megascale" in one.attributes:
+def _kind(op: Instruction, multiplies: bool) -> NodeKind:
+    target, label = op.target, op.label
+    if op.opcode == "send" and "megascale" in op.attributes:
         return "collective"
-    if _ATTENTION.search(label.op if label else target) or (target and _ATTENTION.search(one.op_name)):
+    if _ATTENTION.search(label.op if label else target) or (target and _ATTENTION.search(op.op_name)):
         return "attention"
     if target in _QUIET_CALLS:
         return "other"
@@ -203,18 +203,18 @@ def _kind(one: Instruction, multiplies: bool) -> NodeKind:
     if label and label.op in COLLECTIVES:
         # it extracts one array from a combined collective
         return "collective"
-    return "loop" if one.opcode == "while" and not label else "other"
+    return "loop" if op.opcode == "while" and not label else "other"
 
 
 def _reduced(edges: set[tuple[str, str]], ordered_keys: list[str]) -> tuple[tuple[str, str], ...]:
     """Removes edges that longer paths imply (transitive reduction)."""
     followers: dict[str, list[str]] = {key: [] for key in ordered_keys}
-    for a, b in edges:
-        followers[a].append(b)
+    for u, v in edges:
+        followers[u].append(v)
 
     reached_from: dict[str, frozenset[str]] = {}
     for key in reversed(ordered_keys):
         reached_from[key] = frozenset(followers[key]).union(*(reached_from[follower] for follower in followers[key]))
     position_of = {key: index for index, key in enumerate(ordered_keys)}
-    direct_edges = [(a, b) for a, b in edges if not any(b in reached_from[c] for c in followers[a] if c != b)]
+    direct_edges = [(u, v) for u, v in edges if not any(v in reached_from[w] for w in followers[u] if w != v)]
     return tuple(sorted(direct_edges, key=lambda edge: (position_of[edge[0]], position_of[edge[1]])))

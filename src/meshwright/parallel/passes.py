@@ -173,11 +173,11 @@ class SegmentLoop(LayerLoop):
             (entry_stream,) = self.blocks[self.span.pattern[0]].moved((stream,), jax.memory.Space.Host)
             return lax.scan(lambda x, n: (self.iteration(weights(n), x)[0], None), stream, numbers)[0], entry_stream
 
-        entries_by_part = []
-        for part_numbers in self._cut():
-            stream, entries = lax.scan(segment, stream, part_numbers)
-            entries_by_part.append(entries)
-        return stream, entries_by_part
+        entries_by_group = []
+        for group_numbers in self._cut():
+            stream, entries = lax.scan(segment, stream, group_numbers)
+            entries_by_group.append(entries)
+        return stream, entries_by_group
 
     def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
         def segment(carry: Carry, numbers_and_entry: Tree) -> tuple[Carry, Tree]:
@@ -185,11 +185,11 @@ class SegmentLoop(LayerLoop):
             (stream,) = self.blocks[self.span.pattern[0]].moved((entry_stream,), jax.memory.Space.Device)
             return self.segment_back(numbers, stream, weights, carry, earlier)
 
-        part_operands = list[Tree]()
-        for part_inputs in reversed(list(zip(self._cut(), saved, strict=True))):
-            carry, operands = lax.scan(segment, carry, part_inputs, reverse=True)
-            part_operands.insert(0, jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), operands))
-        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *part_operands)
+        group_operands = list[Tree]()
+        for group_inputs in reversed(list(zip(self._cut(), saved, strict=True))):
+            carry, operands = lax.scan(segment, carry, group_inputs, reverse=True)
+            group_operands.insert(0, jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), operands))
+        return carry, jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *group_operands)
 
     def segment_back(
         self, numbers: Array, stream: Array, weights: LayerWeights, carry: Carry, earlier: LayerWeights
@@ -206,8 +206,8 @@ class SegmentLoop(LayerLoop):
         """Returns numbers of whole segments, [segments, iterations], and of a shorter last one for the remainder."""
         num_iterations = self.span.iterations(self.layers)
         num_whole = self.span.repeats // num_iterations * num_iterations
-        number_parts = self.numbers[:num_whole].reshape(-1, num_iterations), self.numbers[num_whole:].reshape(1, -1)
-        return [part for part in number_parts if part.size]
+        number_groups = self.numbers[:num_whole].reshape(-1, num_iterations), self.numbers[num_whole:].reshape(1, -1)
+        return [group for group in number_groups if group.size]
 
 
 class RerunLoop(SegmentLoop):
@@ -237,7 +237,7 @@ class RerunLoop(SegmentLoop):
             iteration_number = after(numbers[index], [carry[0].stream])
             carry, operands = self.carried_back(iteration_number, weights, saved_functions, carry, earlier)
             iteration_operands.insert(0, operands)
-        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *iteration_operands)
+        return carry, jax.tree.map(lambda *arrays: jnp.stack(arrays), *iteration_operands)
 
 
 class AheadLoop(LayerLoop):
@@ -245,35 +245,35 @@ class AheadLoop(LayerLoop):
 
     def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Tree]:
         def iteration(carry: Tree, number: Array) -> tuple[Tree, Tree]:
-            stream, ready = carry
-            next_ready = self.gather(weights(number + 1))
-            stream, activations = self.iteration(weights(number), stream, ready)
-            return (stream, next_ready), activations
+            stream, gathered = carry
+            next_gathered = self.gather(weights(number + 1))
+            stream, activations = self.iteration(weights(number), stream, gathered)
+            return (stream, next_gathered), activations
 
-        (stream, ready), saved_stacks = lax.scan(iteration, (stream, self.gather(weights(0))), self.numbers[:-1])
-        stream, last_saved = self.iteration(weights(self.span.repeats - 1), stream, ready)
-        return stream, (saved_stacks, last_saved, ready)
+        (stream, gathered), saved_stacks = lax.scan(iteration, (stream, self.gather(weights(0))), self.numbers[:-1])
+        stream, last_saved = self.iteration(weights(self.span.repeats - 1), stream, gathered)
+        return stream, (saved_stacks, last_saved, gathered)
 
     def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
-        def back(carry_and_ready: Tree, index_and_saved: Tree) -> tuple[Tree, Tree]:
-            carry, ready = carry_and_ready
+        def back(carry_and_gathered: Tree, index_and_saved: Tree) -> tuple[Tree, Tree]:
+            carry, gathered = carry_and_gathered
             index, iteration_saved = index_and_saved
-            next_ready = self.gather(weights(index - 1))
-            carry, operands = self.carried_back(index, weights, iteration_saved, carry, earlier, ready)
-            return (carry, next_ready), operands
+            next_gathered = self.gather(weights(index - 1))
+            carry, operands = self.carried_back(index, weights, iteration_saved, carry, earlier, gathered)
+            return (carry, next_gathered), operands
 
-        (saved_before, last_saved, ready), num_iterations = saved, self.span.repeats
-        next_ready = self.gather(weights(num_iterations - 2)) if num_iterations > 1 else ready
-        carry, last_operands = self.carried_back(num_iterations - 1, weights, last_saved, carry, earlier, ready)
+        (earlier_saved, last_saved, gathered), num_iterations = saved, self.span.repeats
+        next_gathered = self.gather(weights(num_iterations - 2)) if num_iterations > 1 else gathered
+        carry, last_operands = self.carried_back(num_iterations - 1, weights, last_saved, carry, earlier, gathered)
         operands = [_at(last_operands, None)]
         if num_iterations > 2:
-            middle_inputs = self.numbers[1:-1], _at(saved_before, slice(1, None))
-            (carry, next_ready), middle_operands = lax.scan(back, (carry, next_ready), middle_inputs, reverse=True)
-            operands = [middle_operands, *operands]
+            mid_inputs = self.numbers[1:-1], _at(earlier_saved, slice(1, None))
+            (carry, next_gathered), mid_operands = lax.scan(back, (carry, next_gathered), mid_inputs, reverse=True)
+            operands = [mid_operands, *operands]
         if num_iterations > 1:
-            carry, first_operands = self.carried_back(0, weights, _at(saved_before, 0), carry, earlier, next_ready)
+            carry, first_operands = self.carried_back(0, weights, _at(earlier_saved, 0), carry, earlier, next_gathered)
             operands = [_at(first_operands, None), *operands]
-        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *operands)
+        return carry, jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *operands)
 
 
 def _at(tree: Tree, index: int | slice | None) -> Tree:

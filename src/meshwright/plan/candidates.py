@@ -123,12 +123,7 @@ def _legal_somewhere(space: Space, rows: Candidates, num_chips: int | None) -> n
 
 
 def legal_in(
-    space: Space,
-    pattern: Pattern,
-    found: Candidates,
-    *,
-    num_chips: int | None = None,
-    chunks: Any = 1,
+    space: Space, pattern: Pattern, found: Candidates, *, num_chips: int | None = None, chunks: Any = 1
 ) -> np.ndarray:
     """True where the sizes divide in a pattern, and the pattern differs there from earlier ones.
 

@@ -329,16 +329,19 @@ def _remedy(setting: Setting, strategy: Strategy) -> str:
 
     Of several such changes it is the one with the fewest microbatches.
     """
-    old_num = strategy.num_microbatches
+    old_count = strategy.num_microbatches
     fixes: list[tuple[int, int, float, str | tuple[str, ...]]] = []
     for policies in ((strategy.remat, *USUAL_POLICIES), RERUN_POLICIES) if setting.job.trains else ():
         # those that run layers again and again only if no other fits
         for remat in dict.fromkeys(policies) if not fixes else ():
-            need_of = microbatches_that_fit(setting, msgspec.structs.replace(strategy, remat=remat))
-            fixes += [((remat != strategy.remat) + (num != old_num), num, need, remat) for num, need in need_of.items()]
+            bytes_by_count = microbatches_that_fit(setting, msgspec.structs.replace(strategy, remat=remat))
+            fixes += [
+                ((remat != strategy.remat) + (count != old_count), count, num_bytes, remat)
+                for count, num_bytes in bytes_by_count.items()
+            ]
     if not fixes:
         advice = "None of the remat policies tried, with any number of microbatches, makes it fit: use "
         return f"{advice if setting.job.trains else 'Use '}more chips, or larger fsdp and tensor axes."
-    _, num, need, remat = min(fixes, key=lambda fix: fix[:2])
-    changes = [f"remat={remat}"] * (remat != strategy.remat) + [f"num_microbatches={num}"] * (num != old_num)
-    return f"Use {' with '.join(changes)} ({format_bytes(need)})."
+    _, count, num_bytes, remat = min(fixes, key=lambda fix: fix[:2])
+    changes = [f"remat={remat}"] * (remat != strategy.remat) + [f"num_microbatches={count}"] * (count != old_count)
+    return f"Use {' with '.join(changes)} ({format_bytes(num_bytes)})."

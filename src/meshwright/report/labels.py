@@ -116,15 +116,15 @@ def _pixels(x: str, y: str) -> Facts:
     return {"x": alt.X(f"{x}:Q", scale=None), "y": alt.Y(f"{y}:Q", scale=None)}
 
 
-def _around(dot: tuple[float, float], text: str, font: int, beside: Sequence[float], rings: int) -> list[Area]:
-    """Returns places beside a point: right and left of it, then above and below in rings, or from ``beside`` on."""
+def _around(dot: tuple[float, float], text: str, font: int, edges_x: Sequence[float], num_rings: int) -> list[Area]:
+    """Returns places beside a point: right and left of it, then above and below in rings, or from ``edges_x`` on."""
     x, y = dot
     width, half_height = text_px(text, font), LINE * font / 2
     positions = [(x + GAP_PX, y), (x - GAP_PX - width, y)]
-    for ring in range(rings):
+    for ring in range(num_rings):
         distance = GAP_PX + ring * 2 * half_height
         starts_x = [x + 0.6 * GAP_PX, x - 0.6 * GAP_PX - width]
-        starts_x += [*(x - width * share for share in SHIFTS), *beside] if ring else []
+        starts_x += [*(x - width * share for share in SHIFTS), *edges_x] if ring else []
         positions += [(start, y + side * distance) for start in starts_x for side in (-1, 1)]
     return [Area(x_left + width / 2, y_middle, width / 2, half_height) for x_left, y_middle in positions]
 

@@ -100,10 +100,10 @@ def count_products(program: str) -> ProductCount:
             for role, callee in instruction.called:
                 if role == "condition" or callee not in module.computations or runs_further_rounds(module, instruction):
                     continue
-                sub_sums = products(callee)
-                loops = bool(sub_sums) and instruction.opcode == "while" and not runs_at_most_once(module, instruction)
-                num_trips = trip_count(module, instruction) if loops else 1
-                for (label, is_dynamic), flops in sub_sums.items():
+                sums = products(callee)
+                is_loop = bool(sums) and instruction.opcode == "while" and not runs_at_most_once(module, instruction)
+                num_trips = trip_count(module, instruction) if is_loop else 1
+                for (label, is_dynamic), flops in sums.items():
                     # A function shared by several steps has no label and takes its caller's.
                     flop_sums[label or instruction.label, is_dynamic or num_trips is None] += (num_trips or 1) * flops
         return flop_sums
@@ -111,5 +111,5 @@ def count_products(program: str) -> ProductCount:
     flops_by_label: dict[_Label, float] = defaultdict(float)
     for (label, _), num_flops in products(module.entry).items():
         flops_by_label[label] += num_flops
-    data_labels = frozenset(label for label, is_dynamic in products(module.entry) if is_dynamic and _multiplies(label))
-    return ProductCount(flops=dict(flops_by_label), by_data=data_labels)
+    loop_labels = frozenset(label for label, is_dynamic in products(module.entry) if is_dynamic and _multiplies(label))
+    return ProductCount(flops=dict(flops_by_label), by_data=loop_labels)

@@ -182,32 +182,32 @@ def _peak_kb(pid: int) -> int:
     return int(match[1]) if match else 0
 
 
-def _outcome(folder: Path, ended: str, status: int, log: str, costs: dict[str, Any], *, on_cpu: bool) -> CompileOutcome:
+def _outcome(folder: Path, ending: str, code: int, log: str, costs: dict[str, Any], *, on_cpu: bool) -> CompileOutcome:
     memory, error_fields = _read(folder / MEMORY, Memory), _read(folder / ERROR, dict)
-    path_by_end = None if on_cpu else dump_files(folder / DUMP)
+    dumps = None if on_cpu else dump_files(folder / DUMP)
     is_lowered, program = (folder / LOWERED).is_file(), read_program(folder / DUMP)
     # The partitioner reports that it replicated an array to reshard it.
     remarks = tuple(line.strip() for line in log.splitlines() if "nvoluntary full rematerialization" in line)
     options = _read(folder / OPTIONS, GivenOptions) or GivenOptions()
-    outcome = partial(CompileOutcome, lowered=is_lowered, remarks=remarks, program=program, compiler=options, **costs)
-    if path_by_end is not None:
-        assigned_memory, hlo = read_memory(path_by_end[BUFFERS_END].read_text()), path_by_end[MODULE_END].read_text()
-        if memory is not None and ended == "exit":
+    make = partial(CompileOutcome, lowered=is_lowered, remarks=remarks, program=program, compiler=options, **costs)
+    if dumps is not None:
+        assigned_memory, hlo = read_memory(dumps[BUFFERS_END].read_text()), dumps[MODULE_END].read_text()
+        if memory is not None and ending == "exit":
             # the compiler's own summary counts aliased buffers twice, the dumped assignment does not
-            return outcome(ended="done", memory=msgspec.structs.replace(assigned_memory, peak=memory.peak), hlo=hlo)
+            return make(ended="done", memory=msgspec.structs.replace(assigned_memory, peak=memory.peak), hlo=hlo)
         message = error_fields["message"] if error_fields else ""
         oom_text = message if "RESOURCE_EXHAUSTED" in message else ""
-        if oom_text or (ended == "stopped" and not error_fields):
-            return outcome(ended="stopped", memory=assigned_memory, out_of_memory=oom_text, hlo=hlo)
+        if oom_text or (ending == "stopped" and not error_fields):
+            return make(ended="stopped", memory=assigned_memory, out_of_memory=oom_text, hlo=hlo)
     if error_fields is not None:
         message_lines = error_fields["message"].strip().splitlines() or ["no message"]
-        return outcome(ended="error", message=message_lines[0])
-    if ended == "timeout":
-        return outcome(ended="timeout", message=f"stopped after {costs['wall_s']:.0f} s")
-    if status != 0:
-        return outcome(ended="crash", message=_last_words(status, log))
+        return make(ended="error", message=message_lines[0])
+    if ending == "timeout":
+        return make(ended="timeout", message=f"stopped after {costs['wall_s']:.0f} s")
+    if code != 0:
+        return make(ended="crash", message=_last_words(code, log))
     hlo = (folder / MODULE).read_text() if (folder / MODULE).is_file() else ""
-    return outcome(ended="done", memory=memory, hlo=hlo)
+    return make(ended="done", memory=memory, hlo=hlo)
 
 
 def _read(path: Path, kind: type[Kind]) -> Kind | None:

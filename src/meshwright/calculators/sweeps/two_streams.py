@@ -42,12 +42,7 @@ WAYS: tuple[DataParallelism, ...] = (
 
 
 def two_streams(
-    setting: Setting,
-    way: DataParallelism,
-    *,
-    layers: int = 3,
-    remat: str = "none",
-    bucket_bytes: float = BUCKET_BYTES,
+    setting: Setting, way: DataParallelism, *, layers: int = 3, remat: str = "none", bucket_bytes: float = BUCKET_BYTES
 ) -> LaneSlices:
     """Returns both lanes of forward, backward and optimizer of ``layers`` layers, one microbatch, data parallel.
 

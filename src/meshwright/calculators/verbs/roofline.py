@@ -14,14 +14,7 @@ from meshwright.cli.output import format_flop_count, four_digits, three_digits
 from meshwright.cli.verb import Count, DimSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
-from meshwright.cost.formulas.roofline import (
-    Channel,
-    Roofline,
-    critical_batch,
-    critical_size,
-    dtype_bytes,
-    vector_peak,
-)
+from meshwright.cost.formulas.roofline import Channel, Roofline, critical_batch, critical_size, dtype_bytes, vector_peak
 from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.chip import Chip, chip
 
@@ -116,24 +109,27 @@ def _critical(op: LocalOp, chip: Chip, roof: Roofline, sizes: dict[str, int]) ->
     return {"critical_dim": dim, "critical_batch": exact_batch, "critical_batch_wide": wide_batch}
 
 
-def _text(product: str, chip: Chip, r: Facts) -> Iterator[Piece]:
-    dim, exact_batch, wide_batch = r["critical_dim"], r["critical_batch"], r["critical_batch_wide"]
+def _text(product: str, chip: Chip, facts: Facts) -> Iterator[Piece]:
+    dim, exact_batch, wide_batch = facts["critical_dim"], facts["critical_batch"], facts["critical_batch_wide"]
     rows = [
-        ["compute", format_flop_count(r["flops"]), format_flops(r["peak_flops"]), format_seconds(r["math_s"])],
-        [r["channel"], format_bytes(r["bytes"]), format_rate(r["bytes_per_s"]),
-         format_seconds(r["transfer_s"])],
+        ["compute", format_flop_count(facts["flops"]), format_flops(facts["peak_flops"]),
+         format_seconds(facts["math_s"])],
+        [facts["channel"], format_bytes(facts["bytes"]), format_rate(facts["bytes_per_s"]),
+         format_seconds(facts["transfer_s"])],
     ]  # fmt: skip
-    yield Table(["", "amount", f"{chip.name} rate", "time"], rows, f"{product} on {chip.name} in {r['compute_dtype']}")
-    if r["padding"] > 1:
+    yield Table(
+        ["", "amount", f"{chip.name} rate", "time"], rows, f"{product} on {chip.name} in {facts['compute_dtype']}"
+    )
+    if facts["padding"] > 1:
         tiles_text = f"whole tiles of {chip.mxu_dim} x {chip.mxu_dim}, rows by 8"
-        yield Fact("padded compute", f"{r['padding']:.3g} times the FLOPs, in the time: {tiles_text}", column=16)
-    if r["units"] == "vector":
+        yield Fact("padded compute", f"{facts['padding']:.3g} times the FLOPs, in the time: {tiles_text}", column=16)
+    if facts["units"] == "vector":
         units = "vector units" if vector_peak(chip) else "vector units, whose rate is not known: compute takes longer"
-        yield Fact("computed by", f"{units}; FLOPs an element: {', '.join(r['steps'])}", column=16)
-    intensity_text, critical_text = four_digits(r["intensity"]), four_digits(r["critical_intensity"])
-    lower_text, upper_text = format_seconds(r["time_s_lower"]), format_seconds(r["time_s_upper"])
+        yield Fact("computed by", f"{units}; FLOPs an element: {', '.join(facts['steps'])}", column=16)
+    intensity_text, critical_text = four_digits(facts["intensity"]), four_digits(facts["critical_intensity"])
+    lower_text, upper_text = format_seconds(facts["time_s_lower"]), format_seconds(facts["time_s_upper"])
     yield Fact("intensity", f"{intensity_text} FLOPs/byte (critical {critical_text})", column=16)
-    yield Fact("bound by", r["bound_by"], column=16)
+    yield Fact("bound by", facts["bound_by"], column=16)
     yield Fact("time", f"{lower_text} with perfect overlap, {upper_text} with none", column=16)
     if dim is not None:
         wide_text = "" if wide_batch is None else f"; {wide_batch:,.1f} by the weight's alone"
@@ -141,8 +137,10 @@ def _text(product: str, chip: Chip, r: Facts) -> Iterator[Piece]:
         if exact_batch == float("inf"):
             reach_text = f"never, whatever {dim} (every byte counted)"
         yield Fact("compute-bound", reach_text, column=16)
-    if r["tile_expansion"]:
-        padded_text = ", ".join(f"{name} {three_digits(expansion)}" for name, expansion in r["tile_expansion"].items())
+    if facts["tile_expansion"]:
+        padded_text = ", ".join(
+            f"{name} {three_digits(expansion)}" for name, expansion in facts["tile_expansion"].items()
+        )
         tile_text = ",".join(map(str, TPU_TILE))
         yield Fact("padded memory", f"{padded_text} times what the elements need, in tiles of ({tile_text})", column=16)
 

@@ -158,11 +158,11 @@ def _figure(loop: TiledLoop, chip: Chip, title: str) -> Any:
 
 def _frame(loop: TiledLoop, row: Facts) -> StreamFrame:
     step_index, arrays = row["step"] - 1, (*loop.operands, *loop.results)
-    written_at = [loop.titles(loop.results, past_step, moving=True) for past_step in range(-1, step_index)]
+    written = [loop.titles(loop.results, past_step, moving=True) for past_step in range(-1, step_index)]
     in_use, titles = loop.titles(loop.operands, step_index), loop.titles(arrays, step_index)
     arriving = [name for name in loop.titles(loop.operands, step_index + 1, moving=True) if name not in in_use]
     sum_names = [*loop.titles(loop.results, step_index), *(name for name in loop.sums if name not in loop.moves)]
-    titles_in = {"in use": in_use, "arriving": arriving, "leaving": written_at[-1], "in HBM": chain(*written_at[:-1])}
+    titles_in = {"in use": in_use, "arriving": arriving, "leaving": written[-1], "in HBM": chain(*written[:-1])}
     state_of = {name: state for state, names in titles_in.items() for name in names}
     tile_of = {name: (title, state_of.get(title, SUM)) for name, title in zip(loop.moves, titles, strict=True)}
 
@@ -176,6 +176,6 @@ def _frame(loop: TiledLoop, row: Facts) -> StreamFrame:
         title=f"step {row['step']:,} of {loop.num_steps:,}",
         note=f"{moved_text}, {flops_text}, {end_text}: {row['bound_by']}",
         hbm={array.name: grid(array) for array in arrays},
-        vmem=[(name, state_of.get(name, SUM)) for name in (*in_use, *arriving, *sum_names, *written_at[-1])],
+        vmem=[(name, state_of.get(name, SUM)) for name in (*in_use, *arriving, *sum_names, *written[-1])],
         products=[[tile_of.get(name, (name, "in registers alone")) for name in product] for product in loop.products],
     )

@@ -173,7 +173,7 @@ def _matmul_text(part: results.MatmulPart) -> Iterator[Piece]:
 
 
 def _contents_text(part: results.ContentsPart) -> Iterator[Piece]:
-    normal_s_by_type = {p.dtype: p.seconds.median_s for p in part.products if p.contents == "normal"}
+    normal_s_by_type = {row.dtype: row.seconds.median_s for row in part.products if row.contents == "normal"}
 
     def speed_up(product: Any) -> float | None:
         return normal_s_by_type[product.dtype] / product.seconds.median_s if product.dtype in normal_s_by_type else None

@@ -11,13 +11,7 @@ from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.arrays import largest
-from meshwright.cost.memory.copies import (
-    is_weight,
-    role_of,
-    training_scratch_bytes,
-    trains_in,
-    widening,
-)
+from meshwright.cost.memory.copies import is_weight, role_of, training_scratch_bytes, trains_in, widening
 from meshwright.cost.memory.generation import moves, scratch_bytes, widened_results
 
 

@@ -68,8 +68,11 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     num_passes = 3 if job.trains else 1
     score_flops = 2 * num_passes * job.tokens_per_step * num_keys * model.num_heads * head_widths
     if not job.trains:
-        head = model.d_model * model.vocab_size
-        return 2.0 * ((num_matmul_params(model) - head) * job.tokens_per_step + head * job.batch_seqs) + score_flops
+        unembed_params = model.d_model * model.vocab_size
+        return (
+            2.0 * ((num_matmul_params(model) - unembed_params) * job.tokens_per_step + unembed_params * job.batch_seqs)
+            + score_flops
+        )
     train_flops = token_flops(model) * job.tokens_per_step + score_flops
     return train_flops + _encoder_flops(model, job, head_widths) if model.encoder else train_flops
 

@@ -68,13 +68,7 @@ class KeyRing(Ring):
         return replace(call, q_idx=positions, kv_idx=positions)
 
 
-def ring_attention(
-    call: AttentionCall,
-    ring: KeyRing,
-    q: HeadQueries,
-    k: HeadKeys,
-    v: KeyValues,
-) -> AttentionResult:
+def ring_attention(call: AttentionCall, ring: KeyRing, q: HeadQueries, k: HeadKeys, v: KeyValues) -> AttentionResult:
     """Returns the result and log-sum-exp of this rank's queries on the keys of all ranks.
 
     Runs inside `shard_map`: rank r has the r-th of the n equal parts of queries, keys and values, as they are sharded
@@ -97,12 +91,7 @@ def ring_attention(
 
 
 def ring_attention_backward(
-    call: AttentionCall,
-    ring: KeyRing,
-    given: BackwardInputs,
-    q: HeadQueries,
-    k: HeadKeys,
-    v: KeyValues,
+    call: AttentionCall, ring: KeyRing, given: BackwardInputs, q: HeadQueries, k: HeadKeys, v: KeyValues
 ) -> tuple[Array, ...]:
     """Returns (dq, dk, dv) of this rank's queries, keys and values; of its queries alone, with sinks dsinks, and the
     cotangents of what the score rule learns."""
@@ -160,9 +149,9 @@ def _collected(
 
 
 def _on_passing(
-    call: AttentionCall, ring: KeyRing, step: Array, q: Array, part: Callable[[AttentionCall, int, int], _Carry]
+    call: AttentionCall, ring: KeyRing, step: Array, q: Array, run: Callable[[AttentionCall, int, int], _Carry]
 ) -> _Carry:
-    """Returns ``part(call, first query, end of keys)`` for the visible pairs of queries here and another rank's keys.
+    """Returns ``run(call, first query, end of keys)`` for the visible pairs of queries here and another rank's keys.
 
     Under a causal mask alone the ranks decide. The block comes from an earlier rank or, once round the ring, from
     a later one. In order: everything or nothing is seen. In zigzag: both chunks here see an earlier rank's first
@@ -178,11 +167,11 @@ def _on_passing(
         passing_call = replace(call, sinks=None, q_idx=q_positions, kv_idx=kv_positions)
         coarse_blocks = passing_call.blocks(batch, heads, *[-(-length // COARSE_BLOCKS)] * 2)
         sees_any = jnp.any(jnp.asarray(coarse_blocks.kinds) != NOTHING)
-        return lax.cond(sees_any, lambda: part(passing_call, 0, length), lambda: part(passing_call, length, 0))
+        return lax.cond(sees_any, lambda: run(passing_call, 0, length), lambda: run(passing_call, length, 0))
     unmasked_call = replace(call, sinks=None, q_idx=None, kv_idx=None, mask=None)
     half_len = length // 2
     early_cut, late_cut = ((0, half_len), (half_len, length)) if ring.order.zigzag_ranks else ((0, length), (length, 0))
-    return lax.cond(ring.rank >= step, lambda: part(unmasked_call, *early_cut), lambda: part(unmasked_call, *late_cut))
+    return lax.cond(ring.rank >= step, lambda: run(unmasked_call, *early_cut), lambda: run(unmasked_call, *late_cut))
 
 
 def _passing(call: AttentionCall, ring: KeyRing, step: Array, q: Array, keys: Pair) -> Pair:
@@ -200,7 +189,7 @@ def _passing(call: AttentionCall, ring: KeyRing, step: Array, q: Array, keys: Pa
 
 
 def _passing_back(
-    call: AttentionCall, ring: KeyRing, given: BackwardInputs, q: Array, step: Array, keys: Pair
+    call: AttentionCall, ring: KeyRing, inputs: BackwardInputs, q: Array, step: Array, keys: Pair
 ) -> tuple[list[Array], Pair]:
     """Returns dq in float32 and the cotangents of what is learned, and (dk, dv), of the queries on another rank's
     block."""
@@ -211,7 +200,7 @@ def _passing_back(
             learned_arrays = call.score.arrays if call.learns and call.score else ()
             zero_grads = [jnp.zeros(q.shape, jnp.float32), *(jnp.zeros_like(x) for x in learned_arrays)]
             return zero_grads, (jnp.zeros_like(k), jnp.zeros_like(v))
-        dout, o, lse = (x[:, first_query:] for x in given)
+        dout, o, lse = (x[:, first_query:] for x in inputs)
         dq, *more_grads = attention_backward(call, (dout, o, lse), q[:, first_query:], k[:, :num_keys], v[:, :num_keys])
         padding = ((0, 0), (0, k.shape[1] - num_keys), (0, 0), (0, 0))
         dk, dv = (jnp.pad(x, padding) for x in more_grads[:2])

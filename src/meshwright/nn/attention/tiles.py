@@ -317,7 +317,7 @@ def tile_rule(
     first_head: Array | int = 0,
 ) -> TileRule:
     """Returns a rule for queries and keys of these indices; its heads are ``first_head`` and the next ones."""
-    head_places = jnp.arange(batch, dtype=jnp.int32), first_head + jnp.arange(heads, dtype=jnp.int32)
+    batch_heads = jnp.arange(batch, dtype=jnp.int32), first_head + jnp.arange(heads, dtype=jnp.int32)
     values_by_side: dict[str, list[Array]] = {"": [], "q": [], "k": []}
     all_tables: list[Array] = []
     functions: list[Callable[..., Array] | None] = [None, None]
@@ -325,24 +325,24 @@ def tile_rule(
         if mod is None:
             continue
         rule_part = _Part(mod, has_score=mod_index == 1)
-        first_by_side = {side: len(values) for side, values in values_by_side.items()}
+        num_by_side = {side: len(values) for side, values in values_by_side.items()}
         arrays = [jnp.asarray(x) for x in mod.arrays]
-        for side, value in zip(rule_part.sides, rule_part.before(arrays, q_idx, kv_idx, head_places), strict=True):
+        for side, value in zip(rule_part.sides, rule_part.before(arrays, q_idx, kv_idx, batch_heads), strict=True):
             values_by_side[side].append(value)
-        functions[mod_index] = _function(rule_part, first_by_side, len(all_tables))
+        functions[mod_index] = _function(rule_part, num_by_side, len(all_tables))
         all_tables += [arrays[table_index] for table_index in rule_part.tables]
     head_values, rows, columns = (tuple(values) for values in values_by_side.values())
     return TileRule(head_values, rows, columns, functions[0], functions[1], tuple(all_tables))
 
 
-def _function(part: _Part, first_of: dict[str, int], first_table: int) -> Callable[..., Array]:
+def _function(rule_part: _Part, start_of: dict[str, int], first_table: int) -> Callable[..., Array]:
     """Returns a function of a tile that has the values of other functions too."""
 
     def function(*args: Any) -> Array:
         *score, tile = args
-        iter_by_side = {side: iter(values[first_of[side] :]) for side, values in zip(first_of, tile[2:5], strict=True)}
-        values = [next(iter_by_side[side]) for side in part.sides]
-        own_tile = tile._replace(tables=tile.tables[first_table : first_table + len(part.tables)])
-        return part.on_tile(values, own_tile, *score)
+        iter_by_side = {side: iter(values[start_of[side] :]) for side, values in zip(start_of, tile[2:5], strict=True)}
+        values = [next(iter_by_side[side]) for side in rule_part.sides]
+        own_tile = tile._replace(tables=tile.tables[first_table : first_table + len(rule_part.tables)])
+        return rule_part.on_tile(values, own_tile, *score)
 
     return function

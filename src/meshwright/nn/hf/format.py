@@ -61,8 +61,8 @@ class StoredPart(NamedTuple):
         dims = [dim for axis in self.axes for dim in axis]
         majors = {axis[0].dim for axis in self.axes if axis}
         slices = [a.stored(box[a.dim]) for a in dims]
-        sizes = [part.stop - part.start if a.dim in majors else a.size for a, part in zip(dims, slices, strict=True)]
-        index = [slice(None, None, a.step) if a.dim in majors else part for a, part in zip(dims, slices, strict=True)]
+        sizes = [span.stop - span.start if a.dim in majors else a.size for a, span in zip(dims, slices, strict=True)]
+        index = [slice(None, None, a.step) if a.dim in majors else span for a, span in zip(dims, slices, strict=True)]
         return stored_box.reshape(sizes)[tuple(index)].transpose(np.argsort([a.dim for a in dims]))
 
     def put(self, stored: np.ndarray, value: np.ndarray) -> None:
@@ -167,7 +167,7 @@ def _stored_order(
 
 def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
     """Returns the stored parts by variable and leading indices; raises InputError as `load_params` does."""
-    parts: dict[str, dict[tuple[int, ...], StoredPart]] = {}
+    parts_of: dict[str, dict[tuple[int, ...], StoredPart]] = {}
     for part in stored_parts(model, tensors):
         if part.tensor not in tensors:
             suffixes = ("_blocks", "_scale_inv", ".qweight", ".SCB")
@@ -179,9 +179,9 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
         if tensor_shape != part.shape:
             needs_text = f"{model.name} needs {part.shape}. Give the config of these weights."
             raise InputError(f"{part.tensor} has shape {tensor_shape}; {needs_text}")
-        parts.setdefault(part.variable, {})[part.leading] = part
-    _require_all_used(model, tensors, {part.tensor for by_leading in parts.values() for part in by_leading.values()})
-    return parts
+        parts_of.setdefault(part.variable, {})[part.leading] = part
+    _require_all_used(model, tensors, {part.tensor for by_index in parts_of.values() for part in by_index.values()})
+    return parts_of
 
 
 IGNORED = ("*.rotary_emb.*inv_freq", "*.e_score_correction_bias")

@@ -97,17 +97,21 @@ def all_gather_matmul(
         for value, piece in zip(values, pieces, strict=True):
             start = (rank - piece.by * step) % num_devices * block_len + piece.start
             result_parts = [
-                (result, p.of(start, piece.length, value), p.axis) for result, p in zip(results, computed, strict=True)
+                (result, product.of(start, piece.length, value), product.axis)
+                for result, product in zip(results, computed, strict=True)
             ]
             results = [
-                result + part if axis is None else lax.dynamic_update_slice_in_dim(result, part, start, axis=axis)
-                for result, part, axis in result_parts
+                result + term if axis is None else lax.dynamic_update_slice_in_dim(result, term, start, axis=axis)
+                for result, term, axis in result_parts
             ]
         return results
 
-    own_products = [product.of(rank * block_len, block_len, block) for product in computed]
-    results = [_whole(part, p, rank * block_len, num_devices) for part, p in zip(own_products, computed, strict=True)]
-    passing_blocks = [lax.slice_in_dim(block, p.start, p.start + p.length, axis=axis) for p in pieces]
+    own_results = [product.of(rank * block_len, block_len, block) for product in computed]
+    results = [
+        _whole(own_result, product, rank * block_len, num_devices)
+        for own_result, product in zip(own_results, computed, strict=True)
+    ]
+    passing_blocks = [lax.slice_in_dim(block, piece.start, piece.start + piece.length, axis=axis) for piece in pieces]
 
     def step(step_index: Array | int, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
         passing_parts, results_so_far = carry
@@ -172,34 +176,36 @@ def _whole(part: Array, product: BlockedProduct, start: Array, size: int) -> Arr
 _PRODUCTS: dict[str, Callable[..., Any]] = {"einsum": einsum, "quantised_einsum": quantised_einsum}
 
 
-def _collective_matmul(context: Context, step: Step, *given: Array) -> tuple[Array, ...]:
+def _collective_matmul(context: Context, step: Step, *operands: Array) -> tuple[Array, ...]:
     """Runs the products of a collective matmul block by block; also returns the gathered array if the step has it.
 
     Blocks are summed in float32. The factor that is no input of the step is the gathered array.
     """
-    value_by_array = dict(zip(step.inputs, given, strict=True))
+    value_by_array = dict(zip(step.inputs, operands, strict=True))
     ring = MatmulRing(axes=step.details.axes, ways=step.details.ways, divergent=context.divergent)
     products = [_block_product(context, part, step.dim, value_by_array) for part in step.parts]
     if step.details.form != "all_gather":
         return (matmul_reduce_scatter(products, ring, length=block_length(products, ring.size)),)
     result_arrays = (step.result, *step.more)
     dim_index, gathers = step.inputs[0].dims.index(step.dim), len(result_arrays) > len(products)
-    result_values = all_gather_matmul(given[0], products, ring, axis=dim_index, gathers=gathers)
+    result_values = all_gather_matmul(operands[0], products, ring, axis=dim_index, gathers=gathers)
     return tuple(
-        value.astype(given[0].dtype) if result_array.dtype == "" else value
+        value.astype(operands[0].dtype) if result_array.dtype == "" else value
         for result_array, value in zip(result_arrays, result_values, strict=True)
     )
 
 
-def _block_product(context: Context, part: Step, dim: str, values: Mapping[ShardedArray, Array]) -> BlockedProduct:
+def _block_product(context: Context, product: Step, dim: str, values: Mapping[ShardedArray, Array]) -> BlockedProduct:
     def axis(array: ShardedArray) -> int | None:
         return array.dims.index(dim) if dim in array.dims else None
 
-    wide_part = replace(part, result=part.result.replace(dtype="fp32")) if axis(part.result) is None else part
+    wide_part = (
+        replace(product, result=product.result.replace(dtype="fp32")) if axis(product.result) is None else product
+    )
     return BlockedProduct(
-        apply=lambda *factors: _PRODUCTS[part.op](context, wide_part, *factors),
-        factors=tuple(Factor(values[a], axis(a)) if a in values else None for a in part.inputs),
-        axis=axis(part.result),
+        apply=lambda *factors: _PRODUCTS[product.op](context, wide_part, *factors),
+        factors=tuple(Factor(values[a], axis(a)) if a in values else None for a in product.inputs),
+        axis=axis(product.result),
     )
 
 

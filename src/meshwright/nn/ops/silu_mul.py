@@ -17,9 +17,9 @@ from meshwright.nn.order import after
 def over_slots(local: LocalStep) -> LocalStep:
     """Returns ``local``, an elementwise step, as a step that also takes packed tokens."""
 
-    def run(context: Context, step: Step, *given: Any) -> Any:
-        packed_slots = next((array for array in given if isinstance(array, Ragged)), None)
-        results = local(context, step, *(array.rows if isinstance(array, Ragged) else array for array in given))
+    def run(context: Context, step: Step, *operands: Any) -> Any:
+        packed_slots = next((array for array in operands if isinstance(array, Ragged)), None)
+        results = local(context, step, *(array.rows if isinstance(array, Ragged) else array for array in operands))
         return results if packed_slots is None else jax.tree.map(packed_slots.with_rows, results)
 
     return run

@@ -89,12 +89,12 @@ class Pipeline:
         """Reorders weights or gradients from the order of the stages to that of the model, layers of zeros last."""
         return self._reordered(params, np.argsort)
 
-    def _reordered(self, params: Params, order: Callable[[np.ndarray], np.ndarray]) -> Params:
+    def _reordered(self, params: Params, order_of: Callable[[np.ndarray], np.ndarray]) -> Params:
         orders = {}
         for name in (name for name in params if name in self.stacked):
             rows = self._rows_of[name]
             # layers of zeros have rows after those of the model
-            row_order = order(np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows))
+            row_order = order_of(np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows))
             if (row_order != np.arange(len(row_order))).any():
                 orders[name] = row_order
         arrays = {name: params[name] for name in orders}

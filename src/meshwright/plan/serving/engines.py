@@ -172,41 +172,43 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         rows = np.repeat(np.arange(num_engines), len(powers))
         batches = num_shards[rows] * np.tile(powers, num_engines)
         cached_len = self.service.max_len - 1
-        needed = sum_of(self.memory("decode", rows, LikeSequences(batches, 1.0, cached_len))).reshape(num_engines, -1)
+        needed_bytes = sum_of(self.memory("decode", rows, LikeSequences(batches, 1.0, cached_len))).reshape(
+            num_engines, -1
+        )
         row_and_batch_arrays = [(rows, batches)]
         for extra_bytes in (np.zeros(num_engines), beside):
-            multiples = _largest(needed + extra_bytes[:, None], powers, self.setting.memory_room)
+            multiples = _largest(needed_bytes + extra_bytes[:, None], powers, self.setting.memory_room)
             row_and_batch_arrays.append((np.arange(num_engines), num_shards * multiples))
         rows, batches = (np.concatenate(columns) for columns in zip(*row_and_batch_arrays, strict=True))
         row_batches = np.unique(np.stack([rows, batches]), axis=1)
         rows, batches = row_batches[:, row_batches[1] > 0]
         if self.service.speculation:
-            return self.drafted(rows, batches, self.service.speculation), needed[:, 0]
+            return self.drafted(rows, batches, self.service.speculation), needed_bytes[:, 0]
         memory = self.memory("decode", rows, LikeSequences(batches, 1.0, cached_len))
         has_room = sum_of(memory) <= self.setting.memory_room
         memory_that_fits: dict[str, np.ndarray] = select(memory, has_room)
         mean_sequences = LikeSequences(batches[has_room], 1.0, self.service.mean_len - 1)
-        return self.priced("decode", rows[has_room], mean_sequences, memory_that_fits), needed[:, 0]
+        return self.priced("decode", rows[has_room], mean_sequences, memory_that_fits), needed_bytes[:, 0]
 
-    def drafted(self, rows: np.ndarray, batch: np.ndarray, given: Speculation) -> Steps:
+    def drafted(self, rows: np.ndarray, batch: np.ndarray, speculation: Speculation) -> Steps:
         """Returns the decode steps that fit, each with the drafts that make its tokens fastest.
 
         A step that checks K drafts has K + 1 rows of each sequence, all with logits. Drafts take K times ``draft_cost``
         of the step without any.
         """
-        tried, mean_cached = np.array(given.tried), self.service.mean_len - 1
+        tried, mean_cached = np.array(speculation.tried), self.service.mean_len - 1
         plain_steps = self.priced("decode", rows, LikeSequences(batch, 1.0, mean_cached), {})
         shape = (len(rows), len(tried))
         all_rows, seqs, drafts = (np.repeat(rows, len(tried)), np.repeat(batch, len(tried)), np.tile(tried, len(rows)))
         memory = self.memory("decode", all_rows, LikeSequences(seqs, drafts + 1, self.service.max_len - drafts - 1))
         steps = self.priced("decode", all_rows, LikeSequences(seqs, drafts + 1, mean_cached), memory)
-        drafting_s = drafts * given.draft_cost * np.repeat(plain_steps.step_s, len(tried))
+        drafting_s = drafts * speculation.draft_cost * np.repeat(plain_steps.step_s, len(tried))
         steps = msgspec.structs.replace(
             steps,
             step_s=steps.step_s + drafting_s,
             bounds_s={**steps.bounds_s, "drafts": drafting_s},
             drafts=drafts,
-            tokens=expected_tokens(given.acceptance, drafts),
+            tokens=expected_tokens(speculation.acceptance, drafts),
         )
         token_s = np.where(steps.need <= self.setting.memory_room, steps.token_s, np.inf).reshape(shape)
         best_rows = np.arange(len(rows)) * len(tried) + np.argmin(token_s, axis=1)

@@ -152,28 +152,28 @@ def does_not_fit(priced: PricedFleet) -> str:
     )
 
 
-def _misses(setting: Setting, service: Service, found: Services) -> str:
+def _misses(setting: Setting, service: Service, services: Services) -> str:
     """Says by how much the services that fit miss the targets or the load."""
-    is_met = found.meets(service)
+    is_met = services.meets(service)
     if is_met.any():
-        chips, limit = int(found.num_chips[is_met].min()), setting.cluster.num_chips
+        chips, limit = int(services.num_chips[is_met].min()), setting.cluster.num_chips
         return (
             f"{service.load_words} need at least {chips:,} chips in engines of up to {limit:,} within the targets, but "
             f"{setting.cluster.short_name} has {limit:,}. Use a larger cluster or a lower --rate."
         )
     miss_texts = []
     for name, target_s in service.targets.items():
-        shortest_text = format_seconds(float(getattr(found, TARGETS[name]).min()))
+        shortest_text = format_seconds(float(getattr(services, TARGETS[name]).min()))
         miss_texts.append(f"{name} {format_seconds(target_s)} (the shortest is {shortest_text})")
     suffix = ""
     if service.ttft_s is not None and service.tpot_s is not None:
-        is_within = found.ttft_s <= service.ttft_s
+        is_within = services.ttft_s <= service.ttft_s
         if is_within.any():
-            shortest_text = format_seconds(float(found.tpot_s[is_within].min()))
+            shortest_text = format_seconds(float(services.tpot_s[is_within].min()))
             suffix = f" Within TTFT {format_seconds(service.ttft_s)} the shortest TPOT is {shortest_text}."
     return (
-        f"{len(found):,} ways to serve {setting.model.name} fit the memory of {setting.cluster.short_name}, but none "
-        f"meets {' and '.join(miss_texts)}.{suffix} Relax the target or use other chips."
+        f"{len(services):,} ways to serve {setting.model.name} fit the memory of {setting.cluster.short_name}, but "
+        f"none meets {' and '.join(miss_texts)}.{suffix} Relax the target or use other chips."
     )
 
 

@@ -210,8 +210,8 @@ def _hiding(
 def _ring(priced: PricedStrategy) -> dict[str, Any]:
     """Returns the letters of ring attention, whose link rate is that of the priced permutes; {} for other attention."""
     model, tensor_size = priced.setting.model, _devices(priced, "tensor")
-    permutes = (c for c in priced.costs.all if c.step.op == "permute" and c.step.phase == "forward")
-    move_cost = next((c for c in permutes if "context" in c.step.axes), None)
+    permutes = (cost for cost in priced.costs.all if cost.step.op == "permute" and cost.step.phase == "forward")
+    move_cost = next((cost for cost in permutes if "context" in cost.step.axes), None)
     if move_cost is None or model.latent_attention:
         return {}
     num_sends = num_moves(move_cost.step, priced.sizes)

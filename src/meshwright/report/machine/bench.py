@@ -43,7 +43,7 @@ def _roofline(report: BenchReport) -> Figure | None:
     """Draws products, multiply-add chains and layers under rates of the data sheet, else of this run; or None."""
     products = report.matmul.sweep if report.matmul else ()
     largest_copy = report.copy.largest() if report.copy else None
-    main_sweep = [p for p in products if p.dtype == products[0].dtype]
+    main_sweep = [product for product in products if product.dtype == products[0].dtype]
     if not main_sweep or largest_copy is None:
         return None
     datasheet = chip(report.chip)

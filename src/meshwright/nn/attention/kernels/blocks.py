@@ -43,11 +43,11 @@ class TogetherBlocks(NamedTuple):
     def spans(self, size: int) -> list[tuple[DynamicInt, int]]:
         """Returns the starts and lengths of these blocks in an array; neighbours that are known are one span."""
         spans: list[tuple[DynamicInt, int]] = []
-        for number in self.numbers:
-            if spans and isinstance(number, int) and sum(spans[-1]) == number * size:
+        for block in self.numbers:
+            if spans and isinstance(block, int) and sum(spans[-1]) == block * size:
                 spans[-1] = spans[-1][0], spans[-1][1] + size
             else:
-                spans.append((number * size, size))
+                spans.append((block * size, size))
         return spans
 
 
@@ -56,8 +56,8 @@ def _taken(x: Array, blocks: TogetherBlocks, size: int, axis: int = -1) -> Array
     axis %= x.ndim
     if x.shape[axis] == size:
         return x
-    parts = [_slice(x, start, length, axis) for start, length in blocks.spans(size)]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+    slices = [_slice(x, start, length, axis) for start, length in blocks.spans(size)]
+    return slices[0] if len(slices) == 1 else jnp.concatenate(slices, axis)
 
 
 def _slice(x: Array, start: DynamicInt, length: int, axis: int) -> Array:

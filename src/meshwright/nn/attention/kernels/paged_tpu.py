@@ -11,14 +11,7 @@ from jaxtyping import Array
 
 from meshwright.nn.activations import capped
 from meshwright.nn.attention.kernels.scores import LOWEST
-from meshwright.nn.attention.pages import (
-    PagedPart,
-    PagedValues,
-    PageTiles,
-    RaggedRows,
-    has_heads_first,
-    in_memory,
-)
+from meshwright.nn.attention.pages import PagedPart, PagedValues, PageTiles, RaggedRows, has_heads_first, in_memory
 
 MOST_ROWS, MOST_PAGES = 256, 16
 """Rows, queries x heads, of a block, and pages of a tile at most. The kernel multiplies all heads with the keys of all
@@ -102,8 +95,8 @@ def attend_on_tpu(
     pools = [part.keys for part in parts] + ([] if is_latent else [mixed.values])
     pools = [in_memory("tpu", pool).reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
     # what all heads share beside latents is narrow and has its slots in the lanes, see `nn.cache.cache_layout`
-    is_turned = [is_latent and pool_id > 0 and pool.shape[-1] < LANE for pool_id, pool in enumerate(pools)]
-    pools = [jnp.swapaxes(pool, 1, 2) if turn else pool for pool, turn in zip(pools, is_turned, strict=True)]
+    is_swapped = [is_latent and pool_id > 0 and pool.shape[-1] < LANE for pool_id, pool in enumerate(pools)]
+    pools = [jnp.swapaxes(pool, 1, 2) if swap else pool for pool, swap in zip(pools, is_swapped, strict=True)]
 
     def kernel(*refs: Any) -> None:
         block_ids, starts, chunk, query_pos, _, _, start_peak_ref, gap_ref, *array_refs = refs
@@ -124,12 +117,12 @@ def attend_on_tpu(
             page_blocks = [ref[0] for ref in page_refs[pool_index * num_pages : (pool_index + 1) * num_pages]]
             # TPUs have casts of bytes to float32 alone
             page_blocks = [x.astype(jnp.float32) if x.dtype.itemsize == 1 else x for x in page_blocks]
-            return jnp.concatenate(page_blocks, axis=int(is_turned[pool_index])).astype(dtype)
+            return jnp.concatenate(page_blocks, axis=int(is_swapped[pool_index])).astype(dtype)
 
         tile_keys = [read(pool_id) for pool_id in range(len(parts))]
         products = (
-            lax.dot_general(ref[0], pool_keys, (((1,), (int(not turn),)), ((), ())), preferred_element_type=jnp.float32)
-            for ref, pool_keys, turn in zip(query_refs, tile_keys, is_turned, strict=False)
+            lax.dot_general(ref[0], pool_keys, (((1,), (int(not swap),)), ((), ())), preferred_element_type=jnp.float32)
+            for ref, pool_keys, swap in zip(query_refs, tile_keys, is_swapped, strict=False)
         )
         if has_scales:
             products = (product * ref[0] for product, ref in zip(products, scale_refs, strict=False))

@@ -17,14 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from meshwright.nn.attention.kernels.scores import (
-    LOWEST,
-    AttentionResult,
-    BackwardInputs,
-    QkvCotangents,
-    deltas,
-    safe,
-)
+from meshwright.nn.attention.kernels.scores import LOWEST, AttentionResult, BackwardInputs, QkvCotangents, deltas, safe
 from meshwright.nn.attention.platform import default_device, default_platform
 from meshwright.nn.attention.tiles import BlockLists, DynamicInt, Tile, TileRule
 
@@ -108,7 +101,7 @@ def _run(
     queries, keys = arrays
     batch, kv_heads = keys[0].shape[:2]
     group_size = queries[0].shape[1] // kv_heads
-    (words, num_steps), rule = steps, rule.widened()
+    (step_words, num_steps), rule = steps, rule.widened()
     # [1, T]: the last two dims of a block are multiples of 8 and 128, or whole
     vectors = [x[:, :, None] for x in (*rule.rows, *row_values, *rule.columns)]
     num_by_row, scalars = len(rule.rows) + len(row_values), rule.heads
@@ -117,11 +110,11 @@ def _run(
         return (b if x.shape[0] > 1 else 0), (h if x.shape[1] > 1 else 0)
 
     def locate(
-        b: Array, kv_head: Array, member: Array, step: Array, words: Array
+        b: Array, kv_head: Array, group_head: Array, step: Array, step_words: Array
     ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
         """Returns the word of a step, its heads and its blocks, each of queries and of keys."""
-        head = kv_head * group_size + member
-        step_word = words[(*lead(words, b, head), step)]
+        head = kv_head * group_size + group_head
+        step_word = step_words[(*lead(step_words, b, head), step)]
         key_block = (step_word >> _COLUMN_SHIFT) & ((1 << _ROW_SHIFT - _COLUMN_SHIFT) - 1)
         return step_word, (head, kv_head), (step_word >> _ROW_SHIFT, key_block)
 
@@ -134,16 +127,16 @@ def _run(
         block_len = blocks[side]
         return pl.BlockSpec((None, None, 1, block_len) if is_value else (None, None, block_len, x.shape[-1]), index)
 
-    def kernel(words: Array, *refs: Any) -> None:
+    def kernel(step_words: Array, *refs: Any) -> None:
         counts = (len(scalars), len(queries) + len(keys), len(vectors), len(outs), len(resident), len(sums), num_by_row)
         ref_ends = np.cumsum(counts)
         scalar_refs, array_refs, value_refs, out_refs, resident_refs, sum_refs, wide_refs = (
             refs[end - count : end] for end, count in zip(ref_ends, counts, strict=True)
         )
-        b, kv_head, member, step_index = (pl.program_id(axis) for axis in range(4))
-        step_word, heads, block_indices = locate(b, kv_head, member, step_index, words)
+        b, kv_head, group_head, step_index = (pl.program_id(axis) for axis in range(4))
+        step_word, heads, block_indices = locate(b, kv_head, group_head, step_index, step_words)
 
-        @pl.when((member == 0) & (step_index == 0))
+        @pl.when((group_head == 0) & (step_index == 0))
         def _() -> None:
             for ref in resident_refs:
                 ref[...] = jnp.zeros(ref.shape, ref.dtype)
@@ -199,7 +192,7 @@ def _run(
         out_shape=[*outs, *resident],
         name=name,
         interpret=interpret,
-    )(words, *scalars, *(x for x, _, _ in operands))
+    )(step_words, *scalars, *(x for x, _, _ in operands))
 
 
 def _repeated(x: Array, width: int) -> Array:
