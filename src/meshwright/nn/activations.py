@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "quick_gelu": lambda x: x * jax.nn.sigmoid(SWIGLU_ALPHA * x),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 """``hidden_act`` of a config -> the function. "gelu" is exact; those on `_gelu_tanh` approximate it."""
 

@@ -41,6 +41,7 @@ RUNNABLE_ACTIVATIONS = (
     "gelu_pytorch_tanh",
     "quick_gelu",
     "relu",
+    "relu2",
 )
 """Activations that a runnable model may have."""
 
