@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from meshwright.spec.model import Encoder, Model
@@ -27,6 +28,9 @@ T5 = Model(
     encoder=Encoder(num_layers=4, length=24),
 )
 """RMS norms before, relu, no biases, no scale of scores, positions as buckets of distances."""
+
+SHARED = msgspec.structs.replace(T5, name="t5-shared", relative_shared=True)
+"""One table of biases for the layers of each stack."""
 
 WHISPER = Model(
     name="whisper-like",
@@ -111,7 +115,8 @@ def plain_loss(model, params, given):
         for number in range(num_layers):
             layer["number"] = number
             h = norm(x, f"{prefix}attn_norm")
-            table = params_of(f"{prefix}relative_bias") if model.relative_buckets else None
+            table_of = params.get if model.relative_shared else params_of
+            table = table_of(f"{prefix}relative_bias") if model.relative_buckets else None
             x = x + attend(h, h, prefix, causal=encoded is not None, table=table)
             if encoded is not None:
                 x = x + attend(norm(x, "cross_norm"), encoded, "cross_", causal=False)

@@ -15,7 +15,7 @@ from meshwright.nn.weights import init_params
 from meshwright.parallel.train_step import TrainStep
 from tests.logits import logits_fn
 from tests.parallel.cases import RELATIVE, keep_gradients, run, strategy_of
-from tests.parallel.plain_encoder_decoder import T5, WHISPER, batch, plain_loss
+from tests.parallel.plain_encoder_decoder import SHARED, T5, WHISPER, batch, plain_loss
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -43,7 +43,7 @@ STRATEGIES = {
     "segments": ({"context": 4, "tensor": 2}, {"remat": "every-2", "context_attention": "ring"}),
     "ahead": (MESH, {"prefetch": True, "collective_matmul": "one-way"}),
 }
-SAMPLE = {T5: ("one",), WHISPER: ()}
+SAMPLE = {T5: (), SHARED: ("one",), WHISPER: ()}
 """The rest of the grid is slow."""
 
 

@@ -63,6 +63,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
     ``first`` makes the stream ``carry`` ("": an earlier stack's result), ``layers`` are the blocks of the layers in
     order, and ``last`` ends the stream. ``inputs`` are results of earlier stacks that every layer of this one reads.
+    A stack without a stream is one block, ``last``, which prepares weights that all layers of a later stack read.
     """
 
     first: str

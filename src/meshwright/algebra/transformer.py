@@ -112,22 +112,44 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
         role = "weight" if is_split and weight.part != "buffer" else "vector"
         variables[name] = Variable(name, weight.dims, role, weight.dtype, weight.inputs, weight.frozen)
     encoder_blocks, stacks = _encoder(model, variables)
+    bias_blocks, bias_stacks = _bias_table(model, variables)
     names, norm_text, loss_lines = layer_names(model), written(model, FINAL_NORM), loss_text(model, options)
     kinds = (kind for kind in layer_kinds(model) if kind.layers != model.mtp_layers)
     blocks = (
         *encoder_blocks,
+        *bias_blocks,
         parse_block("embed", embed_text(model), variables),
         *(_layer_block(model, kind, variables, options, names) for kind in kinds),
     )
-    inputs = ("encoded",) if encoder_blocks else ()
+    inputs = (*(("encoded",) if encoder_blocks else ()), *_shared_bias(model).values())
     decoder = Stack(first="embed", layers=names, last="final" if model.mtp_layers else "head", carry="x", inputs=inputs)
     if not model.mtp_layers:
-        return Program((*blocks, parse_block("head", norm_text + loss_lines, variables)), variables, (*stacks, decoder))
+        return Program(
+            (*blocks, parse_block("head", norm_text + loss_lines, variables)),
+            variables,
+            (*stacks, *bias_stacks, decoder),
+        )
     final_block = parse_block("final", norm_text, variables)
     mtp_blocks, mtp_stack = _mtp(model, variables, options)
     head_stack = Stack(first="", layers=(), last="head", carry="hf")
     last_blocks = (final_block, *mtp_blocks, parse_block("head", loss_lines, variables))
-    return Program((*blocks, *last_blocks), variables, (decoder, mtp_stack, head_stack))
+    return Program((*blocks, *last_blocks), variables, (*bias_stacks, decoder, mtp_stack, head_stack))
+
+
+def _shared_bias(model: Model, prefix: str = "") -> dict[str, str]:
+    """Maps the variable of a table of biases that all layers of a stack share to its name in the layers, where an
+    earlier stack has prepared it; {} where each layer has a table."""
+    return {f"{prefix}relative_bias": f"{prefix}shared_bias"} if model.relative_shared else {}
+
+
+def _bias_table(
+    model: Model, variables: dict[str, Variable], prefix: str = ""
+) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:
+    """Returns the block and the stack that prepare the table of biases of all layers of the next stack, if any. Layers
+    add to its cotangent, which is summed over devices once."""
+    names = _shared_bias(model, prefix).items()
+    blocks = [parse_block(f"{prefix}bias", f"{name}[R,N] = copy({table}[R,N])", variables) for table, name in names]
+    return tuple(blocks), tuple(Stack(first="", layers=(), last=block.name, carry="") for block in blocks)
 
 
 def _mtp(
@@ -152,14 +174,27 @@ def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block,
     for name, role in (("tokens", "input"), ("positions", "position")):
         variables[f"{ENCODER}{name}"] = Variable(f"{ENCODER}{name}", ("B", "S"), role)
     first_name, layer_name, last_name, x_name = (f"{ENCODER}{name}" for name in ("embed", "layer", "end", "x"))
+    bias_blocks, bias_stacks = _bias_table(model, variables, ENCODER)
+    shared_bias = _shared_bias(model, ENCODER)
     depth, texts = model.encoder.num_layers, (embed_text(model), encoder_layer_text(model), written(model, FINAL_NORM))
     embed_lines, layer_lines, end_lines = map(_of_encoder, texts)
     blocks = (
+        *bias_blocks,
         parse_block(first_name, embed_lines, variables),
-        parse_block(layer_name, layer_lines, variables, repeat=depth, carry=x_name, result=f"{x_name}2"),
+        parse_block(
+            layer_name,
+            layer_lines,
+            variables,
+            repeat=depth,
+            carry=x_name,
+            result=f"{x_name}2",
+            renamed=shared_bias,
+        ),
         parse_block(last_name, end_lines, variables, renamed={f"{ENCODER}hf": "encoded"}),
     )
-    return blocks, (Stack(first=first_name, layers=(layer_name,) * depth, last=last_name, carry=x_name),)
+    inputs = tuple(shared_bias.values())
+    encoder = Stack(first=first_name, layers=(layer_name,) * depth, last=last_name, carry=x_name, inputs=inputs)
+    return blocks, (*bias_stacks, encoder)
 
 
 def _of_encoder(text: str) -> str:
@@ -188,7 +223,8 @@ def _layer_block(
         num_in_last_iterations=sum(span.pattern.count(kind.block) for span in spans(names)),
         carry="xm" if is_mtp else "x",
         result="hm" if is_mtp else "x2",
-        renamed={local_name(w): local_name(w) + kind.suffix for w in weight_table(model) if w.layers},
+        renamed={local_name(w): local_name(w) + kind.suffix for w in weight_table(model) if w.layers}
+        | _shared_bias(model),
     )
 
 

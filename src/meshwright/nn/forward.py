@@ -62,7 +62,8 @@ def run_stack(
             stream, state = layer(steps_by_block[kind], layer_no, {**given, **weights, stack.carry: stream}, state)
         return (stream, state), None
 
-    stream, _ = run_block(context, steps_by_block[stack.first], {**given, **params})
+    named = {**given, **params}
+    stream = run_block(context, steps_by_block[stack.first], named)[0] if stack.first else named.get(stack.carry)
     carry = stream, state
     is_unrolled = any(isinstance(weight, tuple) for weight in params.values())
     for span in spans(stack.layers):
@@ -75,4 +76,4 @@ def run_stack(
     head = steps_by_block[stack.last]
     is_loss_head = head.block.ops[-1].out != "logits" and any(step.result.name == "logits" for step in head.forward)
     until = "logits" if is_loss_head else ""
-    return run_block(context, head, {**given, **params, stack.carry: stream}, until=until)[0], state
+    return run_block(context, head, {**named, stack.carry: stream}, until=until)[0], state

@@ -73,7 +73,8 @@ def microbatch_gradients(
         if stack.stack.first:
             _, embed_grads = stack.embed.backward(params, results, embed_saved, Cotangents(cotangent, {}))
         else:
-            embed_grads, dresults = {}, {stack.stack.carry: cotangent}  # its stream is an earlier stack's result
+            # its stream is an earlier stack's result, if it has one
+            embed_grads, dresults = {}, {stack.stack.carry: cotangent} if stack.stack.carry else {}
         cotangents = summed(cotangents, dresults)
         end_grads, layer_grads = summed(end_grads, head_grads, embed_grads), layer_grads | stack_grads
     if overlapped:
@@ -96,11 +97,12 @@ def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, li
     results, saved_by_stack = dict(inputs), []
     for stack in passes.stacks:
         embeds, head = stack.stack.first, stack.head
-        stream, embed_saved = stack.embed.forward(params, results, None) if embeds else (results[stack.stack.carry], ())
+        entering: Tree = (results.get(stack.stack.carry), ())
+        stream, embed_saved = stack.embed.forward(params, results, None) if embeds else entering
         stream, layers_saved = stack.layers_forward(params, results, stream)
         # else compilers keep a table that both ends gather whole through all layers
         tied_names = {step.result.name for step in head.gathers} & {*stack.embed.weights} if embeds else ()
-        params = params | after({name: params[name] for name in tied_names}, [stream])
+        params = params | after({name: params[name] for name in tied_names}, [stream]) if tied_names else params
         results[head.result], head_saved = head.forward(params, results, stream)
         saved_by_stack.append((embed_saved, layers_saved, head_saved))
     return results, saved_by_stack

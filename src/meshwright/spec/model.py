@@ -256,6 +256,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     encoder: Encoder | None = None
     relative_buckets: int = 0
     relative_distance: int = 128
+    relative_shared: bool = False  # all layers of a stack read one table of biases; else each has its own
 
     lora: Lora | None = None
     stored: StoredMatrices | None = None

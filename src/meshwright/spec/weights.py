@@ -288,7 +288,7 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
 
 
 def _encoder(model: Model) -> list[Weight]:
-    """Returns the encoder's position table, the weights of its layers (as in a dense decoder) and its last norm."""
+    """Returns the encoder's weights: tables of positions, layers (as in a dense decoder) and its last norm."""
     assert model.encoder is not None
     decoder = replace(
         model,
@@ -299,10 +299,8 @@ def _encoder(model: Model) -> list[Weight]:
         sliding_layers=(),
         dense_layers=(),
     )
-    outer_rows = _rows(model, "encoder")
-    num_first_rows = 1 if model.learned_positions else 0
     layer_rows = [
         replace(row, name=row.name.replace("layers.", "encoder."), hf_name=f"encoder.{row.hf_name}")
         for row in _layers(decoder)
     ]
-    return [*outer_rows[:num_first_rows], *layer_rows, *outer_rows[num_first_rows:]]
+    return [*_rows(model, "encoder_first"), *layer_rows, *_rows(model, "encoder_last")]

@@ -27,7 +27,7 @@ def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]])
             steps = [s for block in program.blocks if block.name in stack.layers for s in steps_of(block)]
             using_steps = [step for step in steps if not step.only_moves]
             read_arrays = {array for step in using_steps for array in step.inputs if array.name == name}
-            cotangents = {step.result for step in using_steps if step.result.name == f"d{name}"}
+            cotangents = {array for step in using_steps for array in step.results if array.name == f"d{name}"}
             if len(read_arrays) != 1 or len(cotangents) != 1:
                 arrays = ", ".join(map(str, read_arrays | cotangents))
                 raise InputError(f"layers need {name} in several shardings: {arrays}. Split heads and widths alike.")
