@@ -22,6 +22,7 @@ MODEL = Model(
     d_ff_shared=16,
     num_shared_experts=1,
     router_scores="sigmoid",
+    router_correction=True,
     gates_sum_to_one=True,
     routed_scale=2.5,
     expert_groups=1,

@@ -250,7 +250,7 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
     if not routed:
         return with_adapters(model, text + _dense(model))
     capacity_factor = options.capacity_factor
-    is_corrected = model.router_scores == "sigmoid"
+    is_corrected = model.router_correction
     correction_rate = options.correction_rate if is_corrected and not has_frozen_matrices(model) else 0.0
     loss_weights = {"balance": options.balance_loss, "z": options.router_z_loss}
     routing_text = given_attributes(**loss_weights, capacity=capacity_factor, correction_rate=correction_rate)

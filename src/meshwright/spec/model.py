@@ -238,6 +238,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shared_expert_gate: bool = False
     router_bias: bool = False
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    router_correction: bool = False  # a buffer that is added to the scores which choose experts, not to their weights
     gates_sum_to_one: bool = False  # weights of the chosen experts are divided by their sum
     routed_scale: float = 1.0  # factor on the weights of the chosen experts, applied last
     expert_groups: int = 0  # groups of experts; a token chooses from its best groups_per_token groups; 0: from all

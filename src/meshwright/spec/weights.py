@@ -261,7 +261,6 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
     size_by_letter = model.dims
     is_true_by_fact = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "layer_norm": model.norm == "layer_norm",
-        "sigmoid_router": model.router_scores == "sigmoid",
         "latent": model.latent_attention,
         "latent_queries": model.latent_attention and model.q_lora_rank > 0,
     }

@@ -55,8 +55,9 @@ def through_slots(x, router, gate, up, down, *, form, capacity):
     return experts.combine(ye, chosen), (scores, gates, chosen, ye)
 
 
-def test_a_correction_chooses_and_does_not_weigh():
-    form, scores = FORMS["deepseek_v3"], draw(BATCH, LENGTH, EXPERTS)
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
+def test_a_correction_chooses_and_does_not_weigh(family):
+    form, scores = FORMS[family], draw(BATCH, LENGTH, EXPERTS)
     correction = np.linspace(0.4, -0.4, EXPERTS).astype(np.float32)
     gates, chosen = route(scores, form, correction, capacity=TOKENS)
     numbers = np.asarray(chosen) // TOKENS

@@ -22,12 +22,13 @@ def route(
     Where tokens choose an expert more than ``capacity`` times, the last of them get no slot of it; the weights of a
     token's other experts stay as they are. Sources: Mixtral and Qwen3-MoE (softmax, sum to one),
     gpt-oss (the same: a softmax over the chosen), Qwen2-MoE (softmax), DeepSeek-V2 (softmax, groups by their best
-    expert), DeepSeek-V3 (sigmoid, groups by their best two, sum to one).
+    expert), DeepSeek-V3 (sigmoid, groups by their best two, sum to one), ERNIE 4.5 (softmax with a correction).
     """
     wide_scores = scores.astype(jnp.float32)
     choice_scores = jax.nn.sigmoid(wide_scores) if model.router_scores == "sigmoid" else wide_scores
     if correction is not None:
-        choice_scores = choice_scores + correction[None, None]
+        shares = choice_scores if model.router_scores == "sigmoid" else jax.nn.softmax(wide_scores, axis=-1)
+        choice_scores = shares + correction[None, None]
     experts = jax.lax.top_k(_in_best_groups(choice_scores, model), model.experts_per_token)[1]
     gates = _gates(wide_scores, experts, model)
     return gates, assign_slots(experts, num_experts=scores.shape[-1], capacity=capacity)
