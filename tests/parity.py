@@ -54,6 +54,13 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
 """Further shapes: keys of the config, and the mesh that they are trained on. Positions of every case are far beyond the
 context that its rope was stretched from, where it is stretched."""
 
+
+def shapes_of(case: str) -> dict[str, str]:
+    """Further shapes of a case and their meshes: encoder-decoders do not run in pipelines."""
+    has_encoder = model_of(case).encoder is not None
+    return {name: mesh for name, (_, mesh) in SHAPES.items() if not (has_encoder and mesh == PIPELINE)}
+
+
 # The frequencies of dynamic scaling follow the length of what is there: in transformers the present one of a text that
 # grows, here the longest that the cache has room for.
 CHANGED = {"qwen2": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 64}}
@@ -76,8 +83,8 @@ def config_of(case: str, shape: str = "") -> dict[str, Any]:
     given = dict(SHAPES[shape][0]) if shape else {}
     if "n_embd" in config:
         given = {{"num_hidden_layers": "n_layer"}.get(key, key): value for key, value in given.items()}
-    if config.keys() & {"kv_lora_rank", "n_embd"}:
-        given.pop("num_key_value_heads", None)  # latent attention and GPT-2 have as many as heads
+    if config.keys() & {"kv_lora_rank", "n_embd", "d_model"}:
+        given.pop("num_key_value_heads", None)  # latent attention, GPT-2 and encoder-decoders have as many as heads
     for key, value in given.items():
         if key == "num_hidden_layers":
             for lists in {"layer_types", "no_rope_layers"} & config.keys():
@@ -96,6 +103,14 @@ def theirs_of_case(case: str, shape: str = "") -> "Theirs":
     return theirs_of(config_of(case, shape), model_of(case, shape))
 
 
+def auto_class(family: str) -> Any:
+    """The class of transformers that makes a model of the family with its head."""
+    import transformers
+
+    is_pair = family in transformers.models.auto.modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    return transformers.AutoModelForSeq2SeqLM if is_pair else transformers.AutoModelForCausalLM
+
+
 def their_model(config: Mapping[str, Any]) -> Any:
     """The model of transformers with random values everywhere, so that no bias, norm or sink hides."""
     import torch
@@ -104,7 +119,10 @@ def their_model(config: Mapping[str, Any]) -> Any:
     keys = dict(config)
     torch.manual_seed(0)
     found = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
-    model = transformers.AutoModelForCausalLM.from_config(found, attn_implementation="eager").eval()
+    model = auto_class(config["model_type"]).from_config(found, attn_implementation="eager").eval()
+    if found.is_encoder_decoder and config.get("tie_word_embeddings") is False:  # T5's class ties it in any case
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        model.all_tied_weights_keys.pop("lm_head.weight", None)
     for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))):
         torch.nn.init.normal_(parameter, std=0.2)
     return model
@@ -129,23 +147,39 @@ def tokens_of(model: Model) -> np.ndarray:
     return np.random.default_rng(0).integers(0, model.vocab_size, (NUM_STEPS, ROWS, LENGTH + 1)).astype(np.int32)
 
 
+def sources_of(model: Model, number: int) -> dict[str, np.ndarray]:
+    """What the encoder of a model reads in a step, by the name in a batch; {} for a decoder."""
+    if not model.encoder:
+        return {}
+    draw = np.random.default_rng(100 + number)
+    return {"encoder_tokens": draw.integers(0, model.vocab_size, (ROWS, model.encoder.length)).astype(np.int32)}
+
+
 def theirs_of(config: Mapping[str, Any], model: Model) -> Theirs:
     import torch
 
     theirs, batches = their_model(config), torch.tensor(tokens_of(model), dtype=torch.long)
     weights, prompts = state_of(theirs), batches[0, :, :PROMPT]
+    sources = [{name: torch.tensor(array) for name, array in sources_of(model, n).items()} for n in range(NUM_STEPS)]
+
+    def logits_of(n: int, tokens: Any) -> Any:
+        """Of an encoder-decoder with the sources of a step."""
+        given = {"input_ids": sources[n]["encoder_tokens"].long(), "decoder_input_ids": tokens} if sources[n] else {}
+        return theirs(**given).logits if given else theirs(tokens).logits
+
     with torch.no_grad():
-        logits = theirs(batches[0, :, :-1]).logits.numpy()
+        logits, text = logits_of(0, batches[0, :, :-1]).numpy(), prompts
         length = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
-        text = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, **length)
+        if not model.encoder:
+            text = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, **length)
     beta = (ADAMW["b1"], ADAMW["b2"])
     step = torch.optim.AdamW(
         theirs.parameters(), lr=RATE, betas=beta, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"]
     )
     losses = []
-    for rows in batches:
+    for number, rows in enumerate(batches):
         step.zero_grad()
-        found = theirs(rows[:, :-1]).logits.flatten(0, 1)
+        found = logits_of(number, rows[:, :-1]).flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(found, rows[:, 1:].flatten())
         loss.backward()
         step.step()
@@ -178,8 +212,9 @@ def _trained(model: Model, strategy: Strategy, theirs: Theirs) -> Outcome:
     params = step.from_canonical(read_params(model, theirs.weights))
     params = jax.device_put(params, step.state_shardings.params)
     state, losses = State(params, step.init_optimizer(params)), []
-    for rows in tokens_of(model):
-        state, metrics = step.step(state, {"tokens": rows[:, :-1], "labels": rows[:, 1:]})
+    for number, rows in enumerate(tokens_of(model)):
+        batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]} | sources_of(model, number)
+        state, metrics = step.step(state, batch)
         losses.append(float(metrics.loss))
     trained = step.to_canonical(state.params)
     expected = read_params(model, theirs.trained)
@@ -191,11 +226,9 @@ def _trained(model: Model, strategy: Strategy, theirs: Theirs) -> Outcome:
 
 def _comes_back(model: Model, params: Mapping[str, Any]) -> bool:
     """True if transformers reads what is written, bit for bit."""
-    import transformers
-
     with tempfile.TemporaryDirectory() as folder:
         save_hf(model, dict(params), Path(folder))
-        back = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        back = auto_class(model.family).from_pretrained(folder, attn_implementation="eager")
         found = read_params(model, state_of(back))
     return all(np.array_equal(np.asarray(found[name]), np.asarray(array)) for name, array in params.items())
 
@@ -205,7 +238,10 @@ def _generated(model: Model, strategy: Strategy, theirs: Theirs, outcome: Outcom
     params, tokens = read_params(model, theirs.weights), tokens_of(model)[0]
     alone = 0.0
     if not strategy.active_axes:
-        alone = difference(jax.jit(logits_fn(model))(params, jnp.asarray(tokens[:, :-1])), theirs.logits)
+        given = {name: jnp.asarray(array) for name, array in sources_of(model, 0).items()}
+        alone = difference(jax.jit(logits_fn(model))(params, jnp.asarray(tokens[:, :-1]), **given), theirs.logits)
+    if model.encoder:
+        return outcome._replace(logits=None if strategy.active_axes else alone)
     storage = Storage(cache_dtype="fp32", page_len=8)
     step = PackedStep(model, strategy, max_len=LENGTH + 8, max_seqs=ROWS, storage=storage)
     placed = step.place(params)

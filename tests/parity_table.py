@@ -12,6 +12,7 @@ from tests import parity
 SHOWN = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2", "phi3", "mixtral", "qwen2_moe"),
     *("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmo2", "smollm3", "glm4", "granite"),
+    *("t5", "mt5", "umt5"),
 )
 """The case of each family that has a row."""
 
@@ -22,7 +23,7 @@ HEAD = ("family", "logits", "three steps", "weights back", "text", "refused")
 def row(case: str) -> str:
     """The row of one case: the greatest differences over all meshes and shapes, and what is refused."""
     found: dict[str, parity.Outcome] = {}
-    for shape in ("", *parity.SHAPES):
+    for shape in ("", *parity.shapes_of(case)):
         meshes = [parity.SHAPES[shape][1]] if shape else list(parity.BASE)
         theirs = parity.theirs_of_case(case, shape)
         found |= {shape or mesh: parity.run(case, mesh, shape, theirs=theirs) for mesh in meshes}

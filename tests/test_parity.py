@@ -14,7 +14,7 @@ LARGEST_STEP = 1e-4
 
 QUICK = ("olmo2", "data 2, fsdp 2, tensor 2", "")
 CASES = [(case, mesh, "") for case in CONFIGS for mesh in parity.BASE]
-CASES += [(case, mesh, shape) for case in CONFIGS for shape, (_, mesh) in parity.SHAPES.items()]
+CASES += [(case, mesh, shape) for case in CONFIGS for shape, mesh in parity.shapes_of(case).items()]
 
 
 @pytest.mark.parametrize(

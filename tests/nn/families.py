@@ -46,6 +46,19 @@ _LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 
+_T5 = {
+    "d_model": 32,
+    "d_kv": 12,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "vocab_size": VOCAB,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "n_positions": 24,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _BASE | {"model_type": "llama"},
     "llama-biases": _BASE
@@ -117,6 +130,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | _LATENT
     | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False}
     | {"num_nextn_predict_layers": 0},
+    "t5": _T5 | {"model_type": "t5"},
+    "t5-gated": _T5 | {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "mt5": _T5 | {"model_type": "mt5", "num_decoder_layers": 3},
+    "umt5": _T5 | {"model_type": "umt5"},
 }
 """Name of a case -> its config.json."""
 

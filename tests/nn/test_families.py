@@ -11,11 +11,19 @@ from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.logits import logits_fn
 from tests.nn.families import CONFIGS, FAMILIES, VOCAB
-from tests.parity import their_model
+from tests.parity import auto_class, their_model
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
 transformers = pytest.importorskip("transformers")
+
+SOURCES = np.random.default_rng(1).integers(0, VOCAB, (2, 24)).astype(np.int32)
+"""Rows of the encoder, where a family has one."""
+
+
+def sources_of(model):
+    return {"encoder_tokens": jnp.asarray(SOURCES)} if model.encoder else {}
+
 
 RUNNING = [name for name, model in FAMILIES.items() if model.runs_here]
 LENGTH = 40
@@ -33,7 +41,10 @@ def quick_of(families, but=()):
 
 
 def their_logits(model):
-    return model(torch.tensor(TOKENS, dtype=torch.long)).logits
+    tokens, sources = (torch.tensor(rows, dtype=torch.long) for rows in (TOKENS, SOURCES))
+    if model.config.is_encoder_decoder:
+        return model(input_ids=sources, decoder_input_ids=tokens).logits
+    return model(tokens).logits
 
 
 def arrays(tensors):
@@ -45,7 +56,7 @@ def test_logits_are_those_of_transformers(family):
     theirs, model = their_model(CONFIGS[family]), FAMILIES[family]
     params = read_params(model, arrays(theirs.state_dict().items()))
     expected = their_logits(theirs).detach().numpy()
-    found = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(TOKENS)))
+    found = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(TOKENS), **sources_of(model)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
@@ -60,7 +71,7 @@ def test_each_side_reads_what_the_other_wrote(family, tmp_path):
         np.testing.assert_array_equal(params[name], array)
 
     save_hf(model, params, tmp_path / "ours", 50_000)
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    back = auto_class(model.family).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     np.testing.assert_array_equal(their_logits(back).detach(), their_logits(theirs).detach())
 
 
@@ -77,7 +88,8 @@ def test_gradients_are_those_of_transformers(family):
     gradients = arrays((*((name, p.grad) for name, p in theirs.named_parameters()), *buffers))
     expected = {n: array for n, array in read_params(model, gradients).items() if n in trained}
 
-    loss, grads = step.gradients(params, {"tokens": jnp.asarray(TOKENS), "labels": jnp.asarray(LABELS)})
+    rows = {"tokens": jnp.asarray(TOKENS), "labels": jnp.asarray(LABELS)} | sources_of(model)
+    loss, grads = step.gradients(params, rows)
     assert float(loss) == pytest.approx(float(expected_loss.detach()), rel=1e-5)
     largest = max(float(np.abs(array).max()) for array in expected.values())
     for name, array in expected.items():

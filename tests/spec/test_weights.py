@@ -23,6 +23,8 @@ _DENSE = {
 _MLA = {"kv_lora_rank": 16, "q_lora_rank": 24, "first_k_dense_replace": 1, "moe_intermediate_size": 32}
 _MLA |= {"n_routed_experts": 8, "num_experts_per_tok": 2}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_T5 = {"d_model": 64, "d_kv": 24, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
+_T5 |= {"vocab_size": 128}
 SMALL = {
     "llama": _DENSE,
     "llama-biased-tied": _DENSE
@@ -49,6 +51,10 @@ SMALL = {
     "smollm3": _DENSE | {"pad_token_id": 0},
     "glm4": _DENSE | {"pad_token_id": 0},
     "granite": _DENSE | {"mlp_bias": True},
+    "t5": _T5,
+    "t5-own-head": _T5 | {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "mt5": _T5,
+    "umt5": _T5,
 }
 
 
@@ -60,13 +66,17 @@ def meta_parameters(keys):
     """Name to shape of every parameter of transformers' model for these keys."""
     torch = pytest.importorskip("torch", reason="torch is not installed: nothing to compare with")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests.parity import auto_class
+
     keys = dict(keys.get("text_config", keys))
     keys.pop("quantization_config", None)
     family = keys.pop("model_type").replace("kimi_k2", "deepseek_v3")
     config = transformers.AutoConfig.for_model(family, **keys)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        model = auto_class(family).from_config(config)
+    head = {"lm_head.weight": tuple(model.lm_head.weight.shape)} if keys.get("tie_word_embeddings") is False else {}
+    # T5's class ties its head in any case, and unties it when it reads another
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} | head
 
 
 def canonical(name):

@@ -28,6 +28,9 @@ Family = Literal[
     "smollm3",
     "glm4",
     "granite",
+    "t5",
+    "mt5",
+    "umt5",
 ]
 FAMILIES: tuple[str, ...] = get_args(Family)
 """Families that are counted and planned; `Model.runs_here` says whether a model of one also runs."""

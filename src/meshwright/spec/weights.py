@@ -228,36 +228,37 @@ def mtp_params(model: Model) -> int:
     return model.num_mtp_layers * (num_params(replace(model, num_mtp_layers=1, mtp_weight=1.0)) - num_params(model))
 
 
-def _layers(model: Model) -> list[Weight]:
-    """Returns the rows of the layers. In a decoder beside an encoder cross-attention follows self-attention."""
+def _layers(model: Model, stored_prefix: str = "") -> list[Weight]:
+    """Returns the rows of the layers. In a decoder beside an encoder cross-attention follows self-attention.
+    ``stored_prefix`` begins the names of weights with stored names of their own."""
     all_layers = tuple(range(model.num_layers))
     ids_by_part = dict.fromkeys(get_args(WeightPart), all_layers)
     ids_by_part |= dict.fromkeys(("router", "experts", "shared_experts", "buffer"), model.moe_layers)
     ids_by_part["mlp"] = model.dense_layers if model.num_experts else all_layers
     # a layer that predicts the token after the next is like the last one
     ids_by_part = {part: ids + model.mtp_layers if all_layers[-1] in ids else ids for part, ids in ids_by_part.items()}
-    rows = _rows(model, "layers", layers=ids_by_part)
+    rows = _rows(model, "layers", layers=ids_by_part, stored_prefix=stored_prefix)
     rows += _rows(model, "mtp", layers=dict.fromkeys(ids_by_part, model.mtp_layers))
     if model.encoder is None:
         return rows
     attention_names = {"attn_norm", "attn_norm_bias", "wq", "wk", "wv", "bq", "bk", "bv", "bo", "wo"}
     # keys and values of cross-attention come from the encoder
-    cross_rows = [
-        replace(
-            row,
-            name=f"layers.cross_{name.removeprefix('attn_')}",
-            hf_name=row.hf_name.replace("{layer}.", "{layer}.cross."),
-        )
-        for row in rows
-        if (name := row.name.removeprefix("layers.")) in attention_names
-    ]
+    form, cross_rows = formats()[model.family], list[Weight]()
+    for row in rows:
+        if (name := row.name.removeprefix("layers.")) in attention_names:
+            cross_name = f"cross_{name.removeprefix('attn_')}"
+            stored_name = form.layers.replace("{prefix}", model.weights_prefix) + form.weights.get(cross_name, "")
+            hf_name = stored_name if cross_name in form.weights else row.hf_name.replace("{layer}.", "{layer}.cross.")
+            cross_rows.append(replace(row, name=f"layers.{cross_name}", hf_name=hf_name))
     mlp_index = next(i for i, row in enumerate(rows) if row.name == "layers.mlp_norm")
     return [*rows[:mlp_index], *cross_rows, *rows[mlp_index:]]
 
 
-def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {}) -> list[Weight]:
+def _rows(
+    model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {}, stored_prefix: str = ""
+) -> list[Weight]:
     """Returns the weights of a table's rows whose needs the model meets. ``layers`` maps each part to its layers; rows
-    of parts without layers are left out."""
+    of parts without layers are left out. A weight may have a stored name under ``stored_prefix`` and its name."""
     size_by_letter = model.dims
     is_true_by_fact = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "layer_norm": model.norm == "layer_norm",
@@ -265,12 +266,20 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
         "latent_queries": model.latent_attention and model.q_lora_rank > 0,
     }
     facts_met = {name if is_true else f"!{name}" for name, is_true in is_true_by_fact.items()}
-    hf_name_by_name = formats()[model.family].weights
-    layer_prefix = f"{{prefix}}{'h' if model.family == 'gpt2' else 'layers'}.{{layer}}." if layers else ""
+    form = formats()[model.family]
+    layer_prefix = (form.encoder_layers if stored_prefix else form.layers) if layers else ""
+    replacement_by_field = {"{prefix}": model.weights_prefix, "{beside_gate}": "_1" * model.gated}
+
+    def stored(name: str, llama_name: str) -> str:
+        text = layer_prefix + form.weights.get(stored_prefix + name, form.weights.get(name, llama_name))
+        for field, replacement in replacement_by_field.items():
+            text = text.replace(field, replacement)
+        return text
+
     return [
         Weight(
             name=f"layers.{name}" if layers else name,
-            hf_name=f"{layer_prefix}{hf_name_by_name.get(name, llama_name)}".replace("{prefix}", model.weights_prefix),
+            hf_name=stored(name, llama_name),
             dims=tuple(dims_text.split()),
             shape=tuple(size_by_letter[letter] for letter in dims_text.split()),
             part=part,
@@ -298,8 +307,5 @@ def _encoder(model: Model) -> list[Weight]:
         sliding_layers=(),
         dense_layers=(),
     )
-    layer_rows = [
-        replace(row, name=row.name.replace("layers.", "encoder."), hf_name=f"encoder.{row.hf_name}")
-        for row in _layers(decoder)
-    ]
+    layer_rows = [replace(row, name=row.name.replace("layers.", "encoder.")) for row in _layers(decoder, "encoder.")]
     return [*_rows(model, "encoder_first"), *layer_rows, *_rows(model, "encoder_last")]

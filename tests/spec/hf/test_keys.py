@@ -11,11 +11,12 @@ from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES
 from tests.nn.families import CONFIGS
 from tests.spec.hf.config_fields import table
-from tests.spec.hf.test_read import LLAMA, REQUIRED
+from tests.spec.hf.test_read import LLAMA, PAIRS, REQUIRED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
 
 CASES = {name.removesuffix("_text"): LLAMA | keys | {"model_type": name} for name, keys in REQUIRED.items()}
+CASES |= {name: keys | {"model_type": name} for name, keys in PAIRS.items()}
 CASES["gpt2"].pop("intermediate_size")
 
 

@@ -60,6 +60,35 @@ REQUIRED = {
 }
 
 
+_T5 = {"d_model": 64, "d_kv": 24, "d_ff": 96, "num_layers": 3, "num_heads": 4, "vocab_size": 128}
+PAIRS = {"t5": _T5, "mt5": _T5, "umt5": _T5}
+"""The same of encoder-decoders, in their own spelling."""
+
+
+@pytest.mark.parametrize("model_type", PAIRS)
+def test_absent_keys_of_encoder_decoders_mean_what_transformers_means(model_type):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    theirs = transformers.AutoConfig.for_model(model_type, **PAIRS[model_type])
+    ours = model_from_config({"model_type": model_type, **PAIRS[model_type]})
+    assert ours.num_kv_heads == ours.num_heads
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert (ours.num_layers, ours.encoder.num_layers) == (theirs.num_decoder_layers, theirs.num_layers)
+    assert (ours.gated, ours.activation) == (theirs.is_gated_act, theirs.dense_act_fn)
+    buckets = theirs.relative_attention_num_buckets, theirs.relative_attention_max_distance
+    assert (ours.relative_buckets, ours.relative_distance) == buckets
+    assert ours.norm_eps == theirs.layer_norm_epsilon
+
+
+def test_a_head_of_its_own_is_read_from_the_file_and_from_what_transformers_made_of_it():
+    """transformers 5 says tied in any case; its T5 has no divided stream in a model whose file said otherwise."""
+    files = [{"tie_word_embeddings": False}, {"tie_word_embeddings": True, "scale_decoder_outputs": False}]
+    for keys in files:
+        model = model_from_config({"model_type": "t5", **_T5, **keys})
+        assert (model.tied_embeddings, model.logit_divisor) == (False, 1.0)
+    assert model_from_config({"model_type": "t5", **_T5}).logit_divisor == 8.0
+    assert model_from_config({"model_type": "mt5", **_T5}).logit_divisor == 1.0
+
+
 @pytest.mark.parametrize("model_type", REQUIRED)
 def test_absent_keys_mean_what_transformers_means(model_type):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -152,10 +152,10 @@ def _stored_order(
     """Orders dims as stored: [out, in] in a linear layer; [in, out] in GPT-2's layers and gpt-oss's experts."""
     if weight.name == "layers.shared.gate":
         return ((), tuple(stored_dims))
+    if weight.part == "embedding" or dims[0] == "R":  # tables
+        return tuple((dim,) for dim in stored_dims)
     if weight.kind == "vector":
         return (tuple(stored_dims),)
-    if weight.part == "embedding":
-        return tuple((dim,) for dim in stored_dims)
     # The last dims are outputs. A product that reads heads has two input dims.
     num_inputs = 2 if dims[0] == "N" else 1
     input_dims, output_dims = tuple(stored_dims[:num_inputs]), tuple(stored_dims[num_inputs:])
@@ -189,6 +189,7 @@ IGNORED = ("*.rotary_emb.*inv_freq", "*.e_score_correction_bias")
 IGNORED_OF = {
     "gpt2": ("*.attn.bias", "*.attn.masked_bias"),  # the causal mask
     "gemma3": ("*vision_tower.*", "*multi_modal_projector.*"),
+    **dict.fromkeys(("t5", "mt5"), ("*.EncDecAttention.relative_attention_bias.weight",)),  # early files have it
     "deepseek_v3": ("model.layers.{num_layers}.*",),  # its multi-token prediction layer, if it is not asked for
 }
 """Tensors of a family that are not weights of its decoder."""
@@ -200,10 +201,12 @@ def _require_all_used(model: Model, tensors: Tensors, used_names: set[str]) -> N
     variable_of_copy = {name: variable for variable, name in mtp_copies(model).items()}
     for name in tensors.keys() - used_names:
         is_tied = name.endswith("lm_head.weight") and model.tied_embeddings
-        if variable := "embed" if is_tied else variable_of_copy.get(name):
+        is_table = model.encoder is not None and name.endswith((".embed_tokens.weight", "shared.weight"))
+        if variable := "embed" if is_tied or is_table else variable_of_copy.get(name):
             source_name = next(part.tensor for part in stored_parts(model, tensors) if part.variable == variable)
             if not _equal(tensors[name], tensors[source_name]):
                 advice = "Set tie_word_embeddings to false" if is_tied else "Leave mtp_weight out, or that layer"
+                advice = "Give a model with one table of tokens" if is_table else advice
                 raise InputError(f"{name} differs from {source_name}, to which the config ties it. {advice}.")
             continue
         box = tuple(slice(0, dim_size) for dim_size in tensors[name].shape)

@@ -40,7 +40,12 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     computed: tuple[str, ...] = ()
     aliases: dict[str, str] = {}
     rope: HfFields = {}
+    prefix: str = "model."
+    layers: str = "{prefix}layers.{layer}."
     weights: dict[str, str] = {}
+    encoder: dict[str, str] = {}
+    encoder_layers: str = "encoder.{prefix}layers.{layer}."
+    follows: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         for field in (*self.fixed, *self.without):
@@ -50,7 +55,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def known(self) -> set[str]:
         """The keys that are read."""
         rotary_keys = ("rope_scaling", "rope_parameters") if "rope_theta" in self.keys.values() else ()
-        return {"model_type", *rotary_keys, *self.keys.values(), *self.aliases, *self.computed}
+        encoder_keys = (*self.encoder.values(), *self.follows)
+        return {"model_type", *rotary_keys, *self.keys.values(), *self.aliases, *self.computed, *encoder_keys}
 
 
 @functools.cache

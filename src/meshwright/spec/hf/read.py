@@ -52,6 +52,9 @@ class _Config:
     def __init__(self, given: HfFields, *, family: str, what: str) -> None:
         self.family, self.what, self.given, self.form = family, what, given, formats()[family]
         self.keys = self.form.defaults | {aliases().get(key, key): value for key, value in given.items()}
+        for key, followed_key in self.form.follows.items():
+            if self.keys.get(key) is None:
+                self.keys[key] = self.keys.get(followed_key)
         self.rope = self._rope()
         self.keys |= {key: value for key, value in self.rope.items() if value is not None}
 
@@ -175,8 +178,7 @@ def _from_keys(keys: HfFields, name: str, what: str) -> Model:
     family = keys.get("model_type")
     if not isinstance(family, str):
         raise InputError(f"{what}: the key 'model_type' is missing. Add one of: {', '.join(FAMILIES)}.")
-    prefix = "transformer." if family == "gpt2" else "model."
-    family = SAME.get(family, family)
+    prefix, family = "", SAME.get(family, family)
     if family == "gemma3" and isinstance(keys.get("text_config"), Mapping):
         # The multimodal file nests the decoder; its published checkpoints name it after the nesting.
         quantisation_keys = {name: keys[name] for name in CONFIG_KEYS if name in keys}
@@ -186,7 +188,8 @@ def _from_keys(keys: HfFields, name: str, what: str) -> Model:
         raise InputError(f"{what}: model_type {family!r} is not known.{hint}")
     quantisation_of(keys, family=family, what=what)
     fields = _fields(_Config(keys, family=family, what=what))
-    return convert_fields({"name": name, "family": family, "weights_prefix": prefix, **fields}, Model, section=what)
+    fields = {"name": name, "family": family, "weights_prefix": prefix or formats()[family].prefix, **fields}
+    return convert_fields(fields, Model, section=what)
 
 
 def _fields(config: _Config) -> HfFields:
@@ -223,8 +226,35 @@ def _fields(config: _Config) -> HfFields:
         fields["unrotated_layers"] = _unrotated(config)
     if family == "qwen2_moe" and fields["d_ff_shared"]:
         fields |= {"num_shared_experts": 1, "shared_expert_gate": True}
+    fields |= _encoder(config) | (_t5_fields(config) if config.has("feed_forward_proj") else {})
     config.require_understood()
     return fields
+
+
+def _encoder(config: _Config) -> HfFields:
+    """Returns the encoder of a family that has one."""
+    sizes = {field: config.read(key, int) for field, key in config.form.encoder.items()}
+    return {"encoder": sizes} if sizes else {}
+
+
+def _t5_fields(config: _Config) -> HfFields:
+    """Returns the feed-forward block and the head of a T5.
+
+    The file says whether the head is tied, and then the stream is divided by sqrt(D) before it, but in mT5. Files that
+    transformers 5 wrote say tied in any case, and of T5 beside it whether the stream is divided.
+    """
+    kind = config.read("feed_forward_proj", str)
+    *gate, activation = kind.split("-")
+    if gate not in ([], ["gated"]):
+        raise InputError(f"{config.what}: feed_forward_proj is {kind!r}. Write an activation, or gated-ACTIVATION.")
+    is_tied = config.read("tie_word_embeddings", bool) and config.keys.get("scale_decoder_outputs") is not False
+    is_divided = is_tied and config.family != "mt5"
+    return {
+        "gated": bool(gate),
+        "activation": "gelu_new" if kind == "gated-gelu" else activation,
+        "tied_embeddings": is_tied,
+        "logit_divisor": config.read("d_model", int) ** 0.5 if is_divided else 1.0,
+    }
 
 
 def _layers_without_experts(config: _Config) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ from meshwright.spec.hf.families import ROPE_KEYS, HfFields, formats
 from meshwright.spec.hf.read import MASK_KEYS
 from meshwright.spec.model import Model, RopeScaling
 
+_CAMEL_NAMES = {"smollm3": "SmolLM3", "mt5": "MT5", "umt5": "UMT5"}
+
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Numbers of special tokens: facts of a tokenizer, which a model does not have."""
 
@@ -20,9 +22,10 @@ def config_from_model(model: Model) -> HfFields:
     A decoder that was nested in a multimodal model is written as a text model (see `text_model`).
     """
     form = formats()[model.family]
-    camel_name = {"smollm3": "SmolLM3"}.get(model.family, model.family.title().replace("_", ""))
+    camel_name = _CAMEL_NAMES.get(model.family, model.family.title().replace("_", ""))
+    head_name = "ForConditionalGeneration" if model.encoder else "ForCausalLM"
     config: HfFields = {
-        "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel_name}ForCausalLM"],
+        "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel_name}{head_name}"],
         "model_type": "gemma3_text" if model.family == "gemma3" else model.family,
         # Left out, these would be the numbers of the published tokenizer.
         **dict.fromkeys(TOKEN_KEYS),
@@ -31,8 +34,9 @@ def config_from_model(model: Model) -> HfFields:
     for field, key in form.keys.items():
         value = getattr(model, field)
         config.setdefault(alias_of.get(key, key), (value or None) if key in form.nullable else value)
-    if model.family != "gpt2":
+    if "rope_theta" in form.keys.values():
         config |= _rope(model)
+    config |= {alias_of.get(key, key): getattr(model.encoder, field) for field, key in form.encoder.items()}
     config |= {key: getattr(model, key) for key in MASK_KEYS if getattr(model, key)}
     return config | {key: _COMPUTED[key](model) for key in form.computed}
 
@@ -84,6 +88,11 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "num_nextn_predict_layers": lambda model: len(model.mtp_layers),
     "n_group": lambda model: model.expert_groups or None,
     "topk_group": lambda model: model.groups_per_token or None,
+    "feed_forward_proj": lambda m: (
+        f"{'gated-' * m.gated}{'gelu' if m.gated and m.activation == 'gelu_new' else m.activation}"
+    ),
+    "tie_word_embeddings": lambda model: model.tied_embeddings,
+    "scale_decoder_outputs": lambda model: model.logit_divisor != 1,
     "topk_method": lambda model: "group_limited_greedy" if model.expert_groups else "greedy",
 }
 """Keys that do not follow from a single field by a row."""
