@@ -63,7 +63,7 @@ def run_stack(
         return (stream, state), None
 
     named = {**given, **params}
-    stream = run_block(context, steps_by_block[stack.first], named)[0] if stack.first else named.get(stack.carry)
+    stream: Any = run_block(context, steps_by_block[stack.first], named)[0] if stack.first else named.get(stack.carry)
     carry = stream, state
     is_unrolled = any(isinstance(weight, tuple) for weight in params.values())
     for span in spans(stack.layers):
