@@ -3,6 +3,7 @@
 Random weights everywhere, float32; what a mesh or a shape does not support is an outcome in words.
 """
 
+import copy
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,7 +88,7 @@ def config_of(case: str, shape: str = "") -> dict[str, Any]:
         given.pop("num_key_value_heads", None)  # latent attention, GPT-2 and encoder-decoders have as many as heads
     for key, value in given.items():
         if key == "num_hidden_layers":
-            for lists in {"layer_types", "no_rope_layers"} & config.keys():
+            for lists in {"layer_types", "no_rope_layers", "mlp_layer_types"} & config.keys():
                 config[lists] = (list(config[lists])[:2] * value)[:value]
         config[key] = value
     return config
@@ -116,7 +117,7 @@ def their_model(config: Mapping[str, Any]) -> Any:
     import torch
     import transformers
 
-    keys = dict(config)
+    keys = copy.deepcopy(dict(config))  # transformers writes into the tables of rope
     torch.manual_seed(0)
     found = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     model = auto_class(config["model_type"]).from_config(found, attn_implementation="eager").eval()

@@ -13,6 +13,8 @@ SHOWN = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2", "phi3", "mixtral", "qwen2_moe"),
     *("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmo2", "smollm3", "glm4", "granite"),
     *("t5", "mt5", "umt5"),
+    *("glm4_moe", "solar_open", "dots1", "exaone4", "exaone_moe", "hy_v3", "minimax_m2", "olmo3", "seed_oss"),
+    *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee"),
 )
 """The case of each family that has a row."""
 

@@ -36,6 +36,16 @@ _LATENT = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+_GROUPED = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 _GEMMA2 = {"query_pre_attn_scalar": 10, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {
@@ -134,8 +144,44 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "t5-gated": _T5 | {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "mt5": _T5 | {"model_type": "mt5", "num_decoder_layers": 3},
     "umt5": _T5 | {"model_type": "umt5"},
+    "glm4_moe": _BASE
+    | _GROUPED
+    | {"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 0},
+    "solar_open": _BASE
+    | _GROUPED
+    | {"model_type": "solar_open", "first_k_dense_replace": 0, "attention_bias": True, "rope_parameters": _LLAMA3},
+    "dots1": _BASE
+    | _GROUPED
+    | {"model_type": "dots1", "sliding_window": WINDOW, "max_window_layers": 1, "attention_bias": True},
+    "exaone4": _BASE | _SLIDING | {"model_type": "exaone4", "rope_scaling": _LLAMA3},
+    "exaone4-global": _BASE | {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "exaone_moe": _BASE
+    | _SLIDING
+    | _MOE
+    | {"model_type": "exaone_moe", "mlp_layer_types": ["sparse", "dense", "sparse"], "num_shared_experts": 2},
+    "hy_v3": _BASE
+    | _MOE
+    | {"model_type": "hy_v3", "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True},
+    "minimax_m2": _BASE
+    | {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "olmo3": _WITHOUT_HEAD_DIM | _SLIDING | {"model_type": "olmo3", "attention_bias": True, "rope_scaling": _YARN},
+    "seed_oss": _BASE | {"model_type": "seed_oss", "mlp_bias": True},
+    "ernie4_5": _BASE | {"model_type": "ernie4_5", "use_bias": True},
+    "ernie4_5_moe": _BASE
+    | {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
+    | {"moe_num_shared_experts": 1},
+    "hunyuan_v1_dense": _BASE
+    | {"model_type": "hunyuan_v1_dense", "attention_bias": True, "tie_word_embeddings": True}
+    | {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    "hunyuan_v1_moe": _BASE | {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2, 2]},
+    "arcee": _BASE | {"model_type": "arcee", "mlp_bias": True, "rope_scaling": _YARN},
 }
 """Name of a case -> its config.json."""
 
 FAMILIES: dict[str, Model] = {name: model_from_config(config, name) for name, config in CONFIGS.items()}
 LLAMA = FAMILIES["llama"]
+BY_ROWS = (
+    *("glm4_moe", "solar_open", "dots1", "exaone4", "exaone4-global", "exaone_moe", "hy_v3", "minimax_m2", "olmo3"),
+    *("seed_oss", "ernie4_5", "hunyuan_v1_moe", "arcee"),
+)
+"""Cases that have no operation which others have not: their logits are compared in the slow tier."""

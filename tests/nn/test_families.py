@@ -10,7 +10,7 @@ from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.logits import logits_fn
-from tests.nn.families import CONFIGS, FAMILIES, VOCAB
+from tests.nn.families import BY_ROWS, CONFIGS, FAMILIES, VOCAB
 from tests.parity import auto_class, their_model
 
 pytestmark = pytest.mark.peer
@@ -51,7 +51,9 @@ def arrays(tensors):
     return {name: tensor.detach().numpy() for name, tensor in tensors}
 
 
-@pytest.mark.parametrize("family", RUNNING)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] if name in BY_ROWS else []) for name in RUNNING]
+)
 def test_logits_are_those_of_transformers(family):
     theirs, model = their_model(CONFIGS[family]), FAMILIES[family]
     params = read_params(model, arrays(theirs.state_dict().items()))

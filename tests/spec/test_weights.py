@@ -6,6 +6,7 @@ import re
 import pytest
 
 from meshwright.spec import catalogue
+from meshwright.spec.hf.families import formats
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES
 from meshwright.spec.weights import mtp_params, num_active_params, num_params, params_by_part, weight_table
@@ -25,6 +26,7 @@ _MLA |= {"n_routed_experts": 8, "num_experts_per_tok": 2}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _T5 = {"d_model": 64, "d_kv": 24, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
 _T5 |= {"vocab_size": 128}
+_GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2}
 SMALL = {
     "llama": _DENSE,
     "llama-biased-tied": _DENSE
@@ -55,7 +57,25 @@ SMALL = {
     "t5-own-head": _T5 | {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "mt5": _T5,
     "umt5": _T5,
+    "glm4_moe": _DENSE | _GROUPED | {"use_qk_norm": True, "attention_bias": True, "head_dim": 20},
+    "solar_open": _DENSE | _GROUPED | {"head_dim": 20, "first_k_dense_replace": 0},
+    "dots1": _DENSE | _GROUPED | {"attention_bias": True},
+    "exaone4": _DENSE,
+    "exaone_moe": _DENSE | _MOE,
+    "hy_v3": _DENSE | _MOE | {"num_shared_experts": 2},
+    "minimax_m2": _DENSE | {"num_local_experts": 8, "head_dim": 20, "rotary_dim": 10},
+    "olmo3": _DENSE,
+    "seed_oss": _DENSE | {"attention_out_bias": True},
+    "ernie4_5": _DENSE | {"use_bias": True},
+    "ernie4_5_moe": _DENSE | {"moe_num_experts": 8, "moe_intermediate_size": 32},
+    "hunyuan_v1_dense": _DENSE | {"attention_bias": True, "head_dim": 20},
+    "hunyuan_v1_moe": _DENSE | {"num_experts": 4, "moe_topk": 2, "head_dim": 20},
+    "arcee": _DENSE,
 }
+
+
+STACKED = {old: new for form in formats().values() for old, new in form.in_memory.items()}
+"""Parts of names of experts in published files -> in transformers' memory."""
 
 
 def keys_of(name):
@@ -76,12 +96,15 @@ def meta_parameters(keys):
         model = auto_class(family).from_config(config)
     head = {"lm_head.weight": tuple(model.lm_head.weight.shape)} if keys.get("tie_word_embeddings") is False else {}
     # T5's class ties its head in any case, and unties it when it reads another
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} | head
+    trained = {name: array for name, array in model.named_parameters() if array.requires_grad}
+    return {name: tuple(array.shape) for name, array in trained.items()} | head
 
 
 def canonical(name):
     """One name for an array whether experts are stored one by one or stacked, as newer transformers does."""
-    name = name.replace("block_sparse_moe.", "mlp.").replace("language_model.model.", "model.")
+    for published, stacked in STACKED.items():
+        name = name.replace(published, stacked)
+    name = name.replace("language_model.model.", "model.")
     name = re.sub(r"experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight", "experts.gate_up_proj", name)
     return re.sub(r"experts\.\d+\.(down_proj|w2)\.weight", "experts.down_proj", name)
 

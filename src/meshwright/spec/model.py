@@ -31,6 +31,20 @@ Family = Literal[
     "t5",
     "mt5",
     "umt5",
+    "glm4_moe",
+    "solar_open",
+    "dots1",
+    "exaone4",
+    "exaone_moe",
+    "hy_v3",
+    "minimax_m2",
+    "olmo3",
+    "seed_oss",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "arcee",
 ]
 FAMILIES: tuple[str, ...] = get_args(Family)
 """Families that are counted and planned; `Model.runs_here` says whether a model of one also runs."""
@@ -204,6 +218,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     post_norms: bool = False  # after attention and after the feed-forward block
     qk_norm: bool = False
     wide_qk_norm: bool = False  # the norms of queries and keys are over all heads together
+    qk_norm_last: bool = False  # they follow rope
 
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -310,10 +325,10 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise InputError(f"{self.name}: lora needs a model without encoder or latent attention. Leave lora out.")
         if self.lora and self.num_experts and not self.lora.weights.keys() <= {"wq", "wk", "wv", "wo"}:
             raise InputError(f"{self.name}: experts cannot have adapters in this version. Use lora.targets=attention.")
-        if self.mtp_weight and (self.family != "deepseek_v3" or self.num_mtp_layers != 1):
+        if self.mtp_weight and (self.family not in ("deepseek_v3", "glm4_moe") or self.num_mtp_layers != 1):
             raise InputError(
-                f"{self.name}: mtp_weight={self.mtp_weight:g} needs a deepseek_v3 with num_mtp_layers=1, and this is a "
-                f"{self.family} with {self.num_mtp_layers}. Leave mtp_weight out."
+                f"{self.name}: mtp_weight={self.mtp_weight:g} needs a deepseek_v3 or a glm4_moe with num_mtp_layers=1, "
+                f"and this is a {self.family} with {self.num_mtp_layers}. Leave mtp_weight out."
             )
         num_groups, num_chosen = self.expert_groups, self.groups_per_token
         group_size = self.num_experts // max(num_groups, 1)

@@ -1,5 +1,6 @@
 """Every key of a config is honoured, known to be without effect, or refused or named."""
 
+import copy
 import json
 from fnmatch import fnmatchcase
 
@@ -172,8 +173,10 @@ WITHOUT_EFFECT = {
 """Keys that no code of transformers' model reads."""
 
 
-BY_GETATTR = {"qwen2", "qwen2_moe", "qwen3_moe", "phi3", "olmo2", "smollm3", "granite"}
-"""Families whose layers take ``head_dim`` though their configuration class does not have it."""
+_HEAD_DIM = ("qwen2", "qwen2_moe", "qwen3_moe", "phi3", "olmo2", "smollm3", "granite", "glm4_moe", "dots1", "exaone4")
+_HEAD_DIM += ("exaone_moe", "olmo3", "ernie4_5_moe")
+BY_GETATTR = dict.fromkeys(_HEAD_DIM, "head_dim") | {"minimax_m2": "rotary_dim"}
+"""A key that code of a family reads though its configuration class does not have it."""
 
 
 @pytest.mark.peer
@@ -182,7 +185,7 @@ def test_no_key_is_honoured_that_transformers_ignores(family):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.AutoConfig.for_model(CASES[family]["model_type"])
     older = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern", "num_experts"}
-    by_getattr = {"head_dim"} if family in BY_GETATTR else set()
+    by_getattr = {BY_GETATTR.get(family, "")}
     names = {*config.to_dict(), *config.attribute_map, "partial_rotary_factor"} | older | by_getattr
     honoured = formats()[family].known - names
     assert honoured <= {key for key, values in formats()[family].only.items()} | {"moe_layer_freq"}
@@ -192,6 +195,6 @@ def test_no_key_is_honoured_that_transformers_ignores(family):
 def test_what_transformers_saves_is_read(name):
     """With every key at its default, as `save_pretrained` of version 5 writes them."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    keys = dict(CONFIGS[name])
+    keys = copy.deepcopy(CONFIGS[name])
     saved = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys).to_dict()
     assert model_from_config(saved, name) == model_from_config(CONFIGS[name], name)

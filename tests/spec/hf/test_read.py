@@ -25,6 +25,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
 # What a config of the family must say itself; everything else is left to the defaults.
 REQUIRED = {
     "llama": {},
@@ -57,6 +58,20 @@ REQUIRED = {
     "smollm3": {"pad_token_id": 0},
     "glm4": {"pad_token_id": 0},
     "granite": {},
+    "glm4_moe": {"num_attention_heads": 8, **_ROUTED},
+    "solar_open": {"num_attention_heads": 8, **_ROUTED},
+    "dots1": {"num_attention_heads": 32, "n_group": 1, "topk_group": 1, **_ROUTED},
+    "exaone4": {"num_attention_heads": 32},
+    "exaone_moe": {"num_attention_heads": 32, "num_experts": 8, "moe_intermediate_size": 32},
+    "hy_v3": {"num_attention_heads": 8, "num_experts": 8, "moe_intermediate_size": 32},
+    "minimax_m2": {"num_attention_heads": 8, "num_local_experts": 8},
+    "olmo3": {},
+    "seed_oss": {"num_attention_heads": 8},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_intermediate_size": 32},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "arcee": {},
 }
 
 
@@ -106,7 +121,7 @@ def test_absent_keys_mean_what_transformers_means(model_type):
     if kinds is not None:
         assert ours.sliding_layers == tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
     rope = getattr(theirs, "rope_parameters", None)
-    if model_type == "gemma3_text":
+    if model_type in ("gemma3_text", "olmo3"):
         assert ours.rope_local_theta == rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     if rope is not None:

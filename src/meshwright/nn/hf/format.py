@@ -16,6 +16,7 @@ import numpy as np
 from meshwright.algebra.transformer import local_name, rows
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.files import Tensor, Tensors
+from meshwright.spec.hf.families import formats
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
 
@@ -118,9 +119,12 @@ def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
     embed_name = rows(model)["embed"].hf_name.removeprefix(own_prefix)
     prefix = next((p for p in (own_prefix, *PREFIXES) if p + embed_name in names), own_prefix)
     is_stacked = any(name.endswith(".experts.gate_up_proj") for name in names)
+    renamed_parts = formats()[model.family].in_memory if is_stacked else {}
 
     def name_of(weight: Weight) -> str:
-        name = weight.hf_name.replace(".block_sparse_moe.", ".mlp.") if is_stacked else weight.hf_name
+        name = weight.hf_name
+        for published_part, part in renamed_parts.items():
+            name = name.replace(published_part, part)
         if is_stacked and "{expert}" in name:
             name = name.partition(".experts.")[0] + ".experts." + _STACKED[weight.name.rpartition(".")[2]]
         return prefix + name.removeprefix(own_prefix) if name.startswith(own_prefix) else name
@@ -150,7 +154,7 @@ def _stored_order(
     model: Model, weight: Weight, stored_dims: list[StoredDim], dims: tuple[str, ...]
 ) -> tuple[tuple[StoredDim, ...], ...]:
     """Orders dims as stored: [out, in] in a linear layer; [in, out] in GPT-2's layers and gpt-oss's experts."""
-    if weight.name == "layers.shared.gate":
+    if weight.name == "layers.shared.gate" or (model.family == "ernie4_5_moe" and weight.part == "buffer"):
         return ((), tuple(stored_dims))
     if weight.part == "embedding" or dims[0] == "R":  # tables
         return tuple((dim,) for dim in stored_dims)
@@ -190,7 +194,10 @@ IGNORED_OF = {
     "gpt2": ("*.attn.bias", "*.attn.masked_bias"),  # the causal mask
     "gemma3": ("*vision_tower.*", "*multi_modal_projector.*"),
     **dict.fromkeys(("t5", "mt5"), ("*.EncDecAttention.relative_attention_bias.weight",)),  # early files have it
-    "deepseek_v3": ("model.layers.{num_layers}.*",),  # its multi-token prediction layer, if it is not asked for
+    # layers for tokens after the next, if they are not asked for
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "hy_v3"), ("model.layers.{num_layers}.*",)),
+    "exaone_moe": ("mtp.*",),
+    "ernie4_5_moe": ("model.mtp*",),
 }
 """Tensors of a family that are not weights of its decoder."""
 

@@ -46,6 +46,9 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     encoder: dict[str, str] = {}
     encoder_layers: str = "encoder.{prefix}layers.{layer}."
     follows: dict[str, str] = {}
+    in_memory: dict[str, str] = {}
+    alike: tuple[str, ...] = ()
+    global_unrotated: bool = False
 
     def __post_init__(self) -> None:
         for field in (*self.fixed, *self.without):

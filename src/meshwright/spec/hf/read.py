@@ -8,7 +8,7 @@ where published files leave them out (gpt2, gemma3).
 import difflib
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -51,6 +51,7 @@ class _Config:
 
     def __init__(self, given: HfFields, *, family: str, what: str) -> None:
         self.family, self.what, self.given, self.form = family, what, given, formats()[family]
+        given = {key: _one_of(value) if key in self.form.alike else value for key, value in given.items()}
         self.keys = self.form.defaults | {aliases().get(key, key): value for key, value in given.items()}
         for key, followed_key in self.form.follows.items():
             if self.keys.get(key) is None:
@@ -63,7 +64,7 @@ class _Config:
         tables = (self.read(key, dict) for key in ("rope_scaling", "rope_parameters") if self.has(key))
         table: HfFields = next(filter(None, tables), {})
         full_table, sliding_table = table.get("full_attention"), table.get("sliding_attention")
-        if self.family != "gemma3" or not isinstance(full_table, Mapping):
+        if "rope_local_theta" not in self.form.keys or not isinstance(full_table, Mapping):
             return table or self.form.rope
         if isinstance(sliding_table, Mapping):
             for key in sliding_table.keys() - {"rope_theta"}:
@@ -82,6 +83,7 @@ class _Config:
         rotary_values = {key: self.rope[key] for key in self.rope.keys() - {"type", "rope_theta", *ROPE_KEYS.values()}}
         for key, value in (*self.given.items(), *rotary_values.items()):
             allowed_form = self.form.only.get(key)
+            value = _one_of(value) if key in self.form.alike else value
             if value is None or allowed_form == [] or key in CONFIG_KEYS:
                 continue
             if allowed_form is not None:
@@ -144,6 +146,11 @@ def _says_numbers(key: str) -> bool:
     return key in config_fields()["read_by_some"] or not number_words().isdisjoint(words)
 
 
+def _one_of(value: Any) -> Any:
+    """Returns the entry of a list of equal entries; any other value as it is."""
+    return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
+
+
 def similar(name: str, known: Iterable[str]) -> str:
     """Returns " Did you mean ...?" if ``name`` is a known one in another spelling, or with one letter left out."""
 
@@ -203,15 +210,14 @@ def _fields(config: _Config) -> HfFields:
     fields |= {key: config.read(key, str) for key in MASK_KEYS if config.has(key)}
     fields.setdefault("d_ff", 4 * fields["d_model"])
     fields.setdefault("num_kv_heads", fields["num_heads"])
+    if family.startswith("hunyuan") and (alpha := config.rope.get("alpha")):  # longer contexts by a larger theta alone
+        width = fields["head_dim"]
+        fields |= {"rope_scaling": None, "rope_theta": fields["rope_theta"] * alpha ** (width / (width - 2))}
     if family == "gemma" and fields["activation"] == "gelu":  # so did its first releases say, and mean the other
         fields["activation"] = "gelu_pytorch_tanh"
-    if family.startswith("deepseek"):
-        fields |= {
-            "num_kv_heads": fields["num_heads"],
-            "head_dim": fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"],
-            "d_ff_shared": fields.get("num_shared_experts", 0) * fields["d_ff_expert"],
-            "dense_layers": tuple(config.layers()[: config.read("first_k_dense_replace", int)]),
-        }
+    if "kv_lora_rank" in form.keys:
+        head_dim = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
+        fields |= {"num_kv_heads": fields["num_heads"], "head_dim": head_dim}
     elif "head_dim" not in fields:
         d_model, num_heads = fields["d_model"], fields["num_heads"]
         if num_heads < 1 or d_model % num_heads:
@@ -220,10 +226,16 @@ def _fields(config: _Config) -> HfFields:
                 f"and head_dim is not given. Set head_dim, or a number of heads that divides {d_model}."
             )
         fields["head_dim"] = d_model // num_heads
-    if family in ("qwen2_moe", "qwen3_moe"):
+    if "num_experts" in fields:
         fields["dense_layers"] = _layers_without_experts(config)
+        fields.setdefault("d_ff_shared", fields.get("num_shared_experts", 0) * fields["d_ff_expert"])
     if family == "smollm3":
         fields["unrotated_layers"] = _unrotated(config)
+    if form.global_unrotated and config.has("sliding_window"):
+        sliding_layers = fields.get("sliding_layers", ())
+        fields["unrotated_layers"] = tuple(layer for layer in config.layers() if layer not in sliding_layers)
+    if "rotary_dim" in form.computed and config.has("rotary_dim"):
+        fields.setdefault("rope_fraction", config.read("rotary_dim", int) / fields["head_dim"])
     if family == "qwen2_moe" and fields["d_ff_shared"]:
         fields |= {"num_shared_experts": 1, "shared_expert_gate": True}
     fields |= _encoder(config) | (_t5_fields(config) if config.has("feed_forward_proj") else {})
@@ -258,10 +270,24 @@ def _t5_fields(config: _Config) -> HfFields:
 
 
 def _layers_without_experts(config: _Config) -> tuple[int, ...]:
-    """Returns Qwen's dense layers: all but every ``decoder_sparse_step``-th, and ``mlp_only_layers``."""
+    """Returns the dense layers of a model with experts: those that ``mlp_layer_types`` lists, or the first
+    ``first_k_dense_replace``, or Qwen's: all but every ``decoder_sparse_step``-th, and ``mlp_only_layers``."""
+    layers, keys = config.layers(), config.form.computed
+    if "mlp_layer_types" in keys and config.has("mlp_layer_types"):
+        kinds = _of_every_layer(config, "mlp_layer_types", ("dense", "sparse"))
+        return tuple(layer for layer in layers if kinds[layer] == "dense")
+    if "first_k_dense_replace" in keys or "mlp_layer_types" in keys:
+        return tuple(layers[: config.read("first_k_dense_replace", int)])
+    if "moe_layer_interval" in keys:
+        first, interval = (config.read(f"moe_layer_{key}", int) for key in ("start_index", "interval"))
+        last = config.keys["moe_layer_end_index"]
+        routed = range(first, len(layers) if last in (None, -1) else last + 1)
+        return tuple(layer for layer in layers if layer not in routed or (layer + 1) % max(interval, 1))
+    if "decoder_sparse_step" not in keys:
+        return ()
     sparse_step = max(config.read("decoder_sparse_step", int), 1)
     mlp_only_layers = config.read("mlp_only_layers", tuple, int) if config.has("mlp_only_layers") else ()
-    return tuple(layer for layer in config.layers() if layer in mlp_only_layers or (layer + 1) % sparse_step)
+    return tuple(layer for layer in layers if layer in mlp_only_layers or (layer + 1) % sparse_step)
 
 
 def _unrotated(config: _Config) -> tuple[int, ...]:
@@ -269,17 +295,21 @@ def _unrotated(config: _Config) -> tuple[int, ...]:
     if not config.has("no_rope_layers"):
         layer_interval = max(config.read("no_rope_layer_interval", int), 1)
         return tuple(layer for layer in config.layers() if (layer + 1) % layer_interval == 0)
-    is_rotated = _of_every_layer(config, "no_rope_layers", int)
+    is_rotated = _of_every_layer(config, "no_rope_layers")
     return tuple(layer for layer in config.layers() if not is_rotated[layer])
 
 
-def _of_every_layer(config: _Config, key: str, of: type) -> tuple[Any, ...]:
-    """Returns a list of one value for each layer."""
-    values: tuple[Any, ...] = config.read(key, tuple, of)
+def _of_every_layer(config: _Config, key: str, kinds: Sequence[str] = ()) -> tuple[Any, ...]:
+    """Returns a list of one value for each layer: one of ``kinds``, or a whole number if there are none."""
+    values: tuple[Any, ...] = config.read(key, tuple, str if kinds else int)
     if len(values) != len(config.layers()):
         raise InputError(
             f"{config.what}: {key} has {len(values)} entries for num_hidden_layers={len(config.layers())}. "
             f"Give one entry per layer."
+        )
+    if strange := [value for value in values if kinds and value not in kinds]:
+        raise InputError(
+            f"{config.what}: {key} has {strange[0]!r}. Only {' or '.join(map(repr, kinds))} is known here."
         )
     return values
 
@@ -319,17 +349,26 @@ def _window(config: _Config) -> HfFields:
 def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
     """Returns the layers with a window: as listed in ``layer_types``, else by the family's pattern."""
     if config.has("layer_types"):
-        layer_kinds = _of_every_layer(config, "layer_types", str)
+        layer_kinds = _of_every_layer(config, "layer_types", ("sliding_attention", "full_attention"))
         return [layer for layer in layers if layer_kinds[layer] == "sliding_attention"]
-    if config.family in ("qwen2", "qwen3"):
-        return layers[config.read("max_window_layers", int) :]
     if config.family == "smollm3":
         return _unrotated(config)
     if config.family == "qwen2_moe":
         return layers[: config.read("max_window_layers", int) : 2]
+    if "max_window_layers" in config.form.computed:
+        return layers[config.read("max_window_layers", int) :]
     if config.family in ("gemma2", "gpt_oss"):
         return layers[::2]
-    if config.family == "gemma3":
-        period = max(config.read("sliding_window_pattern", int), 1)
-        return [layer for layer in layers if (layer + 1) % period]
+    if config.has("sliding_window_pattern"):
+        return _local_layers(config)
     return layers
+
+
+def _local_layers(config: _Config) -> Iterable[int]:
+    """Returns the layers with a window: all but every n-th, or those with an L in a text as "LLLG", which repeats and
+    does not count for the last layer."""
+    pattern = config.keys["sliding_window_pattern"]
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
+        return [layer for layer in config.layers()[:-1] if pattern[layer % len(pattern)] == "L"]
+    period = max(config.read("sliding_window_pattern", int), 1)
+    return [layer for layer in config.layers() if (layer + 1) % period]

@@ -1,5 +1,6 @@
 """Writes a `Model` as a Hugging Face ``config.json``: the inverse of `spec.hf.read`, from the same rows."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,6 @@ from msgspec.structs import replace
 from meshwright.spec.hf.families import ROPE_KEYS, HfFields, formats
 from meshwright.spec.hf.read import MASK_KEYS
 from meshwright.spec.model import Model, RopeScaling
-
-_CAMEL_NAMES = {"smollm3": "SmolLM3", "mt5": "MT5", "umt5": "UMT5"}
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Numbers of special tokens: facts of a tokenizer, which a model does not have."""
@@ -22,7 +21,7 @@ def config_from_model(model: Model) -> HfFields:
     A decoder that was nested in a multimodal model is written as a text model (see `text_model`).
     """
     form = formats()[model.family]
-    camel_name = _CAMEL_NAMES.get(model.family, model.family.title().replace("_", ""))
+    camel_name = _CLASSES.get(model.family, model.family.title().replace("_", ""))
     head_name = "ForConditionalGeneration" if model.encoder else "ForCausalLM"
     config: HfFields = {
         "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel_name}{head_name}"],
@@ -41,6 +40,20 @@ def config_from_model(model: Model) -> HfFields:
     return config | {key: _COMPUTED[key](model) for key in form.computed}
 
 
+_CLASSES = {
+    "smollm3": "SmolLM3",
+    "mt5": "MT5",
+    "umt5": "UMT5",
+    "minimax_m2": "MiniMaxM2",
+    "hy_v3": "HYV3",
+    "ernie4_5": "Ernie4_5",
+    "ernie4_5_moe": "Ernie4_5_Moe",
+    "hunyuan_v1_dense": "HunYuanDenseV1",
+    "hunyuan_v1_moe": "HunYuanMoEV1",
+}
+"""Families whose classes in transformers are not their name in camel case."""
+
+
 def text_model(model: Model) -> Model:
     """Returns the model as it is written: with the weight names of a text-only checkpoint, and without layers for
     tokens after the next that it has no weights of."""
@@ -50,11 +63,13 @@ def text_model(model: Model) -> Model:
 
 def _rope(model: Model) -> HfFields:
     scaling = model.rope_scaling
+    if model.family == "olmo3":
+        full_table = {"rope_type": "default", **_scaling_table(scaling), "rope_theta": model.rope_theta}
+        sliding_table = {"rope_type": "default", "rope_theta": model.rope_local_theta}
+        return {"rope_parameters": {"full_attention": full_table, "sliding_attention": sliding_table}}
     if scaling is None:  # in a config of gpt-oss null means yarn
         return {"rope_scaling": {"rope_type": "default"} if model.family == "gpt_oss" else None}
-    defaults = msgspec.to_builtins(RopeScaling(kind=""))
-    fields = msgspec.to_builtins(scaling).items()
-    value_by_key = {ROPE_KEYS[name]: value for name, value in fields if name == "factor" or value != defaults[name]}
+    value_by_key = _scaling_table(scaling)
     if model.family != "phi3" or scaling.kind != "longrope":
         return {"rope_scaling": value_by_key}
     # Phi-3 has the original length outside the scaling, and a factor only where it is not the quotient of lengths.
@@ -66,9 +81,24 @@ def _rope(model: Model) -> HfFields:
     return {"original_max_position_embeddings": original_len, "rope_scaling": {"type": "longrope", **table}}
 
 
+def _scaling_table(scaling: RopeScaling | None) -> HfFields:
+    """Returns a scaling as a table of a config; {} for none."""
+    if scaling is None:
+        return {}
+    defaults, fields = msgspec.to_builtins(RopeScaling(kind="")), msgspec.to_builtins(scaling).items()
+    return {ROPE_KEYS[name]: value for name, value in fields if name == "factor" or value != defaults[name]}
+
+
+def _only_global(model: Model) -> bool:
+    """True if the layers would rotate without a window in the config, which none of them has."""
+    return formats()[model.family].global_unrotated and len(model.unrotated_layers) == model.num_layers
+
+
 _COMPUTED: dict[str, Callable[[Model], Any]] = {
-    # Gemma's window is a number in every config, also where no layer uses it.
-    "sliding_window": lambda m: m.sliding_window or (m.max_positions if m.family in ("gemma2", "gemma3") else None),
+    # These have a window as a number in every config, also where no layer uses it.
+    "sliding_window": lambda m: (
+        m.sliding_window or (m.max_positions if m.family in ("gemma2", "gemma3", "olmo3") or _only_global(m) else None)
+    ),
     "layer_types": lambda model: [
         "sliding_attention" if n in model.sliding_layers else "full_attention" for n in range(model.num_layers)
     ],
@@ -82,6 +112,13 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "query_pre_attn_scalar": lambda m: int(s) if (s := m.query_pre_attn_scalar or m.head_dim) == int(s) else s,
     "decoder_sparse_step": lambda model: 1,
     "mlp_only_layers": lambda model: list(model.dense_layers),
+    "mlp_layer_types": lambda model: [
+        "dense" if n in model.dense_layers else "sparse" for n in range(model.num_layers)
+    ],
+    "moe_layer_start_index": lambda model: model.moe_layers[0],
+    "moe_layer_end_index": lambda model: model.moe_layers[-1],
+    "moe_layer_interval": lambda model: min((b - a for a, b in itertools.pairwise(model.moe_layers)), default=1),
+    "rotary_dim": lambda model: model.rotated_width,
     "first_k_dense_replace": lambda model: len(model.dense_layers),
     "moe_layer_freq": lambda model: 1,
     "norm_topk_prob": lambda model: model.gates_sum_to_one,
