@@ -6,13 +6,8 @@ from msgspec.structs import replace
 from meshwright.algebra.derive import derive
 from meshwright.algebra.generation.cache import cache_table, sequence_bytes
 from meshwright.algebra.generation.derive import derive_generation
-from meshwright.algebra.generation.program import (
-    Storage,
-    WeightDtype,
-    generation_program,
-    quantised_weights,
-    weight_bytes,
-)
+from meshwright.algebra.generation.program import Storage, WeightDtype
+from meshwright.algebra.generation.stored import generation_program, quantised_weights, weight_bytes
 from meshwright.algebra.notation import local_elements
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.program import Program

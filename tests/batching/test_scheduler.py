@@ -198,3 +198,59 @@ def test_an_engine_writes_what_each_request_alone_would_get(traffic, limits, dat
         text = engine.texts[request.number]
         assert text[: request.prompt + outputs[request.number]] == alone[: request.prompt + outputs[request.number]]
     assert scheduler.pages.room == limits.num_pages
+
+
+def with_sources(*lengths, **bounds):
+    """A scheduler with requests of (prompt, output, source, its length)."""
+    scheduler = Scheduler(msgspec.structs.replace(BOUNDS, **bounds))
+    for number, (prompt, output, source, length) in enumerate(lengths):
+        scheduler.submit(
+            GenerationRequest(number=number, prompt=prompt, output=output, source=source, source_len=length)
+        )
+    return scheduler
+
+
+def test_a_source_has_its_pages_once_and_while_requests_read_it():
+    scheduler = with_sources((1, 2, "a", 6), (1, 4, "a", 6), num_pages=9)
+    step = scheduler.plan()
+    assert (numbers(step.admitted), step.sources, scheduler.pages.room) == ([0, 1], (6,), 9 - 2 - 2 * 1)
+    scheduler.commit(step)
+    assert run(scheduler)[-1] == [0]
+    assert scheduler.pages.room == 9 - 2 - 1, "the other still reads it"
+    while scheduler.running:
+        run(scheduler)
+    assert (scheduler.pages.room, scheduler.pages.sources) == (9, {})
+
+
+def test_who_has_no_room_for_its_source_waits():
+    scheduler = with_sources((1, 2, "a", 16), (1, 2, "b", 16), (1, 2, "a", 16), num_pages=9)
+    step = scheduler.plan()
+    assert (numbers(step.admitted), step.sources, scheduler.pages.room) == ([0], (16,), 4)
+    scheduler.commit(step)
+    assert run(scheduler)[-1] == [0]
+    assert numbers(scheduler.plan().admitted) == [1], "the next in turn, whoever shares a source"
+    with pytest.raises(InputError, match=r"source 33 tokens\) needs 10 pages"):
+        with_sources((1, 2, "a", 33), num_pages=9)
+
+
+def test_tokens_of_sources_count_in_the_budget_of_a_step():
+    scheduler = with_sources((1, 2, "a", 30), (1, 2, "b", 5), policy="chunked")
+    assert scheduler.plan().sources == (30,), "one may be beyond it"
+    scheduler = with_sources((1, 2, "a", 3), (1, 2, "b", 3), (1, 2, "c", 3), policy="interleaved")
+    assert scheduler.plan().sources == (3, 3)
+
+
+def test_who_lost_its_pages_has_its_source_read_again():
+    scheduler = with_sources((4, 9, "a", 4), (4, 9, "b", 4), num_pages=5, token_budget=16)
+    first = scheduler.plan()
+    assert first.sources == (4, 4)
+    scheduler.commit(first)
+    second = scheduler.plan()
+    assert (numbers(second.preempted), numbers(second.decode), set(scheduler.pages.sources)) == ([1], [0], {"a"})
+    scheduler.commit(second)
+    sources = list[int]()
+    while not sources:
+        step = scheduler.plan()
+        sources += step.sources
+        scheduler.commit(step, step.repeats)
+    assert (sources, numbers(step.admitted)) == ([4], [1])

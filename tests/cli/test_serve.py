@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation.program import Storage, weight_bytes
+from meshwright.algebra.generation.program import Storage
+from meshwright.algebra.generation.stored import weight_bytes
 from meshwright.api.planning import plan_of
 from meshwright.cli.engine import engine_options
 from meshwright.cli.verb import Options

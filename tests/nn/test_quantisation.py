@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation.program import quantised_weights, weight_bytes
+from meshwright.algebra.generation.stored import quantised_weights, weight_bytes
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.nn.experts.products import blocks_of, slot_product

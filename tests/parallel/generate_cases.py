@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.generation.program import Storage, WeightDtype, quantised_weights
+from meshwright.algebra.generation.program import Storage, WeightDtype
+from meshwright.algebra.generation.stored import quantised_weights
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generation.packed_step import PackedRows, PackedShape, PackedStep, slots_of

@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.algebra.generation.program import generation_program
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
@@ -98,8 +97,6 @@ def test_logits_see_the_whole_row_of_the_encoder_and_nothing_later_of_their_own(
 def test_what_does_not_run_says_so():
     with pytest.raises(CannotRunError, match="encoder with a decoder does not run in a pipeline"):
         TrainStep(T5, strategy_of({"pipeline": 2}, num_microbatches=2))
-    with pytest.raises(CannotRunError, match="does not generate in this version"):
-        generation_program(T5)
     with pytest.raises(InputError, match="have one document each"):
         transformer(T5, ProgramOptions(documents=True))
     with pytest.raises(InputError, match=r"encoder\.length is 0, give a positive number"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation.program import generation_program
+from meshwright.algebra.generation.stored import generation_program
 from meshwright.algebra.ops.attention import block_share
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.masks.mods import tree_walk

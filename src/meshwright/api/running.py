@@ -139,13 +139,14 @@ def generate_text(
     prompt_ids = [source.text.encode(text) for text in prompts]
     sampling = fitted(options.sampling or LIKELIEST, type(LIKELIEST), "TextOptions.sampling")
     requests = as_requests(prompt_ids, max_tokens=options.max_tokens, sampling=sampling, end_tokens=source.end_tokens)
-    num_in, max_positions, num_new = max(map(len, prompt_ids)), source.model.max_positions, options.max_tokens
+    max_positions, num_new = source.model.max_positions, options.max_tokens
+    bounds = RequestBounds.of(source.model, options.max_len or max_positions, source.adapters)
+    num_in = max(len(bounds.resolved(request).prompt) for request in requests)
     if num_in + num_new > max_positions:  # beyond its positions the model would not write text
         raise InputError(
             f"a prompt of {counted(num_in, 'token')} and {num_new:,} more need {num_in + num_new:,} positions, but "
             f"{source.model.name} has {max_positions:,}. Shorten the prompt, or use a smaller max_tokens."
         )
-    bounds = RequestBounds(source.model.vocab_size, options.max_len or max_positions, source.adapters)
     for request in requests:  # before anything compiles
         bounds.check(request)
     opened_engine = open_engine(source, options, requests=requests)
@@ -153,7 +154,7 @@ def generate_text(
     if on_loaded is not None:
         for line in opened_engine.lines:
             on_loaded(line)
-    streams = [TextStream(source.text, prompt) for prompt in prompt_ids]
+    streams = [TextStream(source.text, source.context_of(prompt)) for prompt in prompt_ids]
     pieces_by_prompt: list[list[str]] = [[] for _ in prompts]
 
     def push(place: int, text: str) -> None:

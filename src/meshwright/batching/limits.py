@@ -58,6 +58,10 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
                 f" decodes {words} in every step. Give a budget of {budget:,} or more, or fewer requests."
             )
 
+    def source_pages(self, num_tokens: int) -> int:
+        """Returns the pages that hold a source of a number of tokens."""
+        return -(-num_tokens // self.page_len)
+
     def pages(self, num_tokens: int) -> int:
         """Returns the pages that hold a number of tokens of one request, and its drafts."""
         return -(-(num_tokens + self.num_drafts) // self.page_len)

@@ -1,6 +1,19 @@
-"""Counts the pages of a KV cache, and those of shared prefixes, which stay until their room is needed."""
+"""Counts the pages of a KV cache: those of shared prefixes stay until their room is needed, those of sources while a
+request reads them."""
 
 from collections import OrderedDict
+from collections.abc import Hashable
+
+
+class HeldSource:
+    """A source that requests read: its pages by count, their numbers once an engine has given it some, and its
+    users."""
+
+    __slots__ = ("num_pages", "pages", "users")
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages, self.users = num_pages, 0
+        self.pages: list[int] = []
 
 
 class PagePool:
@@ -17,6 +30,7 @@ class PagePool:
         self._users: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._num_idle = 0
+        self.sources: dict[Hashable, HeldSource] = {}
 
     @property
     def room(self) -> int:
@@ -40,6 +54,24 @@ class PagePool:
     def give(self, num_pages: int) -> None:
         """Frees pages that `take` returned."""
         self.num_free += num_pages
+
+    def hold_source(self, source: Hashable, num_pages: int) -> bool:
+        """Counts one more user of a source; returns True for the first, who takes its pages. The caller has checked
+        `room`."""
+        is_new = source not in self.sources
+        if is_new:
+            self.take(num_pages)
+        self.sources.setdefault(source, HeldSource(num_pages)).users += 1
+        return is_new
+
+    def drop_source(self, source: Hashable) -> list[int]:
+        """Counts one user less of a source; the last one frees its pages, whose numbers are returned."""
+        held_source = self.sources[source]
+        held_source.users -= 1
+        if held_source.users:
+            return []
+        self.give(held_source.num_pages)
+        return self.sources.pop(source).pages
 
     def kept(self, prefix: int | None) -> int:
         """Returns the pages of a prefix that the pool holds, 0 if none."""

@@ -1,5 +1,7 @@
 """A request to generate text, and its state inside a scheduler."""
 
+from collections.abc import Hashable
+
 import msgspec
 
 from meshwright.core.errors import InputError
@@ -11,7 +13,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``output``: tokens to generate, the first by the prefill; a server gives the most that it allows and calls
     `Scheduler.stop` when the text ends. ``prefix``: a key that requests share whose prompts start with the same
     ``prefix_len`` tokens. ``prefilled``: another pool has made the first token, and the KV cache of the prompt
-    arrives with the request.
+    arrives with the request. ``source``: a key that requests share whose decoders read the same source, of
+    ``source_len`` tokens, which has pages of its own; None without one.
     """
 
     number: int
@@ -20,6 +23,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix: int | None = None
     prefix_len: int = 0
     prefilled: bool = False
+    source: Hashable = None
+    source_len: int = 0
 
     def check(self) -> None:
         """Raises InputError if a length is not possible."""
@@ -47,9 +52,10 @@ class ActiveRequest:
     A decoding request is not touched in a step. ``cached`` (tokens in the KV cache) and ``produced`` (output tokens so
     far) are those at round ``joined``, since when both have grown by one in each round; ``joined`` is -1 before that.
     ``is_ready``: its prompt is in the cache and its first token is known, so that it decodes when it is admitted.
+    ``num_read`` are the tokens of its source that are to be read for it, 0 if another request has had it read.
     """
 
-    __slots__ = ("admission", "cached", "is_ready", "joined", "produced", "request", "shared_pages")
+    __slots__ = ("admission", "cached", "is_ready", "joined", "num_read", "produced", "request", "shared_pages")
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
@@ -58,7 +64,7 @@ class ActiveRequest:
         self.produced = int(request.prefilled)
         self.joined = -1
         self.admission = -1
-        self.shared_pages = 0
+        self.shared_pages = self.num_read = 0
 
     @property
     def num_known(self) -> int:

@@ -26,7 +26,8 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens that stand before a prefilled token in its own text, of this step or cached, so that
     ``prefill_tokens * (prefill_past + 1)`` counts the pairs of causal attention. ``repeats``: steps from this one on
     with the same requests and no page missing, if no request arrives; 0 if there is nothing to run. ``admitted`` and
-    ``preempted`` are the requests that got or lost their pages before the step.
+    ``preempted`` are the requests that got or lost their pages before the step; ``sources`` are the lengths of the
+    sources that are read for those that were admitted.
     """
 
     decode: tuple[ActiveRequest, ...]
@@ -37,6 +38,7 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     repeats: int
     admitted: tuple[ActiveRequest, ...]
     preempted: tuple[ActiveRequest, ...]
+    sources: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -77,10 +79,12 @@ class Scheduler:
         """Appends a request to the queue. Raises InputError if it could never run."""
         request.check()
         limits = self.limits
-        if (needed_pages := limits.pages(request.most_cached)) > limits.num_pages:
+        needed_pages = limits.pages(request.most_cached) + limits.source_pages(request.source_len)
+        if needed_pages > limits.num_pages:
+            source_text = f", source {request.source_len:,}" * (request.source is not None)
             raise InputError(
-                f"request {request.number} (prompt {request.prompt:,}, output {request.output:,} tokens) needs"
-                f" {needed_pages:,} pages of {limits.page_len} tokens, of {limits.num_pages:,} in all."
+                f"request {request.number} (prompt {request.prompt:,}, output {request.output:,}{source_text} tokens)"
+                f" needs {needed_pages:,} pages of {limits.page_len} tokens, of {limits.num_pages:,} in all."
                 " Give more pages, or shorter requests."
             )
         if request.prefilled and limits.policy == "static":
@@ -149,6 +153,7 @@ class Scheduler:
             repeats=1 if chunks or preempted else self._quiet_rounds(rounds_to_look) if decoding_requests else 0,
             admitted=tuple(admitted),
             preempted=tuple(preempted),
+            sources=tuple(active.num_read for active in admitted if active.num_read),
         )
 
     def commit(self, step: EngineStep, num_steps: int = 1) -> tuple[list[ActiveRequest], list[ActiveRequest]]:
@@ -228,7 +233,7 @@ class Scheduler:
                 chunks.append((active, num_tokens))
             elif self._crossing(active) == self.round % self.limits.page_len:
                 self.pages.take(1)  # it decodes in this step, whose pages were taken before
-            tokens_left -= num_tokens or 1 + self.limits.num_drafts
+            tokens_left -= (num_tokens or 1 + self.limits.num_drafts) + active.num_read
         return chunks
 
     def _whole_prompts(self, admitted: list[ActiveRequest]) -> list[tuple[ActiveRequest, int]]:
@@ -237,7 +242,7 @@ class Scheduler:
             admitted.append(active)
             if active.uncached:
                 chunks.append((active, active.uncached))
-                tokens_left -= active.uncached
+                tokens_left -= active.uncached + active.num_read
         return chunks
 
     def _static_batch(self, admitted: list[ActiveRequest]) -> list[tuple[ActiveRequest, int]]:
@@ -251,7 +256,8 @@ class Scheduler:
             if request.output > max_output_len:
                 max_output_len = request.output
                 num_pages = sum(limits.pages(earlier.prompt + max_output_len - 1) for earlier in batch_requests)
-            num_pages += limits.pages(request.prompt + max_output_len - 1)
+                num_pages += sum(limits.source_pages(earlier.source_len) for earlier in batch_requests)
+            num_pages += limits.pages(request.prompt + max_output_len - 1) + limits.source_pages(request.source_len)
             if num_pages > limits.num_pages:
                 break
             batch_requests.append(request)
@@ -275,9 +281,10 @@ class Scheduler:
             return None
         active, page_pool, page_len = self.waiting[0], self.pages, self.limits.page_len
         prefix_key, hit_pages = active.request.prefix, self._hit_pages(active)
-        if max_tokens is not None and active.uncached - hit_pages * page_len > max_tokens:
+        num_unread = 0 if active.request.source in page_pool.sources else active.request.source_len
+        if max_tokens is not None and active.uncached - hit_pages * page_len + num_unread > max_tokens:
             return None
-        needed_pages = self.limits.pages(active.num_known)
+        needed_pages = self.limits.pages(active.num_known) + self.limits.source_pages(num_unread)
         spare_pages = int(self.limits.watermark * page_pool.num_pages) if self.running else 0
         if needed_pages - hit_pages + spare_pages > page_pool.room_beside(prefix_key if hit_pages else None):
             if needed_pages + spare_pages > page_pool.room:
@@ -287,7 +294,8 @@ class Scheduler:
             page_pool.pin(prefix_key, hit_pages)
             active.cached, active.shared_pages = hit_pages * page_len, hit_pages
         # The page for the next token of a request that decodes at once is taken as for all that decode.
-        page_pool.take(self.limits.pages(active.cached) if active.is_ready else needed_pages - hit_pages)
+        num_tokens = active.cached if active.is_ready else active.num_known
+        page_pool.take(self.limits.pages(num_tokens) - hit_pages)
         self.waiting.popleft()
         self._enter(active)
         return active
@@ -296,6 +304,9 @@ class Scheduler:
         active.admission = self._num_admitted
         self._num_admitted += 1
         self.running[active.admission] = active
+        if (request := active.request).source is not None:
+            is_new = self.pages.hold_source(request.source, self.limits.source_pages(request.source_len))
+            active.num_read = request.source_len * is_new
         if active.uncached:
             self._prefilling.append(active)
         else:
@@ -330,6 +341,8 @@ class Scheduler:
         self.pages.give(limits.pages(num_tokens) - active.shared_pages - self._owed.pop(active.admission, 0))
         if active.shared_pages and active.request.prefix is not None:
             self.pages.unpin(active.request.prefix)
+        if active.request.source is not None:
+            self.pages.drop_source(active.request.source)
 
     def _keep_prefix(self, active: ActiveRequest) -> None:
         """Shares the full pages of a prefix that were just computed, unless another request was first."""

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation.cache import pages_of_window
-from meshwright.algebra.generation.derive import derive_generation, derive_job, job_strategy
+from meshwright.algebra.generation.cache import pages_of_window, source_len
+from meshwright.algebra.generation.derive import derive_job, derive_phase, job_strategy
 from meshwright.algebra.generation.program import AS_WRITTEN, Storage
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
@@ -114,7 +114,7 @@ class Setting(Checked, frozen=True, dict=True):
         if not self.job.trains:
             mesh_axes, has_prompts = tuple(axis for axis in strategy.mesh if axis not in without), self.job.has_prompts
             step_strategy = job_strategy(self.job, strategy)
-            return derive_generation(self.model, step_strategy, self.step_storage, mesh_axes, prompts=has_prompts)
+            return derive_phase(self.model, step_strategy, self.step_storage, mesh_axes, prompts=has_prompts)
         return derive(
             self.program, strategy, symbolic=True, without=without, optimizer=optimizer, fused_head=fuses_head
         )
@@ -129,8 +129,11 @@ class Setting(Checked, frozen=True, dict=True):
         job = self.job
         num_seqs = job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs
         if not job.trains:
-            sequences = LikeSequences(num_seqs, float(job.step_len), float(self.max_len - job.step_len))
-            return self.step_sizes(strategy, sequences, mesh=mesh)
+            num_rows, source = float(job.step_len), float(source_len(self.model))
+            if source and job.has_prompts:  # these are sources
+                num_rows, source = 1.0, num_rows
+            num_before = 0.0 if source and job.has_prompts else self.max_len - num_rows
+            return self.step_sizes(strategy, LikeSequences(num_seqs, num_rows, num_before, source), mesh=mesh)
         return self._sizes(strategy, mesh or strategy.mesh, job.seq_len, num_seqs)
 
     def step_sizes(
@@ -142,14 +145,17 @@ class Setting(Checked, frozen=True, dict=True):
         outputs: Number = None,
     ) -> SlotSizes:
         """Returns the sizes of a step of a server: rows of some sequences, whose caches have pages for ``max_len``
-        positions each, by default for those that they have with the step's own. ``outputs`` rows have logits, by
-        default one of each sequence."""
+        positions each, by default for those that they have with the step's own, and their sources'. ``outputs`` rows
+        have logits, by default one of each sequence."""
         page_len = float(self.step_storage.page_len)
         num_rows, seqs = total(part.count * part.rows for part in sequences), total(part.count for part in sequences)
         position_counts = [part.count * (part.rows + part.before if max_len is None else max_len) for part in sequences]
-        pages = total(position_counts) / page_len
+        source_positions = total(part.count * part.source for part in sequences)
+        pages = (total(position_counts) + source_positions) / page_len
         sizes = self._sizes(strategy, mesh or strategy.mesh, 1, num_rows)
         dims = {"Q": seqs, "O": seqs if outputs is None else outputs, "Pl": page_len, "Pg": pages, "Bp": pages / seqs}
+        if self.model.encoder:
+            dims |= {"S": source_positions / seqs, "Bx": source_positions / seqs / page_len}
         if window := self.model.sliding_window:
             window_pages = (part.count * pages_of_window(window, page_len, part.rows) for part in sequences)
             dims["Pw"] = np.minimum(total(window_pages), pages)

@@ -73,6 +73,8 @@ def run_stack(
             continue
         carry, _ = lax.scan(partial(iteration, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
     stream, state = carry
+    if not stack.last:
+        return stream, state
     head = steps_by_block[stack.last]
     is_loss_head = head.block.ops[-1].out != "logits" and any(step.result.name == "logits" for step in head.forward)
     until = "logits" if is_loss_head else ""

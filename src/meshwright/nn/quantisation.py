@@ -14,7 +14,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from meshwright.algebra.generation.program import WeightDtype, quantised_weights
+from meshwright.algebra.generation.program import WeightDtype
+from meshwright.algebra.generation.stored import quantised_weights
 from meshwright.algebra.ops.quantised_einsum import has_groups
 from meshwright.algebra.program import Variable
 from meshwright.algebra.steps import Step

@@ -38,7 +38,7 @@ from meshwright.serve.request import (
 from meshwright.serve.sequences.live import Live, SequenceOwner, Tables
 from meshwright.serve.sequences.prefix_tree import CacheSnapshot, tree_pages
 from meshwright.serve.sequences.step_outputs import masked_rows, read_outputs
-from meshwright.serve.sequences.step_rows import OutputOf, RowsOf, joined_rows, rows_of
+from meshwright.serve.sequences.step_rows import OutputOf, RowsOf, joined_rows, rows_of, rows_of_sources
 from meshwright.serve.sequences.step_shapes import StepShapes
 from meshwright.serve.step_sums import HeldStep, SummedSteps, held_step
 
@@ -77,7 +77,8 @@ class Engine(TokenEngine):
         self._shapes = StepShapes(step, limits)
         self._adapters = {"": -1} | {name: adapter_index for adapter_index, name in enumerate(adapters)}
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
-        self.check = RequestBounds(self.vocab_size, self.max_len, adapters).check
+        self.bounds = RequestBounds.of(step.model, self.max_len, adapters)
+        self.check = self.bounds.check
         self.packed, self._params, self._cache = step, params, step.init_cache()
         self._host_pages = HostPages(self._cache, step.programs) if host_cache_bytes else None
         num_host_pages = int(host_cache_bytes // self._host_pages.page_bytes) if self._host_pages else 0
@@ -93,8 +94,9 @@ class Engine(TokenEngine):
         ]
         self._drawer = TokenDrawer(step.max_seqs, self.vocab_size, step.logits_sharding, step.programs)
         self._masks, self._live = TokenMasks(self.vocab_size), dict[int, Live]()
-        empty_table = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
-        self._tables, self._idle_row = Tables(empty_table, empty_table.copy()), OutputRow(step.max_seqs, 0)
+        table_widths = (step.cache_sizes[dim] for dim in ("Bp", "Bp", "Bx"))
+        self._tables = Tables(*(np.zeros((step.max_seqs, width), np.int32) for width in table_widths))
+        self._idle_row = OutputRow(step.max_seqs, 0)
         self._dispatched: _Dispatched | None = None
         self._following: _Dispatched | None = None
         self._outputs: list[TokenOutput] = []
@@ -106,18 +108,22 @@ class Engine(TokenEngine):
     def submit(self, request: TokenRequest) -> int:
         """Queues a request and returns its number. Raises InputError if it could never run."""
         self.check(request)
+        request = self.bounds.resolved(request)
         request_number, prompt_len = self._number, len(request.prompt)
-        shares_pages = self.limits.prefix_cache and not request.echo  # echo needs the logits of the whole prompt
+        # echo needs the logits of the whole prompt, and keys of a decoder depend on its source
+        shares_pages = self.limits.prefix_cache and not request.echo and not request.source
         scheduled_request = GenerationRequest(
             number=request_number,
             prompt=prompt_len,
             output=max(request.max_tokens, 1),  # with echo it may be 0; the token that is drawn is dropped
             prefix=request_number if shares_pages else None,
             prefix_len=prompt_len if shares_pages else 0,
+            source=request.source or None,
+            source_len=len(request.source),
         )
         adapter_id = self._adapters[request.adapter]
         owner = (
-            min(self._owners, key=lambda owner: owner.order(request.prompt, adapter_id))
+            min(self._owners, key=lambda owner: owner.order(request, adapter_id))
             if self._owners[1:]
             else self._owners[0]
         )
@@ -168,7 +174,8 @@ class Engine(TokenEngine):
     def order(self, request: TokenRequest) -> tuple[bool, int, int]:
         """Returns what is least of the engine that a request should have, see `SequenceOwner.order`."""
         adapter_id = self._adapters.get(request.adapter, -1)  # a group asks this before `submit` refuses an unknown one
-        return min(owner.order(request.prompt, adapter_id) for owner in self._owners)
+        request = self.bounds.resolved(request)
+        return min(owner.order(request, adapter_id) for owner in self._owners)
 
     @property
     def has_work(self) -> bool:
@@ -238,6 +245,8 @@ class Engine(TokenEngine):
                     self._drawer.compiled(shape.outputs, is_adjusted)
             self._drafter.warm_up(shape)
             self._shapes.ready.add(shape)  # last: the engine may take it from now on
+        for length in self._shapes.source_lens(requests) if not first_only else []:
+            self.packed.compiled_sources(self.packed.source_parts[0], length)
         if self._host_pages:
             self._host_pages.warm_up()
         if self.packed.batch_invariant:
@@ -248,7 +257,8 @@ class Engine(TokenEngine):
     def _keep_alike(self) -> None:
         """Keeps the numbers of rows by which a first request has the bits that it has in a step of `ALIKE_ROWS`."""
         prompt, outs_by_rows = (self.vocab_size - 1, 0)[: self.max_len - 1], dict[int, list[TokenOutput]]()
-        request = TokenRequest(prompt=prompt, max_tokens=1, echo=True, logprobs=MOST_LOGPROBS)
+        source = prompt[:1] * (self.bounds.source_len > 0)
+        request = TokenRequest(prompt=prompt, max_tokens=1, echo=True, logprobs=MOST_LOGPROBS, source=source)
         for num_rows in [shape.rows for shape in self._shapes.decode]:
             self._shapes.set_decode_sizes([num_rows])
             (outputs,) = self.run([request])
@@ -268,6 +278,9 @@ class Engine(TokenEngine):
         start_s, num_drafted = self.times.now(), self._counts.drafted
         for active_req in (active_req for step in steps for active_req in step.admitted):
             self._admit(active_req, start_s)
+        admitted_seqs = [[self._live[active_req.request.number] for active_req in step.admitted] for step in steps]
+        for source_rows in rows_of_sources(self.packed, admitted_seqs, self._shapes.sources):
+            self._cache = self.packed.encode(self._params, self._cache, source_rows)
         # under "static" requests that have ended keep their slots
         planned_seqs = [[self._live.get(active_req.request.number) for active_req in step.decode] for step in steps]
         decoding_seqs = [[seq for seq in seqs if seq is not None and not seq.is_done] for seqs in planned_seqs]

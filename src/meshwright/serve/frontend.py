@@ -135,7 +135,7 @@ class Frontend:
 
     def __init__(self, engine: TokenEngine, *, max_queued: int = MOST_QUEUED, deadline_s: float | None = None) -> None:
         self.engine, self.max_queued, self.deadline_s = engine, max_queued, deadline_s
-        self.max_len, self.vocab_size = engine.max_len, engine.vocab_size
+        self.max_len, self.vocab_size, self.bounds = engine.max_len, engine.vocab_size, engine.bounds
         self.state = engine.state()
         self.failure = ""
         self.draining = False

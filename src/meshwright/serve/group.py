@@ -22,7 +22,7 @@ class EngineGroup(TokenEngine):
         self.limits = msgspec.structs.replace(
             limits, max_requests=num_engines * limits.max_requests, num_pages=num_engines * limits.num_pages
         )
-        self.check, self._sums = engines[0].check, engines[0].times.sums
+        self.bounds, self.check, self._sums = engines[0].bounds, engines[0].check, engines[0].times.sums
         for engine in engines:
             engine.times.sums = self._sums
 

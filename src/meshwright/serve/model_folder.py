@@ -12,7 +12,7 @@ from meshwright.core.errors import InputError
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, adapted_model, base_folder, is_adapter, model_with_adapters
 from meshwright.nn.hf.beside import files_beside
 from meshwright.nn.hf.gguf import as_folder, open_files
-from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, TOKENIZER, end_tokens, read_tokenizer
+from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, TOKENIZER, end_tokens, read_tokenizer, start_tokens
 from meshwright.spec.hf.published import folder_weights
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
@@ -57,6 +57,10 @@ class ModelFolder(NamedTuple):
     adapters: Mapping[str, Path] = {}
     notes: tuple[str, ...] = ()
 
+    def context_of(self, prompt: Sequence[int]) -> Sequence[int]:
+        """Returns what a text goes on from: the prompt, which an encoder reads apart."""
+        return () if self.model.encoder else prompt
+
     def served(self, weights: str, platform: str) -> "ModelFolder":
         """Returns the folder as it is loaded. Every weight is widened if ``weights`` of another dtype are made of them,
         and on CPUs, whose products would widen narrow ones in every step."""
@@ -88,6 +92,8 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
     with open_files(base_path) as tensors:
         weights = folder_weights(model, base_path, tensors)
     model = replace(model, stored=weights.stored)
+    if model.encoder and not model.encoder.start:
+        model = replace(model, encoder=replace(model.encoder, start=start_tokens(base_path)))
     end_token_ids = end_tokens(folder if (folder / GENERATION).is_file() else base_path, tokenizer)
     return ModelFolder(folder, model, Text(tokenizer), frozenset(end_token_ids), weights.dtype, adapters, weights.notes)
 

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from msgspec.structs import replace
 
-from meshwright.algebra.generation.cache import cache_table, pages_of_windows
-from meshwright.algebra.generation.derive import derive_generation
-from meshwright.algebra.generation.program import Storage, quantised_weights, weight_bytes
+from meshwright.algebra.generation.cache import cache_table, pages_of_windows, source_len
+from meshwright.algebra.generation.derive import derive_encoding, derive_generation
+from meshwright.algebra.generation.program import Storage
+from meshwright.algebra.generation.stored import quantised_weights, weight_bytes
 from meshwright.algebra.notation import ShardedArray, local_elements, product
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.transformer import weight_variables
@@ -34,7 +35,7 @@ from meshwright.serve.group import EngineGroup
 from meshwright.serve.layout import EngineLayout, engine_layout
 from meshwright.serve.model_folder import ModelFolder, open_model
 from meshwright.serve.options import USUAL_ENGINE, EngineOptions
-from meshwright.serve.request import TokenRequest
+from meshwright.serve.request import RequestBounds, TokenRequest
 from meshwright.spec.model import GROUP, GROUPED, Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh, sequence_shards
 from meshwright.spec.weights import without_mtp_words
@@ -74,7 +75,11 @@ def open_engine(
     keep_freed_memory()  # else glibc returns each step's scratch memory, and the kernel clears it anew
     source = folder if isinstance(folder, ModelFolder) else open_model(Path(folder), options.adapters or {})
     if requests:
+        bounds = RequestBounds.of(source.model, 0)
+        requests = [bounds.resolved(request) for request in requests]
         options = _options_for(requests, options, source.model.max_positions)
+    if source.model.encoder:  # keys of a decoder depend on its source
+        options = replace(options, prefix_cache=False)
     devices = jax.devices()[: options.num_devices or None]
     layout = engine_layout(source, options, devices)
     options, strategy = layout.options, layout.strategy
@@ -135,8 +140,8 @@ def _storage(source: ModelFolder, options: EngineOptions, num_owners: int) -> St
         adapters=len(source.adapters),
     )
     window_len = source.model.sliding_window
-    # pages of windows do not go to the host, and are counted for steps within the token budget
-    if not window_len or options.host_cache_bytes or options.policy != "chunked":
+    # pages of windows do not go to the host nor to sources, and are counted for steps within the token budget
+    if not window_len or source.model.encoder or options.host_cache_bytes or options.policy != "chunked":
         return storage
     pages_per_seq = -(-(options.max_len or source.model.max_positions) // options.page_len)
     num_seqs, num_rows = options.max_requests // num_owners, options.token_budget // num_owners
@@ -173,14 +178,15 @@ def _lines(
     group_sizes = {model.dims[dim] // model.dims[f"{dim}g"] for dim in GROUPED if model.dims.get(f"{dim}g")}
     if options.weights == "int4" and min(group_sizes) < GROUP:
         weight_words += f", a scale for each {min(group_sizes)} to {max(group_sizes)} inputs"
+    source_text = f" after a source of {source_len(model):,}" * bool(model.encoder)
     return (
         f"{model.name}: {layout.words}, {format_bytes(weight_bytes)} of weights on each device{weight_words}",
         f"cache: {counted(pages.num_pages, 'page')} of {storage.page_len:,} positions, {format_bytes(pages.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {pages.limited_by}"
         + (f"; {storage.window_pages:,} pages for windows" if storage.window_pages else "")
         + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
-        f"up to {counted(options.max_requests, 'request')} at once of {pages.max_len:,} positions at most; "
-        f"{options.token_budget} rows a step" + " of each engine" * (layout.num_engines > 1),
+        f"up to {counted(options.max_requests, 'request')} at once of {pages.max_len:,} positions at most{source_text}"
+        f"; {options.token_budget} rows a step" + " of each engine" * (layout.num_engines > 1),
         *source.notes,
         *([f"{counted(options.num_drafts, 'draft')} a step and request, by {options.draft}"] if options.draft else []),
     )
@@ -195,6 +201,8 @@ def _draft_model(folder: Path, model: Model) -> ModelFolder:
     if not folder.expanduser().exists():
         raise InputError(f"the draft {folder} is not there. Give ngram, or the folder of a smaller model.")
     draft = open_model(folder)
+    if model.encoder or draft.model.encoder:
+        raise InputError(f"{model.name} or {draft.model.name} has an encoder, which no draft reads. Use --draft ngram.")
     if draft.model.vocab_size != model.vocab_size:
         raise InputError(
             f"the draft {folder} has V={draft.model.vocab_size:,} tokens and {model.name} has V={model.vocab_size:,}. "
@@ -248,6 +256,8 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     make_table = partial(cache_table, batch_seqs=options.max_requests, max_len=page_len)
     rows = make_table(model, storage=one_page_storage, strategy=strategy)
     array_of = derive_generation(model, strategy, one_page_storage).declared
+    if model.encoder:
+        array_of = derive_encoding(model, strategy, one_page_storage).declared | array_of
     shards = product(strategy.mesh[axis] for axis in array_of[rows[0].name].axes_of("Pg"))
     # bytes of a page on each of the devices over which pages are spread: a device has one of so many; and of all rings
     sized_rows = [(row, row.num_bytes / product(strategy.mesh[a] for a in array_of[row.name].spread)) for row in rows]
@@ -264,7 +274,8 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     if draft and not options.cache_bytes:
         space -= weight_bytes(draft.model, storage.weights, int(STATE_BYTES[layout.strategy.state]["weights"]))
     space -= window_bytes
-    needed = -(-(max_len + options.drafts) // page_len)
+    source_pages = -(-source_len(model) // page_len)
+    needed = -(-(max_len + options.drafts) // page_len) + source_pages
     wanted_pages = -(-options.max_requests * needed // shards) * shards
     page_cap = int(space // page_bytes) // shards * shards if page_bytes else wanted_pages * (space >= 0)
     room = page_cap // shards  # pages that one request may have
@@ -277,7 +288,7 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     if wanted_pages <= page_cap:
         taken_bytes = wanted_pages * page_bytes + window_bytes
         return _FoundPages(wanted_pages, max_len, taken_bytes, f"{requests_text} of {max_len:,} positions")
-    if room < 1 or (options.max_len and room < needed):
+    if room <= source_pages or (options.max_len and room < needed):
         remedy = "a smaller max_len, more cache_bytes, or a cache in int8"
         remedy = "a smaller page_len, more cache_bytes, or both" if max_len <= page_len else remedy
         raise InputError(
@@ -285,7 +296,9 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
             f"of {max_len:,} positions needs {needed:,}, {format_bytes(needed * shards * page_bytes)}. Give {remedy}."
         )
     taken_bytes = page_cap * page_bytes + window_bytes
-    return _FoundPages(page_cap, min(max_len, room * page_len - options.drafts), taken_bytes, limited_by)
+    return _FoundPages(
+        page_cap, min(max_len, (room - source_pages) * page_len - options.drafts), taken_bytes, limited_by
+    )
 
 
 def _free_bytes(

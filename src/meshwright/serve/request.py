@@ -6,11 +6,14 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 from llguidance import LLMatcher
+from msgspec.structs import replace
 
+from meshwright.algebra.generation.cache import source_len
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import counted
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 from meshwright.serve.step_sums import StepKey, StepSums
+from meshwright.spec.model import Model
 
 Finish = Literal["stop", "length"]
 
@@ -23,8 +26,10 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``max_tokens``. ``logprobs``: how many of the likeliest tokens are reported beside each (0: its own log-probability
     alone; None: nothing). With ``echo`` these are also reported for the tokens of the prompt; then ``max_tokens`` may
     be 0. With a ``grammar``, the state of an answer without a token, the output is one of its texts, unless
-    ``max_tokens`` cuts it off. ``adapter`` is the name of one of the engine's, "" for none. Raises InputError for what
-    no engine could run."""
+    ``max_tokens`` cuts it off. ``adapter`` is the name of one of the engine's, "" for none. An engine of an encoder and
+    a decoder takes the prompt of a request without ``source`` as what the encoder reads, and begins its answer with the
+    model's start tokens; with ``source`` the answer goes on from the prompt. Raises InputError for what no engine could
+    run."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -35,6 +40,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     grammar: LLMatcher | None = None
     adapter: str = ""
+    source: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -50,19 +56,53 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestBounds(NamedTuple):
-    """What requests an engine can run: tokens below ``vocab_size``, at most ``max_len`` positions, some adapters."""
+    """What requests an engine can run: tokens below ``vocab_size``, at most ``max_len`` positions, some adapters. An
+    encoder reads at most ``source_len`` positions, and its decoder begins with ``start_tokens``."""
 
     vocab_size: int
     max_len: int
     adapters: Collection[str] = ()
+    source_len: int = 0
+    start_tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, model: Model, max_len: int, adapters: Collection[str] = ()) -> "RequestBounds":
+        """Returns the bounds of an engine of a model. Raises InputError for one whose decoder begins with nothing."""
+        encoder = model.encoder
+        if encoder and not encoder.start:
+            raise InputError(
+                f"{model.name} does not say what a text begins with. Give decoder_start_token_id in its config.json."
+            )
+        return cls(model.vocab_size, max_len, adapters, source_len(model), encoder.start if encoder else ())
+
+    def room(self, prompt_len: int) -> int:
+        """Returns the positions left for an answer."""
+        return self.max_len - (len(self.start_tokens) if self.source_len else prompt_len)
+
+    def resolved(self, request: TokenRequest) -> TokenRequest:
+        """Returns the request whose prompt is the decoder's, with its source if the model has an encoder."""
+        if not self.source_len or request.source:
+            return request
+        return replace(request, source=request.prompt, prompt=self.start_tokens)
 
     def check(self, request: TokenRequest) -> None:
         """Raises InputError for a request that could never run."""
+        if request.source and not self.source_len:
+            raise InputError("this model has no encoder, and a source is given. Give it as the prompt.")
+        if self.source_len and request.echo and not request.source:
+            raise InputError("an encoder reads the prompt, which is no part of the answer. Leave echo out.")
+        request = self.resolved(request)
+        if len(request.source) > self.source_len:
+            raise InputError(
+                f"a source of {counted(len(request.source), 'token')} needs as many positions; the encoder has "
+                f"{self.source_len:,}. Shorten it."
+            )
         if request.adapter and request.adapter not in self.adapters:
             hint = nearest(request.adapter, list(self.adapters)) if self.adapters else " Give --adapters NAME=FOLDER."
             raise InputError(f"this engine has no adapter {request.adapter!r}.{hint}")
         num_in, vocab = len(request.prompt), self.vocab_size
-        if wrong_tokens := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < vocab]:
+        known_tokens = *request.prompt, *request.source
+        if wrong_tokens := [token for token in (min(known_tokens), max(known_tokens)) if not 0 <= token < vocab]:
             raise InputError(f"the prompt has token {wrong_tokens[0]}, outside of V={vocab}. Give 0 to {vocab - 1}.")
         if num_in + request.max_tokens > self.max_len:
             raise InputError(
@@ -123,9 +163,10 @@ class EngineState(msgspec.Struct, kw_only=True):
 
 class TokenEngine(Protocol):
     """Runs requests step by step. All calls come from one thread, but those of ``check``, which raises InputError for a
-    request that can never run, as `submit` does; after `cancel` no output of a request follows; `step` waits for the
-    step before its own."""
+    request that can never run by the ``bounds``, as `submit` does; after `cancel` no output of a request follows;
+    `step` waits for the step before its own."""
 
+    bounds: RequestBounds
     max_len: int
     vocab_size: int
     check: Callable[[TokenRequest], None]

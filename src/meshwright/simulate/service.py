@@ -34,7 +34,8 @@ class PricedClock(Clock):
     """Seconds of the steps of one engine, by the cost model.
 
     A step is the one that serves, with a row of each request that decodes, at their mean cache, and the rows of prompts
-    of at most ``prompt_len``, behind what is known of them. Where devices have sequences of their own, prompts are
+    of at most ``prompt_len``, behind what is known of them; beside an encoder these are sources of that length, and
+    caches have them too. Where devices have sequences of their own, prompts are
     spread over them. With ``num_shards`` above 1 the requests are those of one of so many replicas of attention, all of
     which do the same.
     """
@@ -61,6 +62,13 @@ class PricedClock(Clock):
         # as many on every device as on the one that has most
         padded_rows = np.maximum(seq_shards * np.minimum(num_rows, self._prompt_len), num_rows)
         prompt_seqs = LikeSequences(padded_rows / prompt_len, prompt_len, np.maximum(past - (prompt_len - 1) / 2, 0.0))
+        if self._setting.model.encoder:  # its sources are read in programs of their own; tokens of one are like others
+            source = self._prompt_len
+            source_s = self._seconds("prefill", LikeSequences(padded_rows / source, 1.0, 0.0, source))
+            num_before = np.maximum(decode_seqs.before - source, 0.0)
+            decode_s = self._seconds("decode", replace(decode_seqs, before=num_before, source=source))
+            decode_s = np.where(num_decoding > 0, decode_s, 0.0) * self._decodes
+            return decode_s + np.where(num_prefilled > 0, source_s, 0.0)
         decode_only_s: Number = 0.0
         sequences: tuple[LikeSequences, ...] = (prompt_seqs,)
         if self._decodes:

@@ -38,7 +38,9 @@ class StepPrices:
         base_storage = replace(storage, adapters=0)
         setting = Setting(self.model, cluster, Job(kind="decode", batch_seqs=1, seq_len=1), calibration, base_storage)
         rates = setting.step_rates(self.strategy, strategy_placements(cluster, self.strategy)[:1])
-        self.clock, self.peak_flops_per_s = PricedClock(setting, self.strategy), float(rates.peak_flops_per_s)
+        # the steps of an encoder's engine do not say how long their sources are
+        self.clock = None if self.model.encoder else PricedClock(setting, self.strategy)
+        self.peak_flops_per_s = float(rates.peak_flops_per_s)
         self.peak_bytes_per_s = float(cluster.chip.hbm_bytes_per_s or rates.chip.hbm_bytes_per_s)
 
     def of(self, steps: ArrayLike) -> NDArray[np.float64]:
@@ -59,7 +61,7 @@ class StepPrices:
         prompt_seqs = LikeSequences.of_sums(prompt_rows, np.maximum(num_pairs, 1), num_earlier)
         decode_seqs = LikeSequences(num_decoded, 1.0, num_cached / np.maximum(num_decoded, 1))
         prompt_seqs = replace(prompt_seqs, count=prompt_seqs.count * (num_prefilled > 0))
-        size_by_dim = {**sizes.dims, "O": num_outputs, "Q": 0.0, "Pg": 1.0, "Pw": 1.0, "Pl": 1.0, "Bp": 0.0}
+        size_by_dim = {**sizes.dims, "O": num_outputs, "Q": 0.0, "Pg": 1.0, "Pw": 1.0, "Pl": 1.0, "Bp": 0.0, "Bx": 0.0}
         sizes = replace(sizes, dims=size_by_dim, sequences=(decode_seqs, prompt_seqs), cache={})
         weight_bytes = kv_bytes = flops = 0.0
         w_names = {name for name, variable in self.derived.program.variables.items() if variable.role in WEIGHTS}

@@ -87,10 +87,12 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
 
 
 class Encoder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The encoder beside a decoder, of the same widths: its number of layers, and the positions of each of its rows."""
+    """The encoder beside a decoder, of the same widths: its number of layers, and the positions of each of its rows.
+    ``start`` are the tokens that a generated text begins with, which generation alone reads."""
 
     num_layers: int
     length: int
+    start: tuple[int, ...] = ()
 
 
 MASK_DATA = {

@@ -47,15 +47,22 @@ def pages_of_windows(window: int, page_len: int, *, num_seqs: int, num_rows: int
     return num_seqs * pages_of_window(window, page_len) + num_rows // page_len + min(num_seqs, num_rows // 2)
 
 
-def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:
-    """Returns the sizes of the dims that only caches have, for sequences of up to ``max_len`` positions.
+def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN, source_len: int = 0) -> dict[str, int]:
+    """Returns the sizes of the dims that only caches have, for sequences of up to ``max_len`` positions with sources of
+    up to ``source_len``.
 
-    There are enough pages for every sequence to be full, unless the storage says how many.
+    There are enough pages for every sequence and its source to be full, unless the storage says how many.
     """
-    page_len = storage.page_len or max_len
-    pages_per_seq = -(-max_len // page_len)
-    num_pages = storage.num_pages or batch_seqs * pages_per_seq
-    return {"S": max_len, "Pl": page_len, "Bp": pages_per_seq, "Pg": num_pages, "Pw": storage.window_pages}
+    page_len = storage.page_len or max(max_len, source_len)
+    pages_per_seq, pages_per_source = -(-max_len // page_len), -(-source_len // page_len)
+    num_pages = storage.num_pages or batch_seqs * (pages_per_seq + pages_per_source)
+    sizes = {"S": max_len, "Pl": page_len, "Bp": pages_per_seq, "Bx": pages_per_source}
+    return sizes | {"Pg": num_pages, "Pw": storage.window_pages}
+
+
+def source_len(model: Model) -> int:
+    """Returns the positions of a source at most, 0 in a model without an encoder."""
+    return model.encoder.length if model.encoder else 0
 
 
 def cache_table(
@@ -72,7 +79,7 @@ def cache_table(
     """
     program = repeating(plain_program(model, storage), strategy_of_heads(strategy, model.num_kv_heads))
     sizes = held_dims(model.dims, strategy.mesh) | {"B": batch_seqs}
-    sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
+    sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage, source_len=source_len(model))
     cache_arrays = []
     for block in program.blocks:
         for variable in (program.variables[name] for name in caches_of(block)):
@@ -84,5 +91,5 @@ def cache_table(
 def sequence_bytes(model: Model, num_positions: int, storage: Storage) -> int:
     """Returns the bytes of the cache of one sequence, on all devices: of layers with a window its positions alone."""
     window = min(model.sliding_window or 0, num_positions)
-    exact_storage = replace(storage, page_len=1, num_pages=0, window_pages=window)
+    exact_storage = replace(storage, page_len=1, num_pages=num_positions, window_pages=window)
     return sum(row.num_bytes for row in cache_table(model, batch_seqs=1, max_len=num_positions, storage=exact_storage))

@@ -1,10 +1,13 @@
 """Derived steps that generate, and the strategies that they run under."""
 
+import itertools
+
 from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive, forward_pass
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.generation.program import AS_WRITTEN, Storage, generation_program
+from meshwright.algebra.generation.program import AS_WRITTEN, Storage
+from meshwright.algebra.generation.stored import encoding_program, generation_program
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.program import Op, Program
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
@@ -63,7 +66,7 @@ def derive_job(
     strategy = strategy_of_heads(job_strategy(job, strategy), model.num_kv_heads)
     if job.trains:
         return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
-    return derive_generation(model, strategy, storage, prompts=job.has_prompts)
+    return derive_phase(model, strategy, storage, prompts=job.has_prompts)
 
 
 def derive_generation(
@@ -80,6 +83,31 @@ def derive_generation(
     is_joined = prompts and not strategy.rules("cache").get("S")
     program = generation_program(without_mtp(model), storage, joined=is_joined)
     return derive_forward(program, packed_rows(strategy, prompts=prompts), axes)
+
+
+def derive_encoding(
+    model: Model, strategy: Strategy, storage: Storage = AS_WRITTEN, axes: tuple[str, ...] | None = None
+) -> Derived:
+    """Returns the steps that read sources for an engine whose step is that of `derive_generation`."""
+    return derive_forward(encoding_program(model, storage), packed_sources(strategy), axes)
+
+
+def derive_phase(
+    model: Model,
+    strategy: Strategy,
+    storage: Storage = AS_WRITTEN,
+    axes: tuple[str, ...] | None = None,
+    *,
+    prompts: bool = False,
+) -> Derived:
+    """Returns the step of a server as `derive_generation` does; beside an encoder a step with ``prompts`` reads as many
+    sources as it has rows, and then has the first row of each."""
+    if not (model.encoder and prompts):
+        return derive_generation(model, strategy, storage, axes, prompts=prompts)
+    parts = encoding_program(model, storage), generation_program(model, storage)
+    blocks, stacks = (tuple(itertools.chain(*(getattr(part, name) for part in parts))) for name in ("blocks", "stacks"))
+    program = Program(blocks, parts[0].variables | parts[1].variables, stacks)
+    return derive_forward(program, packed_sources(strategy), axes)
 
 
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:
@@ -101,6 +129,17 @@ def generation_strategy(strategy: Strategy, *, prompts: bool = False) -> Strateg
         )
     microbatches = strategy.num_microbatches if stages > 1 else 1
     return replace(strategy, context_attention="gather", num_microbatches=microbatches, offload=(), capacity_factor=0.0)
+
+
+def packed_sources(strategy: Strategy) -> Strategy:
+    """Returns the strategy for sources: an axis that splits neither sources nor heads splits their positions."""
+    packed_strategy = packed_rows(strategy)
+    assignment = dict(packed_strategy.assignment)
+    for role in ("activation", "input"):
+        rules = assignment[role]
+        axes = (a for a in strategy.rules(role).get("T", ()) if a != "tensor" and a not in rules["B"])
+        assignment[role] = {**rules, "S": tuple(axes)}
+    return replace(packed_strategy, assignment=assignment)
 
 
 def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:

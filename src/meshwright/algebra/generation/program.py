@@ -6,22 +6,19 @@ latent attention the cache has latents and the rotated keys that all heads share
 latents, are multiplied with the keys' projection (DeepSeek-V2, 2024, section 2.1.2).
 """
 
-import math
 from typing import Literal, get_args
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.layers import PLAIN, mask_data
-from meshwright.algebra.program import Block, Op, Program, Variable
-from meshwright.algebra.transformer import layer_kinds, parse_block, transformer, weight_variables
-from meshwright.core.dims import DTYPE_BYTES
+from meshwright.algebra.layers import CROSS, PLAIN, mask_data
+from meshwright.algebra.program import Block, Op, Program, Stack, Variable
+from meshwright.algebra.transformer import layer_kinds, parse_block, transformer
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.masks.names import mask_named
 from meshwright.masks.user import is_users, table_of_user
 from meshwright.spec.model import MASK_DATA, Model
-from meshwright.spec.weights import group_dims
 
 Attributes = tuple[tuple[str, str], ...]
 CacheDtype = Literal["bf16", "fp32", "int8", "fp8"]
@@ -79,6 +76,8 @@ PAGES = "pages"
 """The variable of the page table: for each sequence the numbers of its pages."""
 WINDOW_PAGES = "window_pages"
 """The page table of layers with a window, if these have pages of their own."""
+SOURCE_PAGES = "source_pages"
+"""The page table of sources, whose keys and values cross-attention reads; they are pages as others are."""
 
 
 def window_of(block: Block) -> int | None:
@@ -96,106 +95,40 @@ def scale_name(name: str) -> str:
     return f"{name}_scale"
 
 
-# -- quantised weights ----------------------------------------------------------------------------------
-
-
-def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Variable, Variable]]:
-    """Maps each weight that is quantised to its variable, as stored, and that of its scales in float32.
-
-    These are matrices of products and the table of tokens, not routers, which choose by small differences, nor tables
-    of positions, nor adapters; without a dtype, those that the model's folder stores narrow. Scales have the dims that
-    no product sums; those of int4 are of groups of `spec.model.GROUP` inputs. With int4 the table of tokens and the
-    head are in int8, as are matrices with an odd number of inputs. Scales are split as their weight is, but scales over
-    D, Rq or Rkv alone are whole.
-    """
-    stored_of = {name: (narrow, grouped) for name, narrow, grouped in model.stored.matrices} if model.stored else {}
-    if not (dtype or stored_of):
-        return {}
-    weight_by_name = {name: weight for name, (weight, _) in weight_variables(model).items()}
-    scale_dims_of: dict[str, set[str]] = {}
-    for program in (plain_program(model, AS_WRITTEN, joined=is_joined) for is_joined in (False, True)):
-        for op in (op for block in program.blocks for op in block.ops if op.kind in QUANTISED):
-            weight = weight_by_name.get(op.inputs[1])
-            if weight and weight.part not in ("router", "adapter") and weight.dims[0] != "P":
-                dims = program.variables[op.out].dims if op.kind == "einsum" else weight.dims[:1]
-                scale_dims_of[op.inputs[1]] = scale_dims_of.get(op.inputs[1], set(weight.dims)) & set(dims)
-    pair_of, variables = {}, transformer(model).variables
-    for name, scale_dims in scale_dims_of.items():
-        weight, stored_dtype = weight_by_name[name], dtype
-        dims = tuple(dim for dim in weight.dims if dim in scale_dims)
-        if not dtype:
-            stored_dtype, has_groups = stored_of.get(weight.name, ("", False))
-            if not stored_dtype or not (has_groups or len(dims) == len(weight.dims) - len(weight.inputs)):
-                continue
-            dims = group_dims(weight.dims, weight.inputs) if has_groups else dims
-        elif dtype == "int4" and weight.layers and weight.inputs and model.dims[weight.inputs[-1]] % 2 == 0:
-            dims = group_dims(weight.dims, weight.inputs)
-        elif dtype == "int4":
-            stored_dtype = "int8"
-        role = "vector" if set(dims) <= {"D", "Rq", "Rkv"} else "weight"
-        pair_of[name] = replace(variables[name], dtype=stored_dtype), Variable(scale_name(name), dims, role, "fp32")
-    return pair_of
-
-
-def weight_bytes(model: Model, dtype: WeightDtype, width: int) -> float:
-    """Returns the bytes of all weights with their scales; ``width`` are those of an element that is not quantised."""
-    arrays_of, sizes = quantised_weights(model, dtype), model.dims
-    return sum(
-        num_layers * math.prod(sizes[dim] for dim in array.dims) * DTYPE_BYTES.get(array.dtype, width)
-        for name, (weight, num_layers) in weight_variables(model).items()
-        for array in arrays_of.get(name, (weight,))
-    )
-
-
-QUANTISED = ("einsum", "embed")
-"""Ops whose second input may be quantised: ``quantised_einsum`` and ``quantised_embed`` take its scales as a third."""
-
-
 # -- programs -------------------------------------------------------------------------------------------
-
-
-def generation_program(model: Model, storage: Storage = AS_WRITTEN, *, joined: bool = False) -> Program:
-    """Returns the program, which ends in logits[O,V].
-
-    It reads a token of each row, tokens[B,T] at positions[B,T] where T is 1, and ``slots``[B, T], the slot of each row
-    in the pool of pages (padding: beyond it), to which it writes the row's key first. A sequence of Q has the rows from
-    ``first``[Q] on, ``counts``[Q] of them, and ``lengths``[Q] positions with these. ``last``[O] are the rows whose
-    logits it ends in. With several adapters, ``adapters``[B, T] is the number of each row's own, -1 for none. With
-    latents, ``joined`` says that rows meet those of their own step by keys and values of heads, as in training.
-    """
-    program = plain_program(model, storage, joined=joined)
-    if not (pair_of := quantised_weights(model, storage.weights)):
-        return program
-    variable_by_name = program.variables | {variable.name: variable for pair in pair_of.values() for variable in pair}
-
-    def with_scale(op: Op) -> Op:
-        if op.kind == "past_latent_attention":
-            return replace(op, inputs=(*op.inputs, *(pair_of[n][1].name for n in op.inputs[-2:] if n in pair_of)))
-        if op.kind not in QUANTISED or op.inputs[1] not in pair_of:
-            return op
-        inputs = (*op.inputs, pair_of[op.inputs[1]][1].name)
-        return replace(op, kind=f"quantised_{op.kind}", inputs=inputs)
-
-    blocks = tuple(replace(b, ops=tuple(map(with_scale, b.ops))) for b in program.blocks)
-    return Program(blocks, variable_by_name, program.stacks)
 
 
 def plain_program(model: Model, storage: Storage, *, joined: bool = False) -> Program:
     """Returns the program with the weights of products as the state has them."""
-    if model.encoder or model.relative_buckets:
-        raise CannotRunError(
-            f"{model.name} has an encoder or relative positions and does not generate in this version."
-        )
     if model.attention_mask and _sees_later(model.attention_mask):
         raise CannotRunError(
             f"by attention_mask={model.attention_mask!r} of {model.name} a position sees later ones, which are not "
             f"there when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
         )
     training = transformer(model)
-    writer = _Writer(model, storage, training, joined=joined)
-    blocks = tuple(map(writer.block, training.blocks))
+    writer, stacks = _Writer(model, storage, training, joined=joined), training.stacks[bool(model.encoder) :]
+    names = {name for stack in stacks for name in (stack.first, *stack.layers, stack.last)}
+    blocks = tuple(writer.block(block) for block in training.blocks if block.name in names)
+    # what layers read of a source is in its pages
+    return _program_of(blocks, writer, tuple(replace(stack, inputs=()) if model.encoder else stack for stack in stacks))
+
+
+def plain_encoding(model: Model, storage: Storage) -> Program:
+    """Returns the program that reads sources with the weights of products as the state has them."""
+    training = transformer(model)
+    writer, (encoder, decoder) = _Writer(model, storage, training, joined=False), training.stacks
+    blocks = tuple(
+        writer.source_keys(block) if block.name in decoder.layers else writer.masked(block)
+        for block in training.blocks
+        if block.name not in (decoder.first, decoder.last)
+    )
+    layers = tuple(f"{CROSS}{name}" for name in decoder.layers)
+    return _program_of(blocks, writer, (encoder, Stack(first="", layers=layers, last="", carry=decoder.inputs[0])))
+
+
+def _program_of(blocks: tuple[Block, ...], writer: "_Writer", stacks: tuple[Stack, ...]) -> Program:
     used_names = {name for block in blocks for op in block.ops for name in (*op.inputs, op.out)}
-    return Program(blocks, {name: v for name, v in writer.variables.items() if name in used_names}, training.stacks)
+    return Program(blocks, {name: v for name, v in writer.variables.items() if name in used_names}, stacks)
 
 
 def _sees_later(mask: str) -> bool:
@@ -229,19 +162,49 @@ class _Writer:
             self._head(block)
         else:
             for op in block.ops:
-                if op.kind == "attention":
+                if op.kind == "attention" and "S" in self.variables[op.inputs[1]].dims:
+                    self._cross_attention(op, block)
+                elif op.kind == "attention":
                     self._attention(op, block)
                 elif self.storage.adapters and op.kind == "scaled" and self.variables[op.out].dims[-1] == "Ra":
                     attributes = (*op.attributes, ("count", f"{self.storage.adapters}"))
                     self.ops.append(Op("pick_adapter", (*op.inputs, "adapters"), op.out, attributes))
                 else:
                     self.ops.append(op)
-        needed_names, ops = {block.result or self.ops[-1].out, *self.outputs}, list[Op]()
+        return replace(block, ops=self._needed({block.result or self.ops[-1].out, *self.outputs}))
+
+    def source_keys(self, block: Block) -> Block:
+        """Returns a layer of the decoder as the program that reads sources has it: the keys and values of its
+        cross-attention go into its caches."""
+        attention_op = next(op for op in block.ops if op.kind == "attention" and op.inputs[1].startswith(CROSS))
+        self.ops, self.outputs, stream = list(block.ops), [], self.training.stacks[-1].inputs[0]
+        self.variables["encoder_slots"] = Variable("encoder_slots", ("B", "S"), "position")
+        for letter, source_name in zip("kv", attention_op.inputs[1:3], strict=True):
+            self._write(self._cache_name(letter, block), source_name, "encoder_slots", "Pg")
+        name = f"{CROSS}{block.name}"
+        return replace(block, name=name, ops=self._needed(set(self.outputs)), carry=stream, result=stream)
+
+    def masked(self, block: Block) -> Block:
+        """Returns a block of the encoder in which positions see those that their sources have."""
+        self.variables["encoder_lengths"] = Variable("encoder_lengths", ("B",), "position")
+
+        def within(op: Op) -> Op:
+            if op.kind != "attention":
+                return op
+            # before the parameters of heads, as all that a mask reads
+            inputs = *op.inputs[:3], "encoder_lengths", *op.inputs[3:]
+            return replace(op, inputs=inputs, attributes=(*op.attributes, ("mask", "jagged")))
+
+        return replace(block, ops=tuple(map(within, block.ops)))
+
+    def _needed(self, names: set[str]) -> tuple[Op, ...]:
+        """Returns the ops that make results of these names, in order."""
+        ops = list[Op]()
         for op in reversed(self.ops):
-            if op.out in needed_names:
-                needed_names.update(op.inputs)
+            if op.out in names:
+                names.update(op.inputs)
                 ops.insert(0, op)
-        return replace(block, ops=tuple(ops))
+        return tuple(ops)
 
     def _add(self, kind: str, inputs: tuple[str, ...], variable: Variable, attributes: Attributes = ()) -> str:
         """Adds an op and the variable that it makes; returns the variable's name."""
@@ -278,7 +241,6 @@ class _Writer:
         if self.model.latent_attention:
             key_part, shared_key = maker_of[k].inputs
             source_by_letter = {"c": maker_of[key_part].inputs[0], "p": shared_key}
-        suffix = next(kind.suffix for kind in layer_kinds(self.model) if kind.block == block.name)
         is_window = bool(self.storage.window_pages) and window_of(block) is not None
         pages_name, slots_name, pool_dim = (WINDOW_PAGES, "window_slots", "Pw") if is_window else (PAGES, "slots", "Pg")
         sequence_names = ("first", "counts", "lengths")
@@ -287,7 +249,7 @@ class _Writer:
         self.variables[slots_name] = Variable(slots_name, ("B", "T"), "position")
         cache_names, cache_scale_names = list[str](), list[str]()
         for letter, source_name in source_by_letter.items():
-            cache_name, *scale_names = self._write(f"cache_{letter}{suffix}", source_name, slots_name, pool_dim)
+            cache_name, *scale_names = self._write(self._cache_name(letter, block), source_name, slots_name, pool_dim)
             cache_names.append(cache_name)
             cache_scale_names += scale_names
         inputs, attributes = (*cache_names, *sequence_names, pages_name, *cache_scale_names), op.attributes
@@ -313,6 +275,20 @@ class _Writer:
             self.ops.append(Op("add", part_names, op.out))
         else:
             self.ops.append(Op("cached_attention", (q, *inputs, *operand_names), op.out, attributes))
+
+    def _cross_attention(self, op: Op, block: Block) -> None:
+        """Attends to the keys and values of sources, which are in the caches of the layer's own."""
+        variables = Variable("source_lengths", ("Q",), "position"), Variable(SOURCE_PAGES, ("Q", "Bx"), "position")
+        self.variables |= {variable.name: variable for variable in variables}
+        caches = [f"{self._cache_name(letter, block)}{part}'" for part in ("", "_scale") for letter in "kv"]
+        places = "first", "counts", *(variable.name for variable in variables)
+        written_names = [name for name in caches if name in self.outputs]
+        inputs = op.inputs[0], *written_names[:2], *places, *written_names[2:]
+        self.ops.append(Op("cached_attention", inputs, op.out, op.attributes))
+
+    def _cache_name(self, letter: str, block: Block) -> str:
+        """Returns the name of a cache of the layers of a block."""
+        return f"cache_{letter}{next(kind.suffix for kind in layer_kinds(self.model) if kind.block == block.name)}"
 
     def _write(self, cache_name: str, source: str, slots_name: str, pool_dim: str) -> list[str]:
         """Adds the ops that write into a cache; returns the names of the written cache and, with int8, its scales."""

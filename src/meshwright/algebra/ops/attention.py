@@ -25,10 +25,11 @@ from meshwright.masks.user import is_users, table_of_user
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: ``sees_all`` says that every query sees every key; ``window`` is in positions, ``softcap`` bounds the
-    scores, and ``ring`` has the mesh axes around which keys are sent. ``mask`` is the rule in place of causal,
-    ``score`` one for scores, as `layers` writes them. With a ``distance`` scores have T5's
-    learnt bias of each head for each bucket of distances, of which all from ``distance`` on share the last."""
+    """Details: ``sees_all`` says that every query sees every key, or all that ``mask`` leaves; ``window`` is in
+    positions, ``softcap`` bounds the scores, and ``ring`` has the mesh axes around which keys are sent. Else ``mask``
+    is the rule in place of causal; ``score`` is one for scores, as `layers` writes them. With a ``distance`` scores
+    have T5's learnt bias of each head for each bucket of distances, of which all from ``distance`` on share the last.
+    """
 
     sees_all: bool = False
     window: int | None = None
@@ -194,7 +195,7 @@ def score_elements(step: Step, sizes: OpSizes) -> Number:
     q_sizes = sizes.local(arrays.q)
     num_keys = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)
     is_causal = sizes.causal and not step.details.sees_all
-    if step.details.mask:
+    if step.details.mask and not step.details.sees_all:
         block_shares = np.vectorize(partial(block_share, step.details.mask, window))(num_keys)
         num_keys = num_keys * (block_shares if isinstance(num_keys, np.ndarray) else float(block_shares))
     elif window is not None or is_causal:

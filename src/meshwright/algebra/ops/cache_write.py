@@ -7,10 +7,11 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Writes ``cache_write(cache[Pg,Pl,..], values[B,T,..], slots[B,T])`` on the cache's devices."""
+    """Writes ``cache_write(cache[Pg,Pl,..], values[B,T,..], slots[B,T])``, with positions T or S, where the cache
+    is."""
     cache, values, slots = tape.inputs
-    row_split = {"B": cache.axes[0]}
-    local_values = tape.move(values, values.resharded({"T": ()}).like(cache).resharded(row_split))
+    row_split = {"B": cache.axes[0], values.dims[1]: ()}
+    local_values = tape.move(values, values.like(cache).resharded(row_split))
     tape.run("cache_write", (cache, local_values, tape.move(slots, slots.resharded(row_split))), tape.out)
 
 

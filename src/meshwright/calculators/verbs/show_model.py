@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshwright.algebra.generation.program import weight_bytes
+from meshwright.algebra.generation.stored import weight_bytes
 from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError

@@ -78,7 +78,7 @@ def bulk(given: Given) -> Answer:
     # what cannot be read or run is said before anything compiles
     prepare_devices(given.on, given.axes)
     source = open_model(given.what, folders_by_name(given.adapters))
-    bounds = RequestBounds(source.model.vocab_size, given.max_len or source.model.max_positions, source.adapters)
+    bounds = RequestBounds.of(source.model, given.max_len or source.model.max_positions, source.adapters)
     read_work(source, bounds.check, (given.prompt_file, out), request)
     opened_engine = open_given(given, source)
 

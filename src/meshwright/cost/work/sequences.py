@@ -8,11 +8,12 @@ from meshwright.algebra.sizes import Number
 
 class LikeSequences(msgspec.Struct, frozen=True):
     """Sequences that are alike in a step: ``count`` of them on all devices, each with ``rows`` new positions behind
-    ``before`` that a cache has. Numbers need not be whole."""
+    ``before`` that a cache has, and a ``source`` of so many. Numbers need not be whole."""
 
     count: Number
     rows: Number = 1.0
     before: Number = 0.0
+    source: Number = 0.0
 
     @classmethod
     def of_sums(cls, rows: Number, pairs: Number, positions: Number) -> "LikeSequences":

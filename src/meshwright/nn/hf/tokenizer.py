@@ -61,6 +61,18 @@ def end_token(tokenizer: Tokenizer, name: str | None) -> int | None:
     return next((token_id for token_id in token_ids if token_id is not None), None)
 
 
+def start_tokens(folder: Path) -> tuple[int, ...]:
+    """Returns the tokens that a decoder beside an encoder begins with: ``decoder_start_token_id`` of a folder's
+    generation config or config, else its ``bos_token_id``, then ``forced_bos_token_id``; () if it names none."""
+    configs = [read_table(folder / file, remedy="fetch it again") for file in (GENERATION, CONFIG)]
+
+    def named(*names: str) -> list[int]:
+        token_ids = (config[name] for name in names for config in configs if config.get(name) is not None)
+        return [token_id for token_id in token_ids if isinstance(token_id, int)][:1]
+
+    return (*named("decoder_start_token_id", "bos_token_id"), *named("forced_bos_token_id"))
+
+
 def end_tokens(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
     """Returns ``eos_token_id`` of a folder's generation config or config, else the tokenizer's end token, if any."""
     for file in (folder / GENERATION, folder / CONFIG):

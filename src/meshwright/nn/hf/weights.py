@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxtyping import Array
 from msgspec.structs import replace
 
-from meshwright.algebra.generation.program import quantised_weights
+from meshwright.algebra.generation.stored import quantised_weights
 from meshwright.algebra.program import Variable
 from meshwright.algebra.transformer import local_name, rows
 from meshwright.core.digests import write_sums

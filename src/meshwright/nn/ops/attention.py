@@ -46,8 +46,8 @@ def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCal
     learns = details.distance > 0
     return AttentionCall(
         scale=context.model.attention_scale,
-        mask=None if details.sees_all else _mask(context, step, arrays.data),
-        score=_distance_bias(step, arrays.per_head, first_head) if learns else score_of(context, step),
+        mask=None if details.sees_all and not details.mask else _mask(context, step, arrays.data),
+        score=distance_bias(step, arrays.per_head, first_head) if learns else score_of(context, step),
         learns=learns,
         sinks=None if learns else arrays.per_head,
         q_idx=index(sharded_arrays.q, arrays.q),
@@ -73,7 +73,7 @@ def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
     return Mod(make, data_arrays, terms if mask_rule.terms else {})
 
 
-def _distance_bias(step: Step, table: AnyArray, first_head: DynamicInt) -> Mod:
+def distance_bias(step: Step, table: AnyArray, first_head: DynamicInt) -> Mod:
     """Returns T5's bias, of which a device has the columns of its heads."""
     max_distance, is_causal = step.details.distance, not step.details.sees_all
     return Mod(lambda held: mods.distance_bias(held, far=max_distance, causal=is_causal, first=first_head), (table,))

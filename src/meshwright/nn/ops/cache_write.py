@@ -9,8 +9,9 @@ from meshwright.nn.context import Context
 
 
 def cache_write(context: Context, step: Step, before: LayerCache, values: Array, slots: Array) -> LayerCache:
-    """Writes one position of each row into its slot, counted through all pages."""
-    return cache.write_slots(before, values[:, 0], slots[:, 0], *step.inputs[0].axes[:2])
+    """Writes the positions of each row into their slots, counted through all pages."""
+    flat_values = values.reshape(-1, *values.shape[2:])
+    return cache.write_slots(before, flat_values, slots.reshape(-1), *step.inputs[0].axes[:2])
 
 
 STEPS = {"cache_write": cache_write}

@@ -18,7 +18,7 @@ from meshwright.nn.cache import LayerCache
 from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
 from meshwright.nn.ops import of_arrays
-from meshwright.nn.ops.attention import score_of
+from meshwright.nn.ops.attention import distance_bias, score_of
 
 
 def ragged_call(
@@ -30,12 +30,13 @@ def ragged_call(
     all devices; a sequence has the rows of these that are here.
     """
     first_rows, row_counts, seq_lens, page_table, *other_inputs = others
-    known_lengths = seq_lens if step.details.mask else None
+    known_lengths = seq_lens if step.details.mask or step.details.sees_all else None
     num_heads = queries.shape[2]
     num_pages, page_len = cached.page_sizes
     cache_array = next(array for array in step.inputs if array.dims[1:2] == ("Pl",))
-    mask_data = [x for x in other_inputs if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
-    rule = score_rule(context, step, mask_data, num_heads) if step.details.score or step.details.mask else None
+    is_ruled = step.details.score or step.details.mask or step.details.distance
+    arrays = [x for x in other_inputs if not isinstance(x, LayerCache)]
+    rule = score_rule(context, step, arrays, num_heads) if is_ruled else None
     first_rows, row_counts, seq_lens = own_rows(step.inputs[0], len(queries), first_rows, row_counts, seq_lens)
     slot_axes = cache_array.axes[1]
     spread = SpreadSlots(first_index(slot_axes, page_len), page_len * lax.axis_size(slot_axes)) if slot_axes else None
@@ -79,11 +80,14 @@ def _within(
     return begin_row, end_row - begin_row, lengths - (first + counts - start - end_row)
 
 
-def score_rule(context: Context, step: Step, data: Sequence[Array], num_heads: int) -> ScoreRule:
-    """Returns the rule of the scores of a device's heads and of the mask, which reads ``data`` [Q, positions] or
-    [Q]."""
+def score_rule(context: Context, step: Step, arrays: Sequence[Array], num_heads: int) -> ScoreRule:
+    """Returns the rule of the scores of a device's heads and of the mask. Of ``arrays`` the mask reads whole numbers,
+    [Q, positions] or [Q], and a bias of distances the floats of each head."""
     score, mask = score_of(context, step), mask_named(step.details.mask) if step.details.mask else None
     first_head, seq_len = first_index(step.inputs[0].axes_of("N"), num_heads), context.seq_len
+    data = [array for array in arrays if jnp.issubdtype(array.dtype, jnp.integer)]
+    if step.details.distance:
+        score = distance_bias(step, next(x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)), first_head)
 
     def scored(scores: Array, sequence: Array, head: Array, query: Array, key: Array) -> Array:
         indices = sequence, first_head + head, query, jnp.clip(key, 0, seq_len - 1)
@@ -119,7 +123,8 @@ def cached_attention(
     call, inputs = ragged_call(context, step, k, q, given)
     caches = (value for value in (k, v, *inputs) if isinstance(value, LayerCache))
     key_pages, value_pages, *scales = (cache.pages for cache in caches)
-    sinks = next((x for x in inputs if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)
+    floats = (x for x in inputs if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating))
+    sinks = None if step.details.distance else next(floats, None)
     key_scale, value_scale = scales or (None, None)
     if sinks is not None and step.more:
         # sinks count once

@@ -13,7 +13,8 @@ from jaxtyping import Array
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation.cache import CacheArray
-from meshwright.algebra.generation.program import Storage, quantised_weights, scale_name
+from meshwright.algebra.generation.program import Storage, scale_name
+from meshwright.algebra.generation.stored import quantised_weights
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.transformer import rows, weight_variables
 from meshwright.nn import quantisation
@@ -273,7 +274,8 @@ class HeldArrays:
     def run(
         self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Array], *, longest: int = 1
     ) -> tuple[Array, Cache]:
-        """Returns logits and the next cache, on one device's shards; ``given`` are the other inputs by name.
+        """Returns the result of the last stack, as logits, and the next cache, on one device's shards; ``given`` are
+        the other inputs by name.
 
         Loops over layers carry caches whole, so that a step changes what it writes and copies nothing.
         """
@@ -293,7 +295,6 @@ class HeldArrays:
             alike=self.batch_invariant,
             dtype=self.strategy.state_dtype,  # int8 weights do not determine it
         )
-        (stack,) = derived.program.stacks
 
         def layer(steps: BlockSteps, number: Any, values: Mapping[str, Tree], cache: Cache) -> tuple[Array, Cache]:
             cache_by_name = {
@@ -313,4 +314,9 @@ class HeldArrays:
                     new_arrays[name] = with_layout_constraint(new_array, self.cache_layouts[name])
             return stream, {**cache, **new_arrays}
 
-        return run_stack(context, stack, params, given, layer, cache)
+        given, names = dict(given), {block.name: block.ops[-1].out for block in derived.program.blocks}
+        result = jnp.zeros(())
+        for stack in derived.program.stacks:
+            result, cache = run_stack(context, stack, params, given, layer, cache)
+            given[names.get(stack.last, "")] = result
+        return result, cache

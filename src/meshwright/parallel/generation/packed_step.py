@@ -16,18 +16,19 @@ from jaxtyping import Array
 from msgspec.structs import replace
 
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation.cache import cache_sizes, cache_table
-from meshwright.algebra.generation.derive import derive_generation, generation_strategy
+from meshwright.algebra.generation.cache import cache_sizes, cache_table, source_len
+from meshwright.algebra.generation.derive import derive_encoding, derive_generation, generation_strategy
 from meshwright.algebra.generation.program import WINDOW_PAGES, Storage
-from meshwright.algebra.notation import ShardedArray, check
+from meshwright.algebra.notation import check
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
 from meshwright.nn.attention.platform import platform_of
 from meshwright.nn.weights import Params
-from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
+from meshwright.parallel.generation.held_arrays import Cache
 from meshwright.parallel.generation.program_store import ProgramStore
-from meshwright.parallel.mesh import GivenOptions, compiler_options, lower, partition_spec, shardings
+from meshwright.parallel.generation.source_step import SourceStep
+from meshwright.parallel.mesh import lower, partition_spec, shardings
 from meshwright.spec.assumptions import require_runnable_strategy
 from meshwright.spec.job import Job
 from meshwright.spec.model import MASK_DATA, Model, require_runnable
@@ -63,6 +64,8 @@ class PackedRows(NamedTuple):
     adapters: Any = None
     window_slots: Any = None
     window_pages: Any = None
+    source_lengths: Any = None
+    source_pages: Any = None
     prefix: Any = None
     documents: Any = None
     is_global: Any = None
@@ -73,7 +76,8 @@ class PackedRows(NamedTuple):
     def each_alone(self, whose: Sequence[int] | np.ndarray) -> "PackedRows":
         """Returns the rows as sequences of their own; ``whose`` [R] are the present ones."""
         row_ids, lengths = np.arange(len(self.tokens)), np.asarray(self.positions) + 1
-        fields = {name: getattr(self, name)[whose] for name in (*TABLES, *OF_MASKS) if getattr(self, name) is not None}
+        names = [name for name in (*TABLES, *OF_MASKS, "source_lengths") if getattr(self, name) is not None]
+        fields = {name: getattr(self, name)[whose] for name in names}
         return self._replace(**fields | {"first": row_ids, "counts": np.ones_like(row_ids), "lengths": lengths})
 
     @classmethod
@@ -93,11 +97,11 @@ class PackedRows(NamedTuple):
         return cls(**arrays)
 
 
-TABLES = ("pages", "window_pages")
+TABLES = ("pages", "window_pages", "source_pages")
 """Fields of `PackedRows` that have a row of pages for each sequence."""
 OF_MASKS = tuple(name for name in MASK_DATA if name != "lengths")
 """Fields that masks read of each sequence: an entry for each position, but ``prefix``."""
-OF_SEQUENCES = ("first", "counts", "lengths", *TABLES, *OF_MASKS)
+OF_SEQUENCES = ("first", "counts", "lengths", "source_lengths", *TABLES, *OF_MASKS)
 """Fields of `PackedRows` that have an entry or a row for each sequence."""
 NO_SLOT = 2**30
 """A slot beyond every pool: what goes there is dropped."""
@@ -113,7 +117,7 @@ def slots_of(positions: np.ndarray, tables: np.ndarray, owner: Sequence[int] | n
     return tables[owner, positions // page_len] * page_len + positions % page_len
 
 
-class PackedStep(HeldArrays):
+class PackedStep(SourceStep):
     """Steps of a model under a strategy, of up to ``max_seqs`` sequences of at most ``max_len`` positions.
 
     Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots; those of layers with a window in
@@ -154,13 +158,19 @@ class PackedStep(HeldArrays):
             derive_generation(model, self.strategy, storage, prompts=prompts) for prompts in (False, True)
         )
         self.declared = self.derived.declared
+        if model.encoder:
+            self.derived_sources = derive_encoding(model, self.strategy, storage)
+            self.declared = self.derived_sources.declared | self.declared
         self.num_owners = self._parts_of(self.declared["first"], "Q")
         self.table = cache_table(model, batch_seqs=max_seqs, max_len=max_len, storage=storage, strategy=self.strategy)
-        self.cache_sizes = cache_sizes(batch_seqs=max_seqs, max_len=max_len, storage=storage)
+        sizes = {"batch_seqs": max_seqs, "max_len": max_len, "source_len": source_len(model)}
+        self.cache_sizes = cache_sizes(**sizes, storage=storage)
         size_by_dim = held_dims(model.dims, strategy.mesh)
+        programs = [self.derived.program, *([self.derived_sources.program] if model.encoder else [])]
+        weight_names = {v.name for program in programs for v in program.of_role("weight", "vector")}
         dims_by_cache = {row.name: dict(zip(row.dims, row.shape, strict=True)) for row in self.table}
         for name, array in self.declared.items():
-            if name in dims_by_cache or self.derived.program.variables[name].role in ("weight", "vector"):
+            if name in dims_by_cache or name in weight_names:
                 check(array, dims_by_cache.get(name, size_by_dim), strategy.mesh)
         if any(size % self.num_owners for size in (max_seqs, self.cache_sizes["Pg"], storage.window_pages)):
             raise InputError(
@@ -179,10 +189,7 @@ class PackedStep(HeldArrays):
                 "version. Turn batch_invariant off."
             )
         self.programs = ProgramStore(None, None)
-        self._compiled: dict[PackedShape, jax.stages.Compiled] = {}
-
-    def _parts_of(self, array: ShardedArray, dim: str) -> int:
-        return math.prod(self.strategy.mesh[axis] for axis in array.axes_of(dim))
+        self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
 
     def row_parts(self, longest: int) -> int:
         """Returns what divides the rows, sequences and rows with logits of a step whose sequences have up to so many
@@ -205,11 +212,6 @@ class PackedStep(HeldArrays):
         step.mesh, step._compiled = mesh, {}
         step.platform = platform or platform_of(mesh.devices.flat[0])
         return step
-
-    @cached_property
-    def compiler(self) -> GivenOptions:
-        """The options of the compiler."""
-        return compiler_options(self.mesh)
 
     def keep_programs(self, folder: Path) -> None:
         """Keeps compiled programs in files under a folder, and reads those that are there."""
@@ -271,6 +273,7 @@ class PackedStep(HeldArrays):
     def _parts(self, shape: PackedShape) -> list[tuple[int, ...]]:
         """Returns the shapes of the fields."""
         dims_by_field = {**dict.fromkeys(TABLES, (self.cache_sizes["Bp"],)), "prefix": ()}
+        dims_by_field["source_pages"] = (self.cache_sizes["Bx"],)
         dims_by_field |= {name: (self.max_len,) for name in OF_MASKS if name != "prefix"}
         return [(length_of(name, shape), *dims_by_field.get(name, ())) for name in self.fields]
 

@@ -111,7 +111,8 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
     num_new = service.new_prompt_tokens
     num_prompts = tuple(1 << power for power in range(15) if power == 0 or (num_new << power) <= PREFILL_TOKENS)
     decode_steps, prefill = list[Steps](), list[tuple[np.ndarray, Steps]]()
-    chunk_s_by_len = {chunk_len: np.full((2, len(fleet) * len(stored)), np.inf) for chunk_len in service.chunks}
+    chunk_lens = () if setting.model.encoder else service.chunks
+    chunk_s_by_len = {chunk_len: np.full((2, len(fleet) * len(stored)), np.inf) for chunk_len in chunk_lens}
     least_bytes, least_chips = np.inf, 0
     for pair_index, dtypes in enumerate(stored):
         for form in _forms(setting, service, fleet, dtypes):
@@ -172,9 +173,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         rows = np.repeat(np.arange(num_engines), len(powers))
         batches = num_shards[rows] * np.tile(powers, num_engines)
         cached_len = self.service.max_len - 1
-        needed_bytes = sum_of(self.memory("decode", rows, LikeSequences(batches, 1.0, cached_len))).reshape(
-            num_engines, -1
-        )
+        needed_bytes = sum_of(self.memory("decode", rows, self.like(batches, 1.0, cached_len))).reshape(num_engines, -1)
         row_and_batch_arrays = [(rows, batches)]
         for extra_bytes in (np.zeros(num_engines), beside):
             multiples = _largest(needed_bytes + extra_bytes[:, None], powers, self.setting.memory_room)
@@ -184,10 +183,10 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         rows, batches = row_batches[:, row_batches[1] > 0]
         if self.service.speculation:
             return self.drafted(rows, batches, self.service.speculation), needed_bytes[:, 0]
-        memory = self.memory("decode", rows, LikeSequences(batches, 1.0, cached_len))
+        memory = self.memory("decode", rows, self.like(batches, 1.0, cached_len))
         has_room = sum_of(memory) <= self.setting.memory_room
         memory_that_fits: dict[str, np.ndarray] = select(memory, has_room)
-        mean_sequences = LikeSequences(batches[has_room], 1.0, self.service.mean_len - 1)
+        mean_sequences = self.like(batches[has_room], 1.0, self.service.mean_len - 1)
         return self.priced("decode", rows[has_room], mean_sequences, memory_that_fits), needed_bytes[:, 0]
 
     def drafted(self, rows: np.ndarray, batch: np.ndarray, speculation: Speculation) -> Steps:
@@ -197,11 +196,11 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         of the step without any.
         """
         tried, mean_cached = np.array(speculation.tried), self.service.mean_len - 1
-        plain_steps = self.priced("decode", rows, LikeSequences(batch, 1.0, mean_cached), {})
+        plain_steps = self.priced("decode", rows, self.like(batch, 1.0, mean_cached), {})
         shape = (len(rows), len(tried))
         all_rows, seqs, drafts = (np.repeat(rows, len(tried)), np.repeat(batch, len(tried)), np.tile(tried, len(rows)))
-        memory = self.memory("decode", all_rows, LikeSequences(seqs, drafts + 1, self.service.max_len - drafts - 1))
-        steps = self.priced("decode", all_rows, LikeSequences(seqs, drafts + 1, mean_cached), memory)
+        memory = self.memory("decode", all_rows, self.like(seqs, drafts + 1, self.service.max_len - drafts - 1))
+        steps = self.priced("decode", all_rows, self.like(seqs, drafts + 1, mean_cached), memory)
         drafting_s = drafts * speculation.draft_cost * np.repeat(plain_steps.step_s, len(tried))
         steps = msgspec.structs.replace(
             steps,
@@ -225,7 +224,15 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         batch_seqs = self.fleet.batch_shards[self.engines[form_rows]] * np.tile(at_once, len(self.engines))
         new_tokens = service.new_prompt_tokens
         sequences = LikeSequences(batch_seqs, float(new_tokens), float(service.prompt_len - new_tokens))
+        if self.setting.model.encoder:  # a source is read whole, and the first row follows
+            sequences = self.like(batch_seqs, 1.0, service.prompt_len)
         return self.priced("prefill", form_rows, sequences, self.memory("prefill", form_rows, sequences))
+
+    def like(self, count: Number, rows: Number, before: Number) -> LikeSequences:
+        """Returns sequences of some new rows behind ``before`` positions, of which beside an encoder the prompt is the
+        source."""
+        source = float(self.service.prompt_len) if self.setting.model.encoder else 0.0
+        return LikeSequences(count, rows, np.maximum(before - source, 0.0), source)
 
     def chunk_s(self, lengths: Sequence[int]) -> np.ndarray:
         """Returns the seconds of the first and the last chunk [lengths, 2, engines] of prompts that are cut, one on
@@ -244,11 +251,16 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 
     def memory(self, phase: str, rows: np.ndarray, like: LikeSequences) -> dict[str, np.ndarray]:
         """Returns bytes per chip of weights, caches and the rest."""
-        memory = memory_parts(self.steps[phase], self._sizes(phase, rows, like))
-        items = memory.items(self._setting(phase).pipeline(self.strategy), ())
+        items = self._items(phase, rows, like)
         weight_bytes, cache_bytes = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
         other_bytes = np.broadcast_to(total_bytes(items), len(rows)) - weight_bytes - cache_bytes
+        if phase == "decode" and self.setting.model.encoder:  # whose weights an engine has too
+            weight_bytes = np.broadcast_to(self._items("prefill", rows, like)["weights"], len(rows))
         return {"weights": weight_bytes, "kv_cache": cache_bytes, "activations": other_bytes}
+
+    def _items(self, phase: str, rows: np.ndarray, like: LikeSequences) -> dict[str, Number]:
+        memory = memory_parts(self.steps[phase], self._sizes(phase, rows, like))
+        return memory.items(self._setting(phase).pipeline(self.strategy), ())
 
     def priced(self, phase: str, rows: np.ndarray, like: LikeSequences, memory: dict[str, np.ndarray]) -> Steps:
         """Returns the steps of engines (``rows`` of the form's) with some sequences."""
@@ -328,7 +340,7 @@ def _divides(setting: Setting, fleet: Fleet, indices: np.ndarray, derived_by_pha
     dims = setting.model.dims | {
         **dict.fromkeys(("Q", "O", "Pg", "Pw"), fleet.batch_shards[indices]),
         "B": fleet.batch_shards[indices] * mesh["context"] * mesh["tensor"],
-        "T": 1,
+        **dict.fromkeys(("T", "S"), 1),  # rows, and sources, which are padded
         "Pl": mesh["context"],
     }
     facts = StrategySizes(model=setting.model.name, cluster="", num_chips=0, mesh=mesh, dims=dims)

@@ -93,18 +93,22 @@ def plan_service(
 
 
 def _require_served(model: Model, service: Service) -> None:
-    if model.encoder or model.relative_buckets:
-        raise CannotRunError(
-            f"{model.name} has an encoder or relative positions, and services of such models are not planned in this "
-            f"version. Choose a decoder, such as llama3-8b."
-        )
+    if model.encoder:
+        if service.prefix_share or service.chunk_len:
+            raise InputError(f"the encoder of {model.name} reads whole prompts. Leave out prefix hits and chunks.")
+        _require_positions(model, "an output", service.output_len, model.max_positions, "max_positions")
+        return _require_positions(model, "a prompt", service.prompt_len, model.encoder.length, "encoder.length")
     max_positions, text_kind, num_positions = model.max_positions, "a prompt", service.prompt_len
     if model.learned_positions and num_positions <= max_positions:
         text_kind, num_positions = "a prompt with its output", service.max_len
-    if num_positions > max_positions:
+    return _require_positions(model, text_kind, num_positions, max_positions, "max_positions")
+
+
+def _require_positions(model: Model, text_kind: str, num_positions: int, limit: int, field: str) -> None:
+    if num_positions > limit:
         raise InputError(
-            f"{text_kind} of {num_positions:,} tokens is longer than the {max_positions:,} positions of {model.name}. "
-            f"Use at most {max_positions:,}, or --set model.max_positions={num_positions}."
+            f"{text_kind} of {num_positions:,} tokens is longer than the {limit:,} positions of {model.name}. "
+            f"Use at most {limit:,}, or --set model.{field}={num_positions}."
         )
 
 
@@ -225,5 +229,5 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
             f"what {' or '.join(dtype_names)} does to the quality of answers is not predicted"
             + "; products of int8 weights are in bf16" * ("int8" in dtype_names)
         )
-    if service.max_len > model.max_positions:
+    if service.max_len > model.max_positions and not model.encoder:
         yield f"the model's config has {model.max_positions:,} positions, and sequences with their output are longer"

@@ -23,7 +23,7 @@ from meshwright.serve.http.bodies import (
 )
 from meshwright.serve.http.errors import RequestError
 from meshwright.serve.http.served import ServedModel
-from meshwright.serve.request import TokenRequest
+from meshwright.serve.request import RequestBounds, TokenRequest
 
 COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that does not say it, as OpenAI has it; a chat may go on to the model's limit."""
@@ -34,12 +34,13 @@ other requests go on meanwhile."""
 
 class AskedText(msgspec.Struct, kw_only=True):
     """A body to a model as requests for the engine, ``n`` for each prompt in turn. ``echoes`` are the texts of prompts
-    that are repeated."""
+    that are repeated, ``is_from_source`` says that an encoder reads the prompts."""
 
     body: GenerationBody
     served: ServedModel
     requests: list[TokenRequest]
     echoes: list[str] | None = None
+    is_from_source: bool = False
 
     @property
     def n(self) -> int:
@@ -154,10 +155,11 @@ async def encoded(served: ServedModel, text: str, special: bool) -> list[int]:
 
 def _require_length(text: str, param: str, served: ServedModel, frontend: Frontend) -> None:
     """Raises RequestError for a text that has more characters than all positions could."""
-    limit = frontend.max_len * served.longest_piece
+    num_positions = frontend.bounds.source_len or frontend.max_len
+    limit = num_positions * served.longest_piece
     if len(text) > limit:
         raise RequestError(
-            f"{param} has {len(text):,} characters; {frontend.max_len:,} positions hold {limit:,} at most. Shorten it.",
+            f"{param} has {len(text):,} characters; {num_positions:,} positions hold {limit:,} at most. Shorten it.",
             param=param,
             code="context_length_exceeded",
         )
@@ -232,7 +234,7 @@ def _asked(
     requests, scores_prompts = list[TokenRequest](), is_echoed and num_logprobs is not None
     for prompt in prompts:
         require_tokens(prompt, vocab_size, "prompt")
-        max_tokens = _max_tokens(body, len(prompt), frontend.max_len)
+        max_tokens = _max_tokens(body, len(prompt), frontend.bounds)
         requests += (
             TokenRequest(
                 prompt=prompt,
@@ -248,12 +250,12 @@ def _asked(
             )
             for sequence_index in range(len(requests), len(requests) + n)  # sequences of one seed would else be alike
         )
-    return AskedText(body=body, served=served, requests=requests)
+    return AskedText(body=body, served=served, requests=requests, is_from_source=frontend.bounds.source_len > 0)
 
 
-def _max_tokens(body: GenerationBody, prompt_len: int, max_len: int) -> int:
+def _max_tokens(body: GenerationBody, prompt_len: int, bounds: RequestBounds) -> int:
     """Returns the most tokens after a prompt. Raises RequestError if they are more than the model's positions."""
-    num_tokens, tokens_left = body.max_tokens, max_len - prompt_len
+    num_tokens, tokens_left = body.max_tokens, bounds.room(prompt_len)
     if isinstance(body, ChatBody):
         num_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else num_tokens
         num_tokens = max(1, tokens_left) if num_tokens is None else num_tokens
@@ -261,8 +263,8 @@ def _max_tokens(body: GenerationBody, prompt_len: int, max_len: int) -> int:
         num_tokens = min(COMPLETION_TOKENS, max(1, tokens_left))  # without room it is refused below
     if num_tokens > tokens_left:
         raise RequestError(
-            f"the model has {max_len:,} positions; the prompt has {prompt_len:,} tokens and {num_tokens:,} more are "
-            "asked for. Shorten the prompt, or lower max_tokens.",
+            f"the model has {bounds.max_len:,} positions; the prompt has {prompt_len:,} tokens and {num_tokens:,} more "
+            "are asked for. Shorten the prompt, or lower max_tokens.",
             param="messages" if isinstance(body, ChatBody) else "prompt",
             code="context_length_exceeded",
         )

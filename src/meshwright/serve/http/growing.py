@@ -32,15 +32,15 @@ class GrowingText:
         self._echoes = self.reports and asked.echoes is not None
         self._special, self._skips_special = asked.served.special, body.skip_special_tokens is not False
         text_decoder = asked.served.text_of(body.skip_special_tokens)
-        self._stream = TextStream(text_decoder, request.prompt[-8:])  # a stream looks no further back
+        # a stream looks no further back, and a text does not go on from what an encoder reads
+        context = () if asked.is_from_source else request.prompt[-8:]
+        self._stream = TextStream(text_decoder, context)
         stop_strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
         self._scan = StopScan(stop_strings, keep=bool(body.include_stop_str_in_output or body.no_stop_trim))
         self._echo, self._placed, self._offset = self.piece, 0, 0
         # a token may be a part of a character, which counts once it is whole
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.at_start = self._echoes or (
-            self._skips_special and all(token in self._special for token in request.prompt[-8:])
-        )
+        self.at_start = self._echoes or (self._skips_special and all(token in self._special for token in context))
 
     def push(self, output: TokenOutput) -> bool:
         """Adds an output. Returns True if a stop string ended the text before the engine ended the sequence."""

@@ -15,10 +15,12 @@ from meshwright.serve.sequences.window_pages import HeldWindow, WindowPages
 
 
 class Tables(NamedTuple):
-    """The pages of each slot, [slots, Bp]: those of all layers, or of those that have no window, and of windows."""
+    """The pages of each slot, [slots, Bp]: those of all layers, or of those that have no window, and of windows; and
+    those of its source, [slots, Bx]."""
 
     pages: np.ndarray
     windows: np.ndarray
+    sources: np.ndarray
 
 
 class SequenceOwner:
@@ -45,11 +47,12 @@ class SequenceOwner:
         self.scheduler = Scheduler(quota, self.pages)
         self.free_slots = list(range(number * quota.max_requests, (number + 1) * quota.max_requests))[::-1]
 
-    def order(self, prompt: tuple[int, ...], adapter: int) -> tuple[bool, int, int]:
+    def order(self, request: TokenRequest, adapter: int) -> tuple[bool, int, int]:
         """Returns what is least of the owner that a request should have: one with a free slot, which knows most of its
-        prompt and has the fewest requests."""
+        prompt, or its source, and has the fewest requests."""
         num_requests = self.scheduler.load
-        return num_requests >= self.limits.max_requests, -self.pages.num_known(prompt, adapter), num_requests
+        num_known = self.pages.num_known(request.prompt, adapter) + (request.source in self.pages.sources)
+        return num_requests >= self.limits.max_requests, -num_known, num_requests
 
 
 class Live:
@@ -65,6 +68,7 @@ class Live:
         self.tokens = list(request.prompt)
         self.computed = self.produced = 0
         self.slot, self.admitted_s = -1, 0.0
+        self.reads_source = False  # in the step of its admission, before its rows
         self.num_hit = 0  # tokens that the prefix tree had
         self.pages: list[int] = []
         self.window = HeldWindow()
@@ -78,12 +82,17 @@ class Live:
         self.owner.pages.enter(self.number, self.tokens, self.pages, self.window, adapter=self.adapter)
 
     def begin(self, tables: Tables) -> None:
-        """Takes the pages that the tree has of the prompt."""
+        """Takes the pages that the tree has of the prompt, and those of its source."""
         nodes, slot = self.owner.pages.held(self.number), self.slot
         self.pages += [node.page for node in nodes]
         tables.pages[slot, : len(nodes)] = self.pages
         if windows := self.owner.pages.windows:
             windows.begin(self.window, [node.window for node in nodes], tables.windows[slot])
+        if source := self.owner.pages.sources.get(self.request.source):
+            self.reads_source = not source.pages
+            while len(source.pages) < source.num_pages:
+                source.pages.append(self.owner.pages.free.pop())
+            tables.sources[slot, : source.num_pages] = source.pages
 
     def take_pages(self, tables: Tables, end: int, page_len: int) -> None:
         """Takes the pages of the first ``end`` positions. The scheduler has counted them."""

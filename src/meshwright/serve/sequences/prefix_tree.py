@@ -7,7 +7,7 @@ already or gone, and so a leaf is also what the host has had longest.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -137,6 +137,12 @@ class PrefixTree(PagePool):
                 if oldest_node.parent is not None:
                     del oldest_node.parent.children[oldest_node.tokens]
         self.num_free -= num_pages
+
+    def drop_source(self, source: Hashable) -> list[int]:
+        """Counts one user less of a source; the numbers of its pages are free after the last one."""
+        page_numbers = super().drop_source(source)
+        self.free += reversed(page_numbers)
+        return page_numbers
 
     def kept(self, prefix: int | None) -> int:
         """Returns how many pages of a request's prompt the tree has."""

@@ -1,11 +1,13 @@
 """The rows of a step: whose they are, and which of them have logits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.parallel.generation.packed_step import PackedRows, PackedShape, PackedStep, slots_of
+from meshwright.parallel.generation.packed_step import NO_SLOT, PackedRows, PackedShape, PackedStep, slots_of
+from meshwright.parallel.generation.source_step import SourceRows
 from meshwright.serve.drawing.drawer import OutputRow
 from meshwright.serve.sequences.live import Live, Tables
 
@@ -67,6 +69,9 @@ def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRow
     if step.has_windows:
         pages = tables.windows[table_rows]
         rows = rows._replace(window_slots=slots_of(positions, pages, part_of_row, page_len), window_pages=pages)
+    if step.model.encoder:
+        source_lens = np.array([len(seq.request.source) for seq, *_ in parts], np.int32)
+        rows = rows._replace(source_lengths=source_lens, source_pages=tables.sources[table_rows])
     if step.storage.adapters:
         rows = rows._replace(adapters=np.array([seq.adapter for seq, *_ in parts], np.int32)[part_of_row])
     for field in step.mask_fields:  # a prefix is the whole prompt; no other position is special
@@ -74,6 +79,24 @@ def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRow
         field_values = prompt_lens if field == "prefix" else np.zeros((len(parts), step.max_len))
         rows = rows._replace(**{field: np.array(field_values, np.int32)})
     return OwnRows(rows, part_of_row, outputs)
+
+
+def rows_of_sources(step: PackedStep, admitted: Sequence[Sequence[Live]], sizes: Sequence[int]) -> Iterator[SourceRows]:
+    """Yields the sources of admitted requests, by owner, that are not in pages yet: one of each owner at once, in
+    arrays of the least of these ``sizes`` that holds them."""
+    (num_sources, _), page_len = step.source_parts if sizes else (0, 0), step.storage.page_len
+    for seqs in zip_longest(*([seq for seq in own_seqs if seq.reads_source] for own_seqs in admitted)):
+        longest = max(len(seq.request.source) for seq in seqs if seq)
+        shape = num_sources, next(size for size in sizes if size >= longest)
+        # a source of nobody has a position, which goes nowhere
+        rows = SourceRows(np.zeros(shape, np.int32), np.ones(num_sources, np.int32), np.full(shape, NO_SLOT, np.int32))
+        for seq, row in zip(seqs, range(0, num_sources, num_sources // step.num_owners), strict=True):
+            if seq is not None:
+                source, positions = seq.request.source, np.arange(len(seq.request.source))
+                pages = np.array(seq.owner.pages.sources[source].pages)[None]
+                rows.lengths[row], rows.tokens[row, positions] = len(source), source
+                rows.slots[row, positions] = slots_of(positions, pages, 0 * positions, page_len)
+        yield rows
 
 
 def joined_rows(every: Sequence[OwnRows], shape: PackedShape) -> tuple[PackedRows, list[OutputOf | None]]:

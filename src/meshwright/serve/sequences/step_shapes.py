@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from meshwright.algebra.generation.cache import source_len
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedShape, PackedStep, sizes_up_to
@@ -30,7 +31,9 @@ class StepShapes:
                 f"attention_mask={step.model.attention_mask!r} reads {bad_names[0]} of each sequence, which no request "
                 "has. Use another mask, or give it to PackedStep.step."
             )
-        self._limits, self._num_owners = limits, step.num_owners
+        self._limits, self._num_owners, self.sources = limits, step.num_owners, list[int]()
+        if most_positions := source_len(step.model):
+            self.sources = _divisible(sizes_up_to(most_positions, least=16), step.source_parts[1])
         self.ready = set[PackedShape]()
         max_rows = {
             "chunked": limits.token_budget,
@@ -77,6 +80,13 @@ class StepShapes:
         num_rows = num_running * max(rows_each, *(len(request.prompt) for request in requests))
         chunk_shape = next((shape for shape in plain_shapes if shape.rows >= num_rows), plain_shapes[-1])
         return [chunk_shape, next(shape for shape in self.decode if shape.rows >= num_running * rows_each)]
+
+    def source_lens(self, requests: Sequence[TokenRequest] = ()) -> list[int]:
+        """Returns the lengths to which sources are padded, for some ``requests`` alone those that these have."""
+        if not requests:
+            return self.sources
+        lengths = (len(request.source) for request in requests)
+        return sorted({next(size for size in self.sources if size >= length) for length in lengths if self.sources})
 
     @property
     def every(self) -> list[PackedShape]:

@@ -1,0 +1,103 @@
+"""The step of a server that reads sources: an encoder, and what cross-attention has of its result, into pages."""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from meshwright.algebra.derived import Derived
+from meshwright.algebra.notation import ShardedArray
+from meshwright.nn.weights import Params
+from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
+from meshwright.parallel.generation.program_store import ProgramStore
+from meshwright.parallel.mesh import GivenOptions, compiler_options, lower, partition_spec, shardings
+
+
+class SourceRows(NamedTuple):
+    """Arrays of sources that `SourceStep.encode` reads, on the host."""
+
+    tokens: Any
+    lengths: Any
+    slots: Any
+
+
+SOURCE_INPUTS = ("encoder_tokens", "encoder_lengths", "encoder_slots", "encoder_positions")
+"""Inputs of the program that reads sources: the fields of `SourceRows`, and positions."""
+
+
+class SourceStep(HeldArrays):
+    """Programs that read sources, of a model with an encoder: ``derived_sources`` are their steps."""
+
+    derived_sources: Derived
+    num_owners: int
+    programs: ProgramStore
+    _compiled: dict[tuple[int, ...], jax.stages.Compiled]
+
+    @cached_property
+    def compiler(self) -> GivenOptions:
+        """The options of the compiler."""
+        return compiler_options(self.mesh)
+
+    def _parts_of(self, array: ShardedArray, dim: str) -> int:
+        return math.prod(self.strategy.mesh[axis] for axis in array.axes_of(dim))
+
+    @property
+    def source_parts(self) -> tuple[int, int]:
+        """What divides the sources that are read at once, and the positions that each has with its padding."""
+        arrays = [self.derived_sources.declared[name] for name in ("encoder_x", "encoder_tokens", "encoder_q")]
+        num_parts, position_parts = (math.lcm(*(self._parts_of(array, dim) for array in arrays)) for dim in "BS")
+        return math.lcm(self.num_owners, num_parts), position_parts
+
+    def encode(self, params: Params, cache: Cache, rows: SourceRows) -> Cache:
+        """Returns the cache with keys and values of sources: ``tokens``[B, S], of which each has the first
+        ``lengths``[B], in ``slots``[B, S] of all pages, beyond them for padding. Each shape is compiled once."""
+        arrays = [np.asarray(array, np.int32) for array in rows]
+        return self.compiled_sources(*arrays[0].shape)(params, cache, arrays)
+
+    def compiled_sources(self, num_sources: int, length: int) -> jax.stages.Compiled:
+        """Returns the program that reads so many sources of so many positions; compiles it once."""
+        shape = num_sources, length
+        if shape not in self._compiled:
+            lower_shape = partial(self._lower_sources, num_sources, length)
+            self._compiled[shape] = self.programs.get(f"sources-{num_sources}-{length}", lower_shape)
+        return self._compiled[shape]
+
+    def _lower_sources(self, num_sources: int, length: int) -> jax.stages.Lowered:
+        params, cache = (jax.eval_shape(self.by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))
+        shapes = SourceRows((num_sources, length), (num_sources,), (num_sources, length))
+        rows = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+        param_specs, cache_specs = (self.by_layer(specs) for specs in (self.param_specs, self.cache_specs))
+        declared_arrays, replication = self.derived_sources.declared, NamedSharding(self.mesh, PartitionSpec())
+        mapped_run = jax.shard_map(
+            lambda params, cache, given: self.run(self.derived_sources, params, cache, given)[1],
+            mesh=self.mesh,
+            in_specs=(param_specs, cache_specs, {n: partition_spec(declared_arrays[n]) for n in self.source_inputs}),
+            out_specs=cache_specs,
+            check_vma=False,
+        )
+
+        def encode(params: Params, cache: Cache, rows: Sequence[Array]) -> Cache:
+            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (num_sources, length))
+            inputs = dict(zip(SOURCE_INPUTS, (*rows, positions), strict=True))
+            return mapped_run(params, cache, {name: inputs[name] for name in self.source_inputs})
+
+        program = jax.jit(
+            encode,
+            in_shardings=(shardings(self.mesh, param_specs), self.held_formats, replication),
+            out_shardings=self.held_formats,
+            donate_argnums=1,
+            compiler_options=self.compiler.used,
+        )
+        platform = self.platform if isinstance(self.mesh, AbstractMesh) else ""
+        return lower(program, self.mesh, params, cache, rows, platform=platform)
+
+    @property
+    def source_inputs(self) -> list[str]:
+        """The inputs of the program that reads sources."""
+        return [name for name in SOURCE_INPUTS if name in self.derived_sources.declared]

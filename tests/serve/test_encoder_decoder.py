@@ -1,0 +1,118 @@
+"""An engine of an encoder and a decoder: the likeliest tokens of the training program, from a source that
+is read once for all who share it."""
+
+import jax
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from meshwright.algebra.generation.program import Storage
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.core.errors import InputError
+from meshwright.parallel.generation.packed_step import PackedStep
+from meshwright.serve.engine import Engine
+from meshwright.serve.request import RequestBounds, TokenRequest
+from meshwright.spec.model import Encoder
+from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
+from tests.logits import logits_fn
+from tests.parallel.generate_cases import float_params
+from tests.parallel.plain_encoder_decoder import T5, WHISPER
+
+START, NUM_TOKENS, PAGE_LEN = 3, 7, 4
+LENGTHS = (13, 16, 5, 13)
+"""Positions of sources; the last is the first once more."""
+SMALL = replace(T5, name="small", num_layers=1, encoder=Encoder(num_layers=1, length=16))
+
+
+def sources(model):
+    draw = np.random.default_rng(5).integers
+    found = [tuple(draw(0, model.vocab_size, length).tolist()) for length in LENGTHS[:-1]]
+    return [*found, found[0]]
+
+
+def likeliest(model, params, source):
+    """The tokens after the start, each by a pass of the training program over all before it."""
+    forward, tokens = jax.jit(logits_fn(model)), np.full((1, 16), START, np.int32)
+    for position in range(NUM_TOKENS):
+        logits = forward(params, tokens, None, np.array([source], np.int32))
+        tokens[0, position + 1] = np.argmax(logits[0, position])
+    return tokens[0, 1 : NUM_TOKENS + 1].tolist()
+
+
+def engine_of(model, params, axes=None, *, layout="prompts", num_pages=48, **limits):
+    model = replace(model, encoder=replace(model.encoder, start=(START,)))
+    strategy = Strategy(mesh=make_mesh(axes or {}), state="fp32", assignment=LAYOUTS[layout])
+    storage = Storage(page_len=PAGE_LEN, cache_dtype="fp32", num_pages=num_pages)
+    step = PackedStep(model, strategy, max_len=16, max_seqs=4, storage=storage)
+    bounds = {"max_requests": 4, "token_budget": 16, "page_len": PAGE_LEN, "num_pages": num_pages}
+    return Engine(step, step.place(params), SchedulerLimits(**bounds | limits))
+
+
+def tokens_of(engine, requests):
+    return [[output.token for output in outputs] for outputs in engine.run(requests)]
+
+
+def requests_of(model):
+    return [TokenRequest(prompt=source, max_tokens=NUM_TOKENS) for source in sources(model)]
+
+
+@pytest.mark.parametrize(
+    "model", [SMALL, *(pytest.param(model, marks=pytest.mark.slow) for model in (T5, WHISPER))], ids=lambda m: m.name
+)
+def test_greedy_text_is_that_of_the_forward_pass(model, monkeypatch):
+    """With a bias of distances, and with tables of positions; a source that two share is read once."""
+    params, lengths_read = float_params(model), []
+    engine, encode = engine_of(model, params), PackedStep.encode
+    monkeypatch.setattr(
+        PackedStep, "encode", lambda step, *args: lengths_read.extend(args[-1].lengths) or encode(step, *args)
+    )
+    assert tokens_of(engine, requests_of(model)) == [likeliest(model, params, source) for source in sources(model)]
+    assert sorted(lengths_read) == sorted(LENGTHS[:-1])
+    assert engine.state().pages_used == 0, "a source leaves with its last reader"
+
+
+@pytest.mark.slow
+def test_who_lost_its_pages_has_its_source_read_again():
+    """Each of two requests has room for its source and answer, not both for their whole answers at once."""
+    params = float_params(T5)
+    engine = engine_of(T5, params, num_pages=10, watermark=0.0)
+    asked = [TokenRequest(prompt=source, max_tokens=12) for source in sources(T5)[:3:2]]
+    expected = [likeliest(T5, params, request.prompt) for request in asked]
+    assert [tokens[:NUM_TOKENS] for tokens in tokens_of(engine, asked)] == expected
+    assert engine.state().preemptions
+    assert engine.state().pages_used == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "layout"),
+    [
+        ({"data": 2, "tensor": 2}, "prompts"),
+        ({"context": 2, "tensor": 2}, "prompts"),
+        ({"fsdp": 2, "tensor": 4}, "gathered"),
+        ({"context": 2, "tensor": 2}, "sequences"),
+        ({"context": 2, "tensor": 2}, "positions"),
+        ({"tensor": 8}, "prompts"),
+    ],
+    ids=str,
+)
+def test_meshes_draw_the_same_tokens(axes, layout):
+    """Places of sequences, split heads, split positions of sources and of pages, and repeated heads."""
+    model = replace(T5, num_heads=8, num_kv_heads=4, head_dim=4)
+    params = float_params(model)
+    found = tokens_of(engine_of(model, params, axes, layout=layout), requests_of(model))
+    assert found == [likeliest(model, params, source) for source in sources(model)]
+
+
+def test_what_could_never_run_is_refused():
+    engine = engine_of(T5, float_params(T5))
+    for request, words in (
+        (TokenRequest(prompt=(1,) * 25, max_tokens=1), "source of 25 tokens.*has 24"),
+        (TokenRequest(prompt=(64,), max_tokens=1), "token 64, outside"),
+        (TokenRequest(prompt=(1,), max_tokens=16), "needs? 17 positions"),
+        (TokenRequest(prompt=(1,), max_tokens=0, echo=True), "Leave echo out"),
+    ):
+        with pytest.raises(InputError, match=words):
+            engine.submit(request)
+    with pytest.raises(InputError, match="does not say what a text begins with"):
+        RequestBounds.of(T5, 16)
