@@ -14,6 +14,8 @@ from meshwright.spec.weights import adapted, has_frozen_matrices, weight_table
 
 ENCODER, CROSS = "encoder_", "cross_"
 """Prefixes of the variables of an encoder and of cross-attention; the rest of a name is as in a decoder's layer."""
+ENCODER_END, ENCODED = f"{ENCODER}end", "encoded"
+"""The last block of an encoder, and its result."""
 
 _PRODUCT = re.compile(r"(\w+)\[(.*)\] = (\w+)\[(.*)\] \* (\w+)\[(.*)\]")
 

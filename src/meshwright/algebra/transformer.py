@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from meshwright.algebra.layers import (
     AFTER_MTP,
     BEFORE_MTP,
+    ENCODED,
     ENCODER,
     FINAL_NORM,
     PLAIN,
@@ -121,7 +122,7 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
         parse_block("embed", embed_text(model), variables),
         *(_layer_block(model, kind, variables, options, names) for kind in kinds),
     )
-    inputs = (*(("encoded",) if encoder_blocks else ()), *_shared_bias(model).values())
+    inputs = (*((ENCODED,) if encoder_blocks else ()), *_shared_bias(model).values())
     decoder = Stack(first="embed", layers=names, last="final" if model.mtp_layers else "head", carry="x", inputs=inputs)
     if not model.mtp_layers:
         return Program(
@@ -190,7 +191,7 @@ def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block,
             result=f"{x_name}2",
             renamed=shared_bias,
         ),
-        parse_block(last_name, end_lines, variables, renamed={f"{ENCODER}hf": "encoded"}),
+        parse_block(last_name, end_lines, variables, renamed={f"{ENCODER}hf": ENCODED}),
     )
     inputs = tuple(shared_bias.values())
     encoder = Stack(first=first_name, layers=(layer_name,) * depth, last=last_name, carry=x_name, inputs=inputs)

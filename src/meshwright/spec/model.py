@@ -285,7 +285,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Raises InputError for impossible sizes and figures."""
         count_fields = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
-        may_be_zero = {*count_fields, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight"}
+        may_be_zero = {*count_fields, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight", "start"}
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
         super().__post_init__()
         positive_fields = ["num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]

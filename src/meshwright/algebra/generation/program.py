@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.layers import CROSS, PLAIN, mask_data
+from meshwright.algebra.layers import CROSS, ENCODED, ENCODER_END, PLAIN, mask_data
 from meshwright.algebra.program import Block, Op, Program, Stack, Variable
 from meshwright.algebra.transformer import layer_kinds, parse_block, transformer
 from meshwright.core.errors import CannotRunError, InputError, nearest
@@ -106,24 +106,32 @@ def plain_program(model: Model, storage: Storage, *, joined: bool = False) -> Pr
             f"there when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
         )
     training = transformer(model)
-    writer, stacks = _Writer(model, storage, training, joined=joined), training.stacks[bool(model.encoder) :]
+    writer, (_, stacks) = _Writer(model, storage, training, joined=joined), _parts(training)
     names = {name for stack in stacks for name in (stack.first, *stack.layers, stack.last)}
     blocks = tuple(writer.block(block) for block in training.blocks if block.name in names)
-    # what layers read of a source is in its pages
-    return _program_of(blocks, writer, tuple(replace(stack, inputs=()) if model.encoder else stack for stack in stacks))
+    return _program_of(blocks, writer, stacks)
 
 
 def plain_encoding(model: Model, storage: Storage) -> Program:
     """Returns the program that reads sources with the weights of products as the state has them."""
     training = transformer(model)
-    writer, (encoder, decoder) = _Writer(model, storage, training, joined=False), training.stacks
-    blocks = tuple(
-        writer.source_keys(block) if block.name in decoder.layers else writer.masked(block)
-        for block in training.blocks
-        if block.name not in (decoder.first, decoder.last)
+    writer, (stacks, (*_, decoder)) = _Writer(model, storage, training, joined=False), _parts(training)
+    names = {name for stack in stacks for name in (stack.first, *stack.layers, stack.last)}
+    blocks = (
+        *(writer.masked(block) for block in training.blocks if block.name in names),
+        *(writer.source_keys(block) for block in training.blocks if block.name in decoder.layers),
     )
     layers = tuple(f"{CROSS}{name}" for name in decoder.layers)
-    return _program_of(blocks, writer, (encoder, Stack(first="", layers=layers, last="", carry=decoder.inputs[0])))
+    return _program_of(blocks, writer, (*stacks, Stack(first="", layers=layers, last="", carry=ENCODED)))
+
+
+def _parts(training: Program) -> tuple[tuple[Stack, ...], tuple[Stack, ...]]:
+    """Returns the stacks of an encoder, () without one, and those after it, which read its result in pages."""
+    stack_index = next((i for i, stack in enumerate(training.stacks, 1) if stack.last == ENCODER_END), 0)
+    stacks = training.stacks[stack_index:]
+    names = (tuple(name for name in stack.inputs if name != ENCODED) for stack in stacks)
+    later_stacks = (replace(stack, inputs=inputs) for stack, inputs in zip(stacks, names, strict=True))
+    return training.stacks[:stack_index], tuple(later_stacks)
 
 
 def _program_of(blocks: tuple[Block, ...], writer: "_Writer", stacks: tuple[Stack, ...]) -> Program:
@@ -177,12 +185,12 @@ class _Writer:
         """Returns a layer of the decoder as the program that reads sources has it: the keys and values of its
         cross-attention go into its caches."""
         attention_op = next(op for op in block.ops if op.kind == "attention" and op.inputs[1].startswith(CROSS))
-        self.ops, self.outputs, stream = list(block.ops), [], self.training.stacks[-1].inputs[0]
+        self.ops, self.outputs = list(block.ops), []
         self.variables["encoder_slots"] = Variable("encoder_slots", ("B", "S"), "position")
         for letter, source_name in zip("kv", attention_op.inputs[1:3], strict=True):
             self._write(self._cache_name(letter, block), source_name, "encoder_slots", "Pg")
         name = f"{CROSS}{block.name}"
-        return replace(block, name=name, ops=self._needed(set(self.outputs)), carry=stream, result=stream)
+        return replace(block, name=name, ops=self._needed(set(self.outputs)), carry=ENCODED, result=ENCODED)
 
     def masked(self, block: Block) -> Block:
         """Returns a block of the encoder in which positions see those that their sources have."""
