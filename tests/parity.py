@@ -67,6 +67,10 @@ def shapes_of(case: str) -> dict[str, str]:
 CHANGED = {"qwen2": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 64}}
 
 
+_BUFFERS = ("correction_bias", "layer_scalar")
+"""Ends of the names of buffers that checkpoints hold."""
+
+
 class Outcome(NamedTuple):
     """Greatest differences, over the largest entry; None where the mesh does not do it. ``refused`` is why not."""
 
@@ -124,7 +128,7 @@ def their_model(config: Mapping[str, Any]) -> Any:
     if found.is_encoder_decoder and config.get("tie_word_embeddings") is False:  # T5's class ties it in any case
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         model.all_tied_weights_keys.pop("lm_head.weight", None)
-    for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))):
+    for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith(_BUFFERS))):
         torch.nn.init.normal_(parameter, std=0.2)
     return model
 

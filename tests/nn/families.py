@@ -47,6 +47,20 @@ _GROUPED = {
     "routed_scaling_factor": 2.5,
 }
 _GEMMA2 = {"query_pre_attn_scalar": 10, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": WINDOW,
+    "global_head_dim": 20,
+    "vocab_size_per_layer_input": VOCAB,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -90,6 +104,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | _GEMMA2
     | {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma4": _BASE
+    | _GEMMA4
+    | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+    | {"final_logit_softcapping": 3.0},
     "gpt2": {
         "model_type": "gpt2",
         "n_embd": 32,

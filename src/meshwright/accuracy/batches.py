@@ -143,7 +143,7 @@ def _pattern(case: Case) -> tuple[object, ...]:
     is_fitted = family(cluster.chip) is not None
     assumed = setting.assumptions
     if not setting.job.trains:
-        heads_assignment = strategy_of_heads(strategy, setting.model.num_kv_heads).assignment
+        heads_assignment = strategy_of_heads(strategy, setting.model.common_kv_heads).assignment
         choices = (setting.job.kind, setting.storage, heads_assignment, assumed.engine, cluster.chip.name)
     mode = (assumed.software, assumed.dispatch, assumed.exchange_overlap, gathers_narrow(strategy, assumed))
     choices = (*choices, assumed.scatters)

@@ -5,6 +5,7 @@ attention, after bias, norm and rope, and o is its output. `transformer.parse_bl
 """
 
 import re
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -16,6 +17,8 @@ ENCODER, CROSS = "encoder_", "cross_"
 """Prefixes of the variables of an encoder and of cross-attention; the rest of a name is as in a decoder's layer."""
 ENCODER_END, ENCODED = f"{ENCODER}end", "encoded"
 """The last block of an encoder, and its result."""
+FULL = "_full"
+"""Suffix of variables that have dims of their own in layers without a window; the rest of a name is as in others."""
 
 _PRODUCT = re.compile(r"(\w+)\[(.*)\] = (\w+)\[(.*)\] \* (\w+)\[(.*)\]")
 
@@ -46,18 +49,20 @@ ATTENTION = """
     h[B,T,D] = norm(x[B,T,D], attn_norm[D]) if pre_norms
     q~{bare}[B,T,N,H] = {h}[B,T,D] * wq[D,N,H]
     k~{bare}[B,T,K,H] = {h}[B,T,D] * wk[D,K,H]
-    v{zero}[B,T,K,H] = {h}[B,T,D] * wv[D,K,H]
+    v~{zero}[B,T,K,H] = {h}[B,T,D] * wv[D,K,H] if !from_keys
     q~{b}[B,T,N,H] = bias_add(q~[B,T,N,H], bq[N,H]) if qkv_bias
     q~{n}[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm !wide_qk_norm !qk_norm_last
     q~{n}[B,T,N,H] = wide_rms_norm(q~[B,T,N,H], q_norm[N,H]) if wide_qk_norm
     q~{p}[B,T,N,H] = rope(q~[B,T,N,H], positions[B,T]) if rotates
     q~r[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm_last
     k~{b}[B,T,K,H] = bias_add(k~[B,T,K,H], bk[K,H]) if qkv_bias
+    v~[B,T,K,H] = unit_norm(k~[B,T,K,H]) if from_keys
     k~{n}[B,T,K,H] = rms_norm(k~[B,T,K,H], k_norm[H]) if qk_norm !wide_qk_norm !qk_norm_last
     k~{n}[B,T,K,H] = wide_rms_norm(k~[B,T,K,H], k_norm[K,H]) if wide_qk_norm
     k~{p}[B,T,K,H] = rope(k~[B,T,K,H], positions[B,T]) if rotates
     k~r[B,T,K,H] = rms_norm(k~[B,T,K,H], k_norm[H]) if qk_norm_last
-    v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H]) if qkv_bias
+    v~{vb}[B,T,K,H] = bias_add(v~[B,T,K,H], bv[K,H]) if qkv_bias !from_keys
+    v~[B,T,K,H] = unit_norm(v~[B,T,K,H]) if value_norm !from_keys
     o[B,T,N,H] = attention(q~[B,T,N,H], k~[B,T,K,H], v[B,T,K,H]{others})
     a[B,T,D] = o[B,T,N,H] * wo[N,H,D]
 """
@@ -120,7 +125,7 @@ DENSE = """
     y~b[B,T,D] = bias_add(y~[B,T,D], b_down[D]) if mlp_bias
     y~n[B,T,D] = norm(y~[B,T,D], post_mlp_norm[D]) if post_norms
     y~s[B,T,D] = scaled(y~[B,T,D]; by={residual}) if scales
-    x2[B,T,D] = add(x1[B,T,D], y~[B,T,D])
+    {x2}[B,T,D] = add(x1[B,T,D], y~[B,T,D])
 """
 
 EXPERTS = """
@@ -150,13 +155,18 @@ EXPERTS = """
     ys~s[B,T,D] = scaled(ys~[B,T,D]; by={residual}) if d_ff_shared scales
     y~n[B,T,D] = norm(y~[B,T,D], post_mlp_norm[D]) if post_norms
     y~s[B,T,D] = scaled(y~[B,T,D]; by={residual}) if scales
-    x2[B,T,D] = add(x1[B,T,D], y~[B,T,D]) if !d_ff_shared
-    x2[B,T,D] = add(x1[B,T,D], y~[B,T,D], ys~[B,T,D]) if d_ff_shared
+    {x2}[B,T,D] = add(x1[B,T,D], y~[B,T,D]) if !d_ff_shared
+    {x2}[B,T,D] = add(x1[B,T,D], y~[B,T,D], ys~[B,T,D]) if d_ff_shared
 """
 """E routed experts of C slots each; shared experts see every token, as one feed-forward of their joint width.
 
 The weights of slots go to the devices of the experts, and are applied before the last product, so that the backward
 pass needs neither its result nor its way back; only a bias after that product keeps them behind it."""
+
+LAYER_END = """
+    x2[B,T,D] = scaled_by(x3[B,T,D], layer_scale[]) if layer_scale
+"""
+"""What follows the feed-forward block, whose stream is x3 then."""
 
 EMBED = """
     {embedded}[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})
@@ -199,6 +209,7 @@ def written(model: Model, text: str, **names: str | bool) -> str:
         "h1": "h1" if model.pre_norms else "x1",
         "residual": f"{model.residual_multiplier}",
         "scales": model.residual_multiplier != 1,
+        "x2": "x3" if model.layer_scale else "x2",
         **names,
     }
     last_name_of: dict[str, str] = {}
@@ -252,7 +263,7 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
         attribute_text = given_attributes(sees_all=True, softcap=model.attention_softcap)
         text += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=attribute_text)
     if not routed:
-        return with_adapters(model, text + _dense(model))
+        return with_adapters(model, text + _dense(model) + written(model, LAYER_END))
     capacity_factor = options.capacity_factor
     is_corrected = model.router_correction
     correction_rate = options.correction_rate if is_corrected and not has_frozen_matrices(model) else 0.0
@@ -260,8 +271,20 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
     routing_text = given_attributes(**loss_weights, capacity=capacity_factor, correction_rate=correction_rate)
     attribute_text = given_attributes(capacity=capacity_factor)
     texts = {"correction": ", router_correction[E]" * is_corrected, "routing": routing_text, "capacity": attribute_text}
-    text += written(model, EXPERTS, activation=_activation(model), **texts)
+    text += written(model, EXPERTS + LAYER_END, activation=_activation(model), **texts)
     return with_adapters(model, text)
+
+
+def with_dims(text: str, dim_of: Mapping[str, str], *, but: Collection[str]) -> str:
+    """Returns the lines of a layer with other dims. Arrays that have one get names of their own, Hf of k in k_full:
+    their other dims are those of arrays of other layers. Names of ``but``, of weights, stay."""
+
+    def renamed(match: re.Match[str]) -> str:
+        dims = match[2].split(",")
+        has_other = match[1] not in but and not dim_of.keys().isdisjoint(dims)
+        return f"{match[1]}{FULL * has_other}[{','.join(dim_of.get(dim, dim) for dim in dims)}]"
+
+    return re.sub(r"(\w+)\[([^\]]*)\]", renamed, text) if dim_of else text
 
 
 ADAPTER = """
@@ -339,7 +362,9 @@ def _attention(
     return written(
         model,
         ATTENTION + AFTER_ATTENTION,
-        zero="0" * model.qkv_bias,
+        zero="0" * (model.qkv_bias or model.value_norm),
+        vb="b" * model.value_norm,
+        from_keys=model.values_from_keys and not sliding,
         bare=bare_suffix,
         b="b" if model.qk_norm or rotates else "r",
         n="n" if rotates else "r",

@@ -21,6 +21,7 @@ from meshwright.algebra.layers import (
     layer_text,
     loss_text,
     mask_data,
+    with_dims,
     written,
 )
 from meshwright.algebra.notation import parse_array
@@ -30,7 +31,7 @@ from meshwright.core.errors import InputError
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.weights import Weight, weight_table
 
-_SPLIT_DIMS = ("N", "K", "F", "Fe", "Fs")
+_SPLIT_DIMS = ("N", "K", "Kf", "F", "Fe", "Fs")
 """A vector over one of these dims, or over several, is sharded as its matrix is; others are whole on every device."""
 
 MAX_PATTERN = 16
@@ -109,7 +110,7 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     variables |= {name: Variable(name, ("B", "T"), role) for name, role in role_by_name.items()}
     variables["logits"] = Variable("logits", ("B", "T", "V"), "activation")
     for name, (weight, _) in weight_variables(model).items():
-        is_split = weight.kind == "matrix" or weight.dims[0] in _SPLIT_DIMS or len(weight.dims) > 1
+        is_split = weight.kind == "matrix" or len(weight.dims) > 1 or not {*weight.dims}.isdisjoint(_SPLIT_DIMS)
         role = "weight" if is_split and weight.part != "buffer" else "vector"
         variables[name] = Variable(name, weight.dims, role, weight.dtype, weight.inputs, weight.frozen)
     encoder_blocks, stacks = _encoder(model, variables)
@@ -215,6 +216,8 @@ def _layer_block(
 ) -> Block:
     """Returns the block of a kind of layers in a stack with layers of these ``names``."""
     text = layer_text(model, sliding=kind.sliding, routed=kind.routed, rotates=kind.rotates, options=options)
+    weight_names = {local_name(weight) for weight in weight_table(model) if weight.layers}
+    text = with_dims(text, model.dims_of_layer(kind.layers[0]), but=weight_names)
     is_mtp = kind.layers == model.mtp_layers
     return parse_block(
         kind.block,
@@ -224,8 +227,7 @@ def _layer_block(
         num_in_last_iterations=sum(span.pattern.count(kind.block) for span in spans(names)),
         carry="xm" if is_mtp else "x",
         result="hm" if is_mtp else "x2",
-        renamed={local_name(w): local_name(w) + kind.suffix for w in weight_table(model) if w.layers}
-        | _shared_bias(model),
+        renamed={name: name + kind.suffix for name in weight_names} | _shared_bias(model),
     )
 
 

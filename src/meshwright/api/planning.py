@@ -60,7 +60,7 @@ def derive(model: str | Path | Model, strategy: Strategy | None = None, *, optim
     Raises CannotRunError for a mesh that does not divide the model's heads, widths or experts.
     """
     loaded_model = load_model(model) if isinstance(model, str | Path) else model
-    strategy_with_heads = strategy_of_heads(strategy or Strategy(mesh=make_mesh({})), loaded_model.num_kv_heads)
+    strategy_with_heads = strategy_of_heads(strategy or Strategy(mesh=make_mesh({})), loaded_model.common_kv_heads)
     derivation = derive_program(transformer(loaded_model), strategy_with_heads, optimizer=optimizer)
     require_even_splits(derivation, loaded_model, strategy_with_heads.mesh)
     return derivation

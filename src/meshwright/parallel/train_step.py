@@ -103,11 +103,11 @@ class TrainStep:
         self.model, self.strategy, self.form, self.options = model, strategy, form, options
         if form == "gspmd" and strategy.mesh.get("pipeline", 1) > 1:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
-        executed = strategy_of_heads(strategy, model.num_kv_heads)  # the strategy stays as it is written
+        executed = strategy_of_heads(strategy, model.common_kv_heads)  # the strategy stays as it is written
         if form == "gspmd" and (held_dims(model.dims, strategy.mesh)["V"] != model.vocab_size or executed != strategy):
             raise CannotRunError(
                 f"in the GSPMD form tensor must divide the vocabulary of {model.vocab_size} and the "
-                f"{model.num_kv_heads} kv heads, and is {strategy.mesh['tensor']}. Use another tensor, or leave the "
+                f"{model.common_kv_heads} kv heads, and is {strategy.mesh['tensor']}. Use another tensor, or leave the "
                 f"form out."
             )
         if optimizer is None and strategy.state != "fp32":

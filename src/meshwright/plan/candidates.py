@@ -1,5 +1,6 @@
 """The candidates of a search as arrays: meshes, batches and microbatches whose sizes divide; parts of a cluster."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -143,7 +144,7 @@ def legal_in(
     if pattern.tensor_split is not None:
         is_legal &= (found.mesh["tensor"] > 1) == pattern.tensor_split
     if pattern.repeats:
-        is_legal &= facts.dims["K"] % facts.devices(pattern.repeats) != 0
+        is_legal &= math.gcd(facts.dims["K"], facts.dims.get("Kf", 0)) % facts.devices(pattern.repeats) != 0
     for axes in pattern.needs:
         is_legal &= np.logical_or.reduce([found.mesh[axis] > 1 for axis in axes])
     return is_legal

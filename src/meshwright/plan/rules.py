@@ -22,6 +22,8 @@ NOUNS: dict[str, str] = {
     "K": "kv heads",
     "G": "query heads per kv head",
     "H": "head width",
+    "Kf": "kv heads of layers without a window",
+    "Hf": "head width of layers without a window",
     "Hn": "head width without rope",
     "Hr": "head width with rope",
     "Hv": "head width of values",

@@ -205,8 +205,8 @@ def _forms(
     variants: list[tuple[Strategy, tuple[str, ...]]] = [(strategy, ())]
     if all(axis in fixed for axis in head_axes):
         mesh = strategy.mesh | dict(fixed)
-        variants = [(strategy_of_heads(msgspec.structs.replace(strategy, mesh=mesh), model.num_kv_heads), ())]
-    elif model.num_kv_heads < min(model.num_heads, reached_devices):
+        variants = [(strategy_of_heads(msgspec.structs.replace(strategy, mesh=mesh), model.common_kv_heads), ())]
+    elif model.common_kv_heads < min(model.num_heads, reached_devices):
         variants.append((with_repeated_heads(strategy), head_axes))
     for variant_strategy, repeated_axes in variants:
         derived = setting.symbolic(variant_strategy)

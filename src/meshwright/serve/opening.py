@@ -252,7 +252,10 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
             f"max_len={options.max_len:,}, but {model.name} has {model.max_positions:,} positions. Give at most that."
         )
     max_len, page_len = options.max_len or model.max_positions, storage.page_len
-    one_page_storage, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
+    one_page_storage, strategy = (
+        replace(storage, num_pages=1),
+        strategy_of_heads(layout.strategy, model.common_kv_heads),
+    )
     make_table = partial(cache_table, batch_seqs=options.max_requests, max_len=page_len)
     rows = make_table(model, storage=one_page_storage, strategy=strategy)
     array_of = derive_generation(model, strategy, one_page_storage).declared

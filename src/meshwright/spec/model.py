@@ -16,6 +16,7 @@ Family = Literal[
     "gemma",
     "gemma2",
     "gemma3",
+    "gemma4",
     "gpt2",
     "phi3",
     "mixtral",
@@ -79,6 +80,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    fraction: float = 1.0  # of the pairs of a head that turn; the last ones stay ("proportional")
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
@@ -123,7 +125,7 @@ GROUP = 64
 """Inputs that share a scale in a quantised base, and in int4 weights of generation: the greatest common divisor of this
 number and the size of the dim."""
 
-GROUPED = ("D", "F", "H", "Fe", "Fs", "Rq", "Rkv", "Hv")
+GROUPED = ("D", "F", "H", "Hf", "Fe", "Fs", "Rq", "Rkv", "Hv")
 """Dims of inputs whose groups may share a scale; the groups of D are the dim Dg."""
 
 
@@ -242,6 +244,11 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    global_head_dim: int = 0  # width of heads in layers without a window; 0: as in the others
+    num_global_kv_heads: int = 0  # likewise
+    values_from_keys: bool = False  # layers without a window have no wv: values are the projection of keys
+    value_norm: bool = False  # values are divided by their root mean square
+    layer_scale: bool = False  # the result of each layer is multiplied by a number, which is not trained
     attention_sinks: bool = False
     query_pre_attn_scalar: float | None = None
     attention_multiplier: float | None = None  # on the attention scores, in place of 1 / sqrt(H)
@@ -300,6 +307,13 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise InputError(f"{self.name}: {field}={shown(size)} must be at least 0 and at most 2^40.")
         if self.num_layers > MAX_LAYERS:
             raise InputError(f"{self.name}: num_layers={self.num_layers} must be at most {MAX_LAYERS}.")
+        if self.values_from_keys and not self.value_norm:
+            raise InputError(f"{self.name}: values_from_keys needs value_norm. Set both, or leave both out.")
+        if self.num_heads % (self.num_global_kv_heads or 1) or self.global_head_dim % 2:
+            raise InputError(
+                f"{self.name}: global_head_dim={self.global_head_dim} must be even, and "
+                f"num_global_kv_heads={self.num_global_kv_heads} must divide num_heads={self.num_heads}."
+            )
         for field in ("sliding_layers", "dense_layers", "unrotated_layers"):
             bad_ids = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
             if bad_ids:
@@ -379,6 +393,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Hn": self.qk_nope_head_dim,
             "Hr": self.qk_rope_head_dim,
             "Hv": self.v_head_dim,
+            "Hf": self.global_head_dim if self.global_head_dim != self.head_dim else 0,
+            "Kf": self.num_global_kv_heads if self.num_global_kv_heads != self.num_kv_heads else 0,
             "P": self.max_positions if self.learned_positions else 0,
             "S": self.encoder.length if self.encoder else 0,
             "Ps": self.encoder.length if self.encoder and self.learned_positions else 0,
@@ -389,6 +405,21 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         dims = size_by_letter | {letter: size for letter, size in optional_sizes.items() if size}
         group_size = self.stored.group if self.stored else GROUP
         return dims | {f"{dim}g": dims[dim] // math.gcd(group_size, dims[dim]) for dim in GROUPED if dim in dims}
+
+    def dims_of_layer(self, layer: int) -> dict[str, str]:
+        """Maps each dim that a layer has in another size than most layers to the dim of that size: {"H": "Hf"}."""
+        other_dims = {} if layer in self.sliding_layers else {"H": "Hf", "K": "Kf"}
+        return {dim: other_dim for dim, other_dim in other_dims.items() if other_dim in self.dims}
+
+    @property
+    def full_heads(self) -> tuple[int, int]:
+        """Kv heads of layers without a window, and the width of their heads."""
+        return self.num_global_kv_heads or self.num_kv_heads, self.global_head_dim or self.head_dim
+
+    @property
+    def common_kv_heads(self) -> int:
+        """The greatest number of devices that divides the kv heads of every layer."""
+        return math.gcd(self.num_kv_heads, self.num_global_kv_heads)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -81,8 +81,16 @@ BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes over which the sequences of a batch are split."""
 
 _TENSOR_DIMS = ("N", "K", "F", "Fe", "Fs", "V")
-REPEATED_HEADS: dict[str, tuple[str, ...]] = {"Kt": ("tensor",), "Kct": ("context", "tensor")}
-"""Dim of repeated kv heads -> mesh axes that divide it: the least common multiple of K and their devices."""
+REPEATED_HEADS: dict[str, tuple[str, ...]] = {
+    "Kt": ("tensor",),
+    "Kct": ("context", "tensor"),
+    "Kft": ("tensor",),
+    "Kfct": ("context", "tensor"),
+}
+"""Dim of repeated kv heads -> mesh axes that divide it: the least common multiple of K (of Kf) and their devices."""
+
+SPLIT_AS = {"H": "Hf", "K": "Kf", "Kt": "Kft", "Kct": "Kfct"}
+"""Dim -> the same dim of layers that have it in another size. Rules are written for the first, and hold for both."""
 _SHARDED_DIMS = ("D", "Rq", "Rkv")
 
 
@@ -310,7 +318,9 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def rules(self, role: str) -> Rules:
         """Returns the rules of a role; grad and optimizer default to those of weight."""
         fallback_role = "weight" if role in ("grad", "optimizer") else role
-        return self.assignment.get(role, self.assignment.get(fallback_role, GENERATION_RULES.get(role, {})))
+        rules = self.assignment.get(role, self.assignment.get(fallback_role, GENERATION_RULES.get(role, {})))
+        pairs = (((dim, axes), (SPLIT_AS.get(dim, dim), axes)) for dim, axes in rules.items())
+        return dict(item for pair in pairs for item in pair)
 
 
 def sequence_shards(strategy: Strategy, dim: str = "B") -> int:
@@ -353,9 +363,10 @@ def held_dims(dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> dict[str, Any
 
     num_parts = mesh.get("tensor", 1)
     size_by_dim = {**dims, "V": -(-dims["V"] // num_parts) * num_parts}
-    for dim, axes in REPEATED_HEADS.items() if "K" in dims else ():
+    own_dims = {dim: "Kf" if dim.startswith("Kf") else "K" for dim in REPEATED_HEADS}
+    for dim, axes in ((dim, axes) for dim, axes in REPEATED_HEADS.items() if own_dims[dim] in dims):
         num_devices = math.prod(mesh.get(axis, 1) for axis in axes)
-        num_heads = np.lcm(int(dims["K"]), np.asarray(num_devices, dtype=np.int64))
+        num_heads = np.lcm(int(dims[own_dims[dim]]), np.asarray(num_devices, dtype=np.int64))
         size_by_dim[dim] = num_heads if num_heads.ndim else int(num_heads)
     return size_by_dim
 

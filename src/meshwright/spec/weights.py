@@ -235,10 +235,13 @@ def _layers(model: Model, stored_prefix: str = "") -> list[Weight]:
     ids_by_part = dict.fromkeys(get_args(WeightPart), all_layers)
     ids_by_part |= dict.fromkeys(("router", "experts", "shared_experts", "buffer"), model.moe_layers)
     ids_by_part["mlp"] = model.dense_layers if model.num_experts else all_layers
+    own_values = tuple(layer for layer in all_layers if not model.values_from_keys or layer in model.sliding_layers)
+    ids_by_part |= {"layer_scale": all_layers, "wv": own_values, "bv": own_values}
     # a layer that predicts the token after the next is like the last one
     ids_by_part = {part: ids + model.mtp_layers if all_layers[-1] in ids else ids for part, ids in ids_by_part.items()}
     rows = _rows(model, "layers", layers=ids_by_part, stored_prefix=stored_prefix)
     rows += _rows(model, "mtp", layers=dict.fromkeys(ids_by_part, model.mtp_layers))
+    rows = [part for row in rows for part in _by_dims(model, row)]
     if model.encoder is None:
         return rows
     attention_names = {"attn_norm", "attn_norm_bias", "wq", "wk", "wv", "bq", "bk", "bv", "bo", "wo"}
@@ -254,11 +257,24 @@ def _layers(model: Model, stored_prefix: str = "") -> list[Weight]:
     return [*rows[:mlp_index], *cross_rows, *rows[mlp_index:]]
 
 
+def _by_dims(model: Model, row: Weight) -> list[Weight]:
+    """Returns the row of a weight of layers as one row for each of the dims that it has in them."""
+    layers_by_dims: dict[tuple[str, ...], list[int]] = {}
+    for layer in row.layers:
+        dim_of = model.dims_of_layer(layer)
+        layers_by_dims.setdefault(tuple(dim_of.get(dim, dim) for dim in row.dims), []).append(layer)
+    return [
+        replace(row, dims=dims, shape=tuple(model.dims[dim] for dim in dims), layers=tuple(layers))
+        for dims, layers in layers_by_dims.items()
+    ]
+
+
 def _rows(
     model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {}, stored_prefix: str = ""
 ) -> list[Weight]:
-    """Returns the weights of a table's rows whose needs the model meets. ``layers`` maps each part to its layers; rows
-    of parts without layers are left out. A weight may have a stored name under ``stored_prefix`` and its name."""
+    """Returns the weights of a table's rows whose needs the model meets. ``layers`` maps a weight by its name, or its
+    part, to the layers that have it; rows without layers are left out. A weight may have a stored name under
+    ``stored_prefix`` and its name."""
     size_by_letter = model.dims
     is_true_by_fact = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "layer_norm": model.norm == "layer_norm",
@@ -283,15 +299,15 @@ def _rows(
             dims=tuple(dims_text.split()),
             shape=tuple(size_by_letter[letter] for letter in dims_text.split()),
             part=part,
-            kind="vector" if len(dims_text.split()) == 1 or part == "norm" or _VECTOR.search(name) else "matrix",
-            layers=layers.get(part, ()),
+            kind="vector" if len(dims_text.split()) < 2 or part == "norm" or _VECTOR.search(name) else "matrix",
+            layers=layers.get(name, layers.get(part, ())),
             active_fraction=model.experts_per_token / model.num_experts if part == "experts" else 1.0,
             tied_to="embed" if part == "unembedding" and model.tied_embeddings else None,
             frozen=part == "buffer",
             dtype="fp32" if part == "buffer" else "",
         )
         for name, dims_text, llama_name, part, needs in _tables()[table]
-        if facts_met.issuperset(needs.split()) and (not layers or layers[part])
+        if facts_met.issuperset(needs.split()) and (not layers or layers.get(name, layers[part]))
     ]
 
 

@@ -77,7 +77,7 @@ def cache_table(
 
     int8 keeps a float32 scale for each token and head, or for each token of latents.
     """
-    program = repeating(plain_program(model, storage), strategy_of_heads(strategy, model.num_kv_heads))
+    program = repeating(plain_program(model, storage), strategy_of_heads(strategy, model.common_kv_heads))
     sizes = held_dims(model.dims, strategy.mesh) | {"B": batch_seqs}
     sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage, source_len=source_len(model))
     cache_arrays = []

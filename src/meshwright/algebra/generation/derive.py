@@ -63,7 +63,7 @@ def derive_job(
     fused_head: bool = True,
 ) -> Derived:
     """Returns the step of a job: all passes and the update of a training job, else the step of a server."""
-    strategy = strategy_of_heads(job_strategy(job, strategy), model.num_kv_heads)
+    strategy = strategy_of_heads(job_strategy(job, strategy), model.common_kv_heads)
     if job.trains:
         return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
     return derive_phase(model, strategy, storage, prompts=job.has_prompts)

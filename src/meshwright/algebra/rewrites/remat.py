@@ -4,7 +4,7 @@ that run again. The backward pass recomputes other results where it needs them (
 from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps
-from meshwright.algebra.layers import CROSS, ENCODER
+from meshwright.algebra.layers import CROSS, ENCODER, FULL
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import LOSSES, Block
 from meshwright.algebra.rewrites.frozen import needed_steps
@@ -44,7 +44,7 @@ class SavedSet:
             return False
         if self.names is None:
             return True
-        base_name = array.name.removeprefix(ENCODER).removeprefix(CROSS)
+        base_name = array.name.removeprefix(ENCODER).removeprefix(CROSS).removesuffix(FULL)
         if base_name == "lse":  # attention's backward pass needs it wherever it needs the result
             return "o" in self.names
         variables = self.shardings.program.variables

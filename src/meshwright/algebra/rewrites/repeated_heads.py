@@ -10,6 +10,8 @@ from meshwright.spec.strategy import GENERATION_RULES, REPEATED_HEADS, Strategy
 
 READERS = ("attention", "cache_write")
 """Ops that need the keys and values of the device's own queries."""
+KV_HEADS = {"K", "Kf"}
+"""Dims of kv heads, which are repeated as Kt and Kft, or Kct and Kfct."""
 
 
 def repeated_dim(strategy: Strategy) -> str:
@@ -27,7 +29,8 @@ def with_repeated_heads(strategy: Strategy) -> Strategy:
 
 
 def strategy_of_heads(strategy: Strategy, num_kv_heads: int) -> Strategy:
-    """Returns the strategy with repeated kv heads where the devices that split the heads do not divide their number."""
+    """Returns the strategy with repeated kv heads where the devices that split the heads do not divide their number;
+    of layers with several numbers, all of them."""
     num_devices = math.prod(strategy.mesh.get(axis, 1) for axis in REPEATED_HEADS[repeated_dim(strategy)])
     is_standard = strategy.rules("activation").get("K") == ("tensor",)
     return with_repeated_heads(strategy) if is_standard and num_kv_heads % num_devices else strategy
@@ -45,7 +48,7 @@ def repeating(program: Program, strategy: Strategy) -> Program:
 
 
 def _renamed(dims: tuple[str, ...], new_dim: str) -> tuple[str, ...]:
-    return tuple(new_dim if old_dim == "K" else old_dim for old_dim in dims)
+    return tuple(new_dim.replace("K", old_dim) if old_dim in KV_HEADS else old_dim for old_dim in dims)
 
 
 def _ops(block: Block, variables: dict[str, Variable], dim: str) -> tuple[Op, ...]:
@@ -55,7 +58,7 @@ def _ops(block: Block, variables: dict[str, Variable], dim: str) -> tuple[Op, ..
     for op in block.ops:
         for name in op.inputs if op.kind in READERS else ():
             variable = variables[name]
-            if "K" in variable.dims and name not in repeat_of:
+            if not KV_HEADS.isdisjoint(variable.dims) and name not in repeat_of:
                 repeat_of[name] = f"{name}_repeated"
                 variables[repeat_of[name]] = replace(variable, name=repeat_of[name], dims=_renamed(variable.dims, dim))
                 ops.append(Op("repeat_heads", (name,), repeat_of[name]))

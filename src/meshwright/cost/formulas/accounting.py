@@ -86,13 +86,19 @@ def _layer_matrices(model: Model) -> list[Weight]:
 
 
 def _equal_len(model: Model, weight_rows: list[Weight]) -> float:
-    value_dim = model.v_head_dim if model.latent_attention else model.head_dim
-    equal_keys = sum(row.num_active_params for row in weight_rows) / (model.num_heads * (model.head_dim + value_dim))
-    window, num_windowed = model.sliding_window or math.inf, len(model.sliding_layers)
-    if not num_windowed or equal_keys / model.num_layers <= window:
-        return equal_keys / model.num_layers
-    num_full = model.num_layers - num_windowed
-    return (equal_keys - num_windowed * window) / num_full if num_full else math.inf
+    key_widths = sum(row.num_active_params for row in weight_rows) / model.num_heads
+    window, (near_widths, full_widths) = model.sliding_window or math.inf, _head_widths(model)
+    if not near_widths or key_widths / (near_widths + full_widths) <= window:
+        return key_widths / (near_widths + full_widths)
+    return (key_widths - near_widths * window) / full_widths if full_widths else math.inf
+
+
+def _head_widths(model: Model) -> tuple[int, int]:
+    """Returns the sums of H + Hv over layers with a window, and over the others."""
+    num_near = len(model.sliding_layers) if model.sliding_window else 0
+    near_widths = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
+    full_widths = near_widths if model.latent_attention else 2 * model.full_heads[1]
+    return num_near * near_widths, (model.num_layers - num_near) * full_widths
 
 
 FLOP_PARTS = {
@@ -115,10 +121,9 @@ def forward_flops(model: Model, seq_len: int, *, causal: bool = False) -> dict[s
             num_used_params = math.prod(row.shape) if row.tied_to else row.num_active_params
             flops_by_item[FLOP_PARTS[row.part]] += 2.0 * num_used_params * seq_len
     window_keys = keys_per_query(seq_len, window=model.sliding_window, causal=causal)
-    num_windowed = len(model.sliding_layers) if model.sliding_window else 0
-    num_keys = (model.num_layers - num_windowed) * keys_per_query(seq_len, causal=causal) + num_windowed * window_keys
-    value_dim = model.v_head_dim if model.latent_attention else model.head_dim
-    flops_by_item["scores"] = 2.0 * seq_len * num_keys * model.num_heads * (model.head_dim + value_dim)
+    near_widths, full_widths = _head_widths(model)
+    key_widths = full_widths * keys_per_query(seq_len, causal=causal) + near_widths * window_keys
+    flops_by_item["scores"] = 2.0 * seq_len * key_widths * model.num_heads
     return flops_by_item
 
 
@@ -198,7 +203,7 @@ def saved_widths(
     """
     assignment = standard_assignment(sequence_parallel=sequence_parallel)
     strategy = Strategy(mesh={"tensor": tensor}, remat=remat, assignment=assignment)
-    derived = derive(transformer(model), strategy_of_heads(strategy, model.num_kv_heads))
+    derived = derive(transformer(model), strategy_of_heads(strategy, model.common_kv_heads))
     size_by_dim: dict[str, Number] = held_dims(model.dims, strategy.mesh) | {"B": 1, "T": 1}
     if model.num_experts:
         size_by_dim["C"] = Fraction(model.experts_per_token, model.num_experts)
@@ -227,16 +232,17 @@ def kv_cache_bytes(model: Model, num_positions: Number, *, element_bytes: Number
 
     With latent attention the latent and the rotary key are kept instead: Rkv + Hr. Source: section 7.1.
     """
-    position_elements = 2 * model.num_kv_heads * model.head_dim
+    near_elements, full_elements = 2 * model.num_kv_heads * model.head_dim, 2 * math.prod(model.full_heads)
     if model.latent_attention:
-        position_elements = model.kv_lora_rank + model.qk_rope_head_dim
-    num_elements = cached_elements(
-        num_positions,
-        per_position=position_elements,
-        num_layers=model.num_layers,
-        window=model.sliding_window,
-        num_local=len(model.sliding_layers),
-    )
+        near_elements = full_elements = model.kv_lora_rank + model.qk_rope_head_dim
+    num_near = len(model.sliding_layers)
+    num_full, window = model.num_layers - num_near, model.sliding_window
+    num_elements = cached_elements(num_positions, per_position=full_elements, num_layers=num_full)
+    if num_near:
+        layers: dict[str, int] = {"num_layers": num_near, "num_local": num_near}
+        num_elements = num_elements + cached_elements(
+            num_positions, per_position=near_elements, window=window, **layers
+        )
     return num_elements * element_bytes
 
 

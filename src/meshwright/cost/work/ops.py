@@ -59,14 +59,16 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     """
     model = model if job.trains else without_mtp(model)
     head_widths = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
+    full_widths = head_widths if model.latent_attention else 2 * model.full_heads[1]
     num_sliding = len(model.sliding_layers)
     seq_len = job.seq_len
     causal = causal and job.kind != "decode"
-    num_keys = (model.num_layers + len(model.mtp_layers) - num_sliding) * _keys(model, seq_len, None, causal=causal)
+    num_full = model.num_layers + len(model.mtp_layers) - num_sliding
+    key_widths = num_full * full_widths * _keys(model, seq_len, None, causal=causal)
     if num_sliding:
-        num_keys += num_sliding * _keys(model, seq_len, model.sliding_window, causal=causal)
+        key_widths += num_sliding * head_widths * _keys(model, seq_len, model.sliding_window, causal=causal)
     num_passes = 3 if job.trains else 1
-    score_flops = 2 * num_passes * job.tokens_per_step * num_keys * model.num_heads * head_widths
+    score_flops = 2 * num_passes * job.tokens_per_step * key_widths * model.num_heads
     if not job.trains:
         unembed_params = model.d_model * model.vocab_size
         return (
@@ -101,7 +103,10 @@ def mfu_words(model: Model) -> str:
     n_near, layers_text = len(model.sliding_layers), "(L + 1)" if model.mtp_layers else "L"
     scores = f"{heads.replace('T', 'T^2')} {layers_text}"
     if n_near:
-        scores = f"{heads} ({model.num_layers - n_near} T + {n_near} W), W the window of {model.sliding_window:,} or T"
+        full_width = " Hf" if "Hf" in model.dims else ""
+        sums_text = f"{model.num_layers - n_near}{full_width} T + {n_near}{' H' if full_width else ''} W"
+        heads = heads.removesuffix(" H") if full_width else heads
+        scores = f"{heads} ({sums_text}), W the window of {model.sliding_window:,} or T"
     experts_text = "of chosen experts, " * bool(model.num_experts)
     suffix = ", the encoder" * bool(model.encoder) + ", with both unembeddings" * bool(model.mtp_layers)
     return f"{products_text} + {scores}, N {experts_text}without the look-up{suffix}, no causal discount"

@@ -102,7 +102,8 @@ def stored_parts(model: Model, names: Collection[str] = ()) -> Iterator[StoredPa
     for variable, weight in rows(model).items():
         tensor_pattern = name_of(weight)
         is_one_by_one = "{expert}" in tensor_pattern
-        axes = _axes(model, weight, weights_by_pattern[tensor_pattern], one_by_one=is_one_by_one)
+        joined_weights = [w for w in weights_by_pattern[tensor_pattern] if set(weight.layers) <= set(w.layers)]
+        axes = _axes(model, weight, joined_weights, one_by_one=is_one_by_one)
         leading_sizes = ([len(weight.layers)] if weight.layers else []) + ([weight.shape[0]] if is_one_by_one else [])
         for leading in np.ndindex(*leading_sizes):
             number_by_field = {"layer": weight.layers[leading[0]], "expert": leading[-1]} if leading else {}
@@ -154,8 +155,8 @@ def _stored_order(
     model: Model, weight: Weight, stored_dims: list[StoredDim], dims: tuple[str, ...]
 ) -> tuple[tuple[StoredDim, ...], ...]:
     """Orders dims as stored: [out, in] in a linear layer; [in, out] in GPT-2's layers and gpt-oss's experts."""
-    if weight.name == "layers.shared.gate" or (model.family == "ernie4_5_moe" and weight.part == "buffer"):
-        return ((), tuple(stored_dims))
+    if weight.name == "layers.shared.gate" or (model.family == "ernie4_5_moe" and weight.part == "buffer") or not dims:
+        return ((), *([tuple(stored_dims)] if dims else []))
     if weight.part == "embedding" or dims[0] == "R":  # tables
         return tuple((dim,) for dim in stored_dims)
     if weight.kind == "vector":

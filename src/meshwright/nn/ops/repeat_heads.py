@@ -14,9 +14,14 @@ def _heads(context: Context, repeated: ShardedArray) -> tuple[int, Array]:
     """Returns the place of the heads among the dims, and the model's own head of each repeat on this device."""
     dim = next(dim for dim in repeated.dims if dim in REPEATED_HEADS)
     axes, num_heads = repeated.axes_of(dim), context.local_size(repeated, dim)
-    num_repeats = context.local_size(repeated.resharded({dim: ()}), dim) // context.model.num_kv_heads
+    num_repeats = context.local_size(repeated.resharded({dim: ()}), dim) // _own_heads(context, repeated)
     first_head = lax.axis_index(axes) * num_heads if axes else 0
     return repeated.dims.index(dim), (first_head + jnp.arange(num_heads)) // num_repeats
+
+
+def _own_heads(context: Context, repeated: ShardedArray) -> int:
+    """Returns the number of the model's own heads."""
+    return context.model.dims["Kf" if any(dim.startswith("Kf") for dim in repeated.dims) else "K"]
 
 
 def repeat_heads(context: Context, step: Step, heads: Array) -> Array:
@@ -28,7 +33,7 @@ def repeat_heads(context: Context, step: Step, heads: Array) -> Array:
 def repeat_heads_backward(context: Context, step: Step, dout: Array) -> Array:
     """Returns the sum over this device's repeats of each of the model's own heads."""
     heads_dim, source_heads = _heads(context, step.inputs[0])
-    heads_shape = (*dout.shape[:heads_dim], context.model.num_kv_heads, *dout.shape[heads_dim + 1 :])
+    heads_shape = (*dout.shape[:heads_dim], _own_heads(context, step.inputs[0]), *dout.shape[heads_dim + 1 :])
     return jnp.zeros(heads_shape, dout.dtype).at[(slice(None),) * heads_dim + (source_heads,)].add(dout)
 
 

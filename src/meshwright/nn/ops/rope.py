@@ -29,13 +29,16 @@ class Rotation(NamedTuple):
     last: bool = False
 
 
-def rotation(model: Model, *, local: bool = False, seq_len: int = 0) -> Rotation:
+def rotation(model: Model, *, local: bool = False, seq_len: int = 0, width: int = 0) -> Rotation:
     """Returns the rotation of a model's layers; ``local`` for layers with a window, which may have their own theta.
+    ``width`` is that of their heads if it is not the model's.
 
     ``seq_len`` is the length of the whole sequence: longrope and dynamic scaling depend on it if it is more than the
     length that the model was trained on.
     """
     is_latent, rotated_width = model.latent_attention, model.rotated_width
+    if width and not is_latent:
+        rotated_width = int(width * model.rope_fraction)
     # Sliding layers with their own theta (gemma 3) are not scaled.
     own_theta = model.rope_local_theta if local else None
     theta, scaling = (own_theta, None) if own_theta else (model.rope_theta, model.rope_scaling)
@@ -43,6 +46,10 @@ def rotation(model: Model, *, local: bool = False, seq_len: int = 0) -> Rotation
     scaling_kind = scaling.kind if scaling else "default"
     if scaling is None or scaling_kind == "default":
         pass
+    elif scaling_kind == "proportional":
+        freqs = (
+            freqs * (np.arange(len(freqs)) < int(scaling.fraction * rotated_width // 2)) / np.float32(scaling.factor)
+        )
     elif scaling_kind == "linear":
         freqs = freqs / np.float32(scaling.factor)
     elif scaling_kind == "llama3":
@@ -145,7 +152,7 @@ def _rope(context: Context, step: Step, x: Array, here: Array, *, direction: flo
     """Rotates local positions; some scalings depend on the length of the whole sequence."""
     num_shards = math.prod(context.mesh[axis] for axis in step.inputs[1].axes[1])
     seq_len = context.seq_len or here.shape[1] * num_shards
-    how = rotation(context.model, local=step.block.endswith("_local"), seq_len=seq_len)
+    how = rotation(context.model, local=step.block.endswith("_local"), seq_len=seq_len, width=x.shape[-1])
     return rope(x, here, how, direction=direction)
 
 

@@ -152,7 +152,7 @@ class PackedStep(SourceStep):
             )
         _ = storage.executed  # refuses what is planned alone
         storage = replace(storage, page_len=storage.page_len or max_len)  # contiguous: pages as long as a sequence
-        self.strategy = strategy_of_heads(generation_strategy(strategy), model.num_kv_heads)
+        self.strategy = strategy_of_heads(generation_strategy(strategy), model.common_kv_heads)
         self.model, self.max_len, self.max_seqs, self.storage = model, max_len, max_seqs, storage
         self.derived, self.derived_prompts = (
             derive_generation(model, self.strategy, storage, prompts=prompts) for prompts in (False, True)

@@ -305,7 +305,7 @@ def phase_setting(
 def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtypes) -> Iterator[_Form]:
     """Yields the engines that repeat kv heads and those that do not, with the steps of their phases: of engines that
     split prompts over ``context`` prefill alone."""
-    needs_repeats = setting.model.num_kv_heads % fleet.mesh["tensor"] != 0
+    needs_repeats = setting.model.common_kv_heads % fleet.mesh["tensor"] != 0
     needs_repeats &= ~np.isin(fleet.layout, ("sequences", "positions"))
     for is_repeated, decodes, layout in itertools.product((False, True), (True, False), LAYOUTS):
         template = engine_strategy({}, dtypes.precision, layout)

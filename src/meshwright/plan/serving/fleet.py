@@ -149,7 +149,7 @@ def _meshes(model: Model, num_chips: int) -> Iterator[tuple[dict[str, int], str]
             continue
         if layout in ("sequences", "positions"):
             # only where no more heads of caches can be split; a latent has none
-            is_legal = tensor == (1 if model.latent_attention else model.num_kv_heads)
+            is_legal = tensor == (1 if model.latent_attention else model.common_kv_heads)
             is_legal = is_legal and model.num_heads % (tensor * context) == 0
         else:
             is_legal = model.num_heads % tensor == 0

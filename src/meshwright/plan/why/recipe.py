@@ -109,7 +109,7 @@ def _far(builder: _Builder) -> Iterator[tuple[str, int, str]]:
     """Yields axis, size and reason of context and tensor parallelism, if the recipe asks for them."""
     if builder.cluster.kind == "host":
         return
-    tensor = math.gcd(builder.machine, builder.model.num_kv_heads)
+    tensor = math.gcd(builder.machine, builder.model.common_kv_heads)
     has_few_seqs = builder.chips > FAR_CHIPS and builder.chips > builder.job.batch_seqs
     if tensor > 1 and builder.params > FAR_PARAMS:
         yield "tensor", tensor, f"more than {format_params(FAR_PARAMS)} parameters, over the chips of a machine"

@@ -21,13 +21,16 @@ from meshwright.spec.hf.gguf import gguf_config, gguf_files, gguf_name, is_gguf
 from meshwright.spec.hf.published import CONFIG_KEYS, quantisation_of
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
 
-SAME = {"gemma3_text": "gemma3", "kimi_k2": "deepseek_v3"}
+SAME = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "kimi_k2": "deepseek_v3"}
 """A ``model_type`` -> the family that it is another name of."""
+
+WRAPPED = {"gemma3": "language_model.model.", "gemma4": "model.language_model."}
+"""Multimodal family whose file nests its decoder -> prefix of the decoder's weights in published checkpoints."""
 
 MASK_KEYS = ("attention_mask", "attention_score")
 """Keys that transformers does not have: the fields of `Model` for a mask and a score rule by name."""
 
-ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3"}
+ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 _NEEDS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
@@ -186,10 +189,9 @@ def _from_keys(keys: HfFields, name: str, what: str) -> Model:
     if not isinstance(family, str):
         raise InputError(f"{what}: the key 'model_type' is missing. Add one of: {', '.join(FAMILIES)}.")
     prefix, family = "", SAME.get(family, family)
-    if family == "gemma3" and isinstance(keys.get("text_config"), Mapping):
-        # The multimodal file nests the decoder; its published checkpoints name it after the nesting.
+    if family in WRAPPED and isinstance(keys.get("text_config"), Mapping):
         quantisation_keys = {name: keys[name] for name in CONFIG_KEYS if name in keys}
-        keys, prefix = {**keys["text_config"], **quantisation_keys}, "language_model.model."
+        keys, prefix = {**keys["text_config"], **quantisation_keys}, WRAPPED[family]
     if family not in FAMILIES:
         hint = similar(family, FAMILIES) or f" Known: {', '.join(FAMILIES)}."
         raise InputError(f"{what}: model_type {family!r} is not known.{hint}")
@@ -229,6 +231,8 @@ def _fields(config: _Config) -> HfFields:
     if "num_experts" in fields:
         fields["dense_layers"] = _layers_without_experts(config)
         fields.setdefault("d_ff_shared", fields.get("num_shared_experts", 0) * fields["d_ff_expert"])
+    if family == "gemma4":
+        fields |= _global_heads(config, fields)
     if family == "smollm3":
         fields["unrotated_layers"] = _unrotated(config)
     if form.global_unrotated and config.has("sliding_window"):
@@ -290,6 +294,27 @@ def _layers_without_experts(config: _Config) -> tuple[int, ...]:
     return tuple(layer for layer in layers if layer in mlp_only_layers or (layer + 1) % sparse_step)
 
 
+def _global_heads(config: _Config, fields: HfFields) -> HfFields:
+    """Returns the heads of Gemma 4's layers without a window: as its own keys say, or as ``per_layer_config`` does,
+    which transformers writes. Their number differs only where keys are values."""
+    table = config.read("per_layer_config", dict) if config.has("per_layer_config") else {}
+    width_key, heads_key = "head_dim", "num_key_value_heads"
+    own_keys = {width_key: "global_head_dim", heads_key: "num_global_key_value_heads"}
+    heads = {key: config.read(own_keys[key], int) for key in own_keys if config.has(own_keys[key])}
+    heads = heads if fields["values_from_keys"] else {**heads, heads_key: fields["num_kv_heads"]}
+    full_layers = [str(layer) for layer in config.layers() if layer not in fields.get("sliding_layers", ())]
+    layer_tables = [{str(key): keys for key, keys in table.items()}.get(layer, {}) for layer in full_layers]
+    if table and (len(table) > len(full_layers) or any(keys != layer_tables[0] for keys in layer_tables)):
+        raise InputError(
+            f"{config.what}: per_layer_config must be alike in all layers without a window, and only there."
+        )
+    heads |= layer_tables[0] if table else {}
+    return {
+        "global_head_dim": heads[width_key],
+        "num_global_kv_heads": heads.get(heads_key, fields["num_kv_heads"]),
+    }
+
+
 def _unrotated(config: _Config) -> tuple[int, ...]:
     """Returns SmolLM3's layers without rope: 0 in ``no_rope_layers``, else every ``no_rope_layer_interval``-th."""
     if not config.has("no_rope_layers"):
@@ -324,6 +349,9 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
     if kind not in ROPE_KINDS:
         raise InputError(f"{config.what}: rope_type {kind!r} is not known.{nearest(kind, ROPE_KINDS)}")
     original_key = ROPE_KEYS["original_max_positions"]
+    if kind == "proportional":
+        keys = {"factor": "factor", "fraction": "partial_rotary_factor"}
+        return RopeScaling(kind=kind, **config.fields({field: key for field, key in keys.items() if config.has(key)}))
     for key in ("factor", "low_freq_factor", "high_freq_factor", original_key) if kind == "llama3" else ():
         config.read(key, float)
     key_of_field = {field: key for field, key in ROPE_KEYS.items() if field != "kind" and config.has(key)}
@@ -350,6 +378,7 @@ def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
     """Returns the layers with a window: as listed in ``layer_types``, else by the family's pattern."""
     if config.has("layer_types"):
         layer_kinds = _of_every_layer(config, "layer_types", ("sliding_attention", "full_attention"))
+        layers = layers[:-1] if config.family == "gemma4" else layers  # whose last layer has none, whatever is listed
         return [layer for layer in layers if layer_kinds[layer] == "sliding_attention"]
     if config.family == "smollm3":
         return _unrotated(config)
@@ -359,6 +388,8 @@ def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
         return layers[config.read("max_window_layers", int) :]
     if config.family in ("gemma2", "gpt_oss"):
         return layers[::2]
+    if config.family == "gemma4":
+        return [layer for layer in layers[:-1] if (layer + 1) % 6]
     if config.has("sliding_window_pattern"):
         return _local_layers(config)
     return layers

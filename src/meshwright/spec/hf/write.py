@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from meshwright.spec.hf.families import ROPE_KEYS, HfFields, formats
-from meshwright.spec.hf.read import MASK_KEYS
+from meshwright.spec.hf.read import MASK_KEYS, WRAPPED
 from meshwright.spec.model import Model, RopeScaling
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -25,7 +25,7 @@ def config_from_model(model: Model) -> HfFields:
     head_name = "ForConditionalGeneration" if model.encoder else "ForCausalLM"
     config: HfFields = {
         "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel_name}{head_name}"],
-        "model_type": "gemma3_text" if model.family == "gemma3" else model.family,
+        "model_type": f"{model.family}_text" if model.family in WRAPPED else model.family,
         # Left out, these would be the numbers of the published tokenizer.
         **dict.fromkeys(TOKEN_KEYS),
     }
@@ -33,7 +33,9 @@ def config_from_model(model: Model) -> HfFields:
     for field, key in form.keys.items():
         value = getattr(model, field)
         config.setdefault(alias_of.get(key, key), (value or None) if key in form.nullable else value)
-    if "rope_theta" in form.keys.values():
+    if "rope_parameters" in form.computed:
+        config = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_local_base_freq")}
+    elif "rope_theta" in form.keys.values():
         config |= _rope(model)
     config |= {alias_of.get(key, key): getattr(model.encoder, field) for field, key in form.encoder.items()}
     config |= {key: getattr(model, key) for key in MASK_KEYS if getattr(model, key)}
@@ -57,8 +59,17 @@ _CLASSES = {
 def text_model(model: Model) -> Model:
     """Returns the model as it is written: with the weight names of a text-only checkpoint, and without layers for
     tokens after the next that it has no weights of."""
-    prefix = "model." if model.family == "gemma3" else model.weights_prefix
+    prefix = "model." if model.family in WRAPPED else model.weights_prefix
     return replace(model, weights_prefix=prefix, num_mtp_layers=len(model.mtp_layers))
+
+
+def _rope_table(model: Model) -> HfFields:
+    """Returns the keys of proportional or no scaling."""
+    scaling = model.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default"}
+    factor = {"factor": scaling.factor} if scaling.factor != 1 else {}
+    return {"rope_type": scaling.kind, "partial_rotary_factor": scaling.fraction, **factor}
 
 
 def _rope(model: Model) -> HfFields:
@@ -97,11 +108,18 @@ def _only_global(model: Model) -> bool:
 _COMPUTED: dict[str, Callable[[Model], Any]] = {
     # These have a window as a number in every config, also where no layer uses it.
     "sliding_window": lambda m: (
-        m.sliding_window or (m.max_positions if m.family in ("gemma2", "gemma3", "olmo3") or _only_global(m) else None)
+        m.sliding_window
+        or (m.max_positions if m.family in ("gemma2", "gemma3", "gemma4", "olmo3") or _only_global(m) else None)
     ),
     "layer_types": lambda model: [
         "sliding_attention" if n in model.sliding_layers else "full_attention" for n in range(model.num_layers)
     ],
+    "rope_parameters": lambda model: {
+        "full_attention": {"rope_theta": model.rope_theta, **_rope_table(model)},
+        "sliding_attention": {"rope_theta": model.rope_local_theta, "rope_type": "default"},
+    },
+    "num_global_key_value_heads": lambda model: model.num_global_kv_heads if model.values_from_keys else None,
+    "hidden_size_per_layer_input": lambda model: 0,
     "no_rope_layers": lambda model: [int(n not in model.unrotated_layers) for n in range(model.num_layers)],
     "no_rope_layer_interval": lambda model: 0,  # the list counts
     "use_sliding_window": lambda model: bool(model.sliding_layers),
