@@ -7,7 +7,7 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.generation.cache import cache_table, sequence_bytes
 from meshwright.algebra.generation.derive import derive_generation
 from meshwright.algebra.generation.program import Storage, WeightDtype
-from meshwright.algebra.generation.stored import generation_program, quantised_weights, weight_bytes
+from meshwright.algebra.generation.stored import encoding_program, generation_program, quantised_weights, weight_bytes
 from meshwright.algebra.notation import local_elements
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.program import Program
@@ -87,11 +87,13 @@ def test_a_look_up_reads_int8_rows_and_their_scales():
 
 @pytest.mark.parametrize("name", models())
 def test_every_model_has_both_programs_over_its_own_weights(name):
-    weights = set(weight_variables(load_model(name)))
-    for program in (generation_program(load_model(name), joined=joined) for joined in (False, True)):
-        used = {op_input for block in program.blocks for op in block.ops for op_input in op.inputs}
-        assert weights <= used, "each pass reads every weight"
-        assert used <= set(program.variables)
+    model = load_model(name)
+    weights, sources = set(weight_variables(model)), [encoding_program(model)] if model.encoder else []
+    for program in (generation_program(model, joined=joined) for joined in (False, True)):
+        programs = [program, *sources]
+        used = [{name for block in p.blocks for op in block.ops for name in op.inputs} for p in programs]
+        assert weights <= set().union(*used), "each pass reads every weight"
+        assert all(names <= set(p.variables) for names, p in zip(used, programs, strict=True))
 
 
 def test_latents_meet_queries_that_went_through_the_keys_projection():
@@ -161,11 +163,8 @@ def test_a_latent_cache_is_whole_beside_heads_that_are_split(name):
 
 @pytest.mark.parametrize("name", models())
 def test_every_decoder_generates_with_tensor(name):
-    model = load_model(name)
-    if model.encoder:
-        pytest.skip("an encoder-decoder does not generate yet")
     strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 2}))
-    derived = derive_generation(model, strategy)
+    derived = derive_generation(load_model(name), strategy)
     reads = [step for block in derived.blocks for step in block.forward if step.op.startswith("cached_")]
     assert {step.inputs[0].axes[2] for step in reads} == {("tensor",)}
 
