@@ -47,7 +47,9 @@ def logits_fn(model: Model) -> Callable[..., Array]:
         for stack in derived.program.stacks:
             result, _ = run_stack(context, stack, params, given, layer, None)
             given[results[stack.last]] = result
-        return capped(result, model.logit_softcap)
+        # bias and cap are parts of the loss that keeps the logits
+        biased = result + params["unembed_bias"][None, None] if model.logit_bias else result
+        return capped(biased, model.logit_softcap)
 
     return logits
 

@@ -53,12 +53,14 @@ ATTENTION = """
     q~{b}[B,T,N,H] = bias_add(q~[B,T,N,H], bq[N,H]) if qkv_bias
     q~{n}[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm !wide_qk_norm !qk_norm_last
     q~{n}[B,T,N,H] = wide_rms_norm(q~[B,T,N,H], q_norm[N,H]) if wide_qk_norm
+    q~{n}[B,T,N,H] = norm(q~[B,T,N,H], q_norm[N,H]) if head_qk_norm
     q~{p}[B,T,N,H] = rope(q~[B,T,N,H], positions[B,T]) if rotates
     q~r[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm_last
     k~{b}[B,T,K,H] = bias_add(k~[B,T,K,H], bk[K,H]) if qkv_bias
     v~[B,T,K,H] = unit_norm(k~[B,T,K,H]) if from_keys
     k~{n}[B,T,K,H] = rms_norm(k~[B,T,K,H], k_norm[H]) if qk_norm !wide_qk_norm !qk_norm_last
     k~{n}[B,T,K,H] = wide_rms_norm(k~[B,T,K,H], k_norm[K,H]) if wide_qk_norm
+    k~{n}[B,T,K,H] = norm(k~[B,T,K,H], k_norm[K,H]) if head_qk_norm
     k~{p}[B,T,K,H] = rope(k~[B,T,K,H], positions[B,T]) if rotates
     k~r[B,T,K,H] = rms_norm(k~[B,T,K,H], k_norm[H]) if qk_norm_last
     v~{vb}[B,T,K,H] = bias_add(v~[B,T,K,H], bv[K,H]) if qkv_bias !from_keys
@@ -114,7 +116,7 @@ CROSS_ATTENTION = """
 """Queries of the stream on keys and values of the encoder's result."""
 
 DENSE = """
-    h1[B,T,D] = norm(x1[B,T,D], mlp_norm[D]) if pre_norms
+    h1[B,T,D] = norm({mlp_x}[B,T,D], mlp_norm[D]) if pre_norms !shared_norm
     g[B,T,F] = {h1}[B,T,D] * w_gate[D,F] if gated
     u[B,T,F] = {h1}[B,T,D] * w_up[D,F]
     g~b[B,T,F] = bias_add(g~[B,T,F], b_gate[F]) if gated mlp_bias
@@ -129,7 +131,7 @@ DENSE = """
 """
 
 EXPERTS = """
-    h1[B,T,D] = norm(x1[B,T,D], mlp_norm[D]) if pre_norms
+    h1[B,T,D] = norm({mlp_x}[B,T,D], mlp_norm[D]) if pre_norms !shared_norm
     r[B,T,E] = {h1}[B,T,D] * router[D,E]
     r~b[B,T,E] = bias_add(r~[B,T,E], router_bias[E]) if router_bias
     gates[B,T,Ea] = route(r~[B,T,E]{correction}{routing})
@@ -192,7 +194,7 @@ and the main model's result hf. Source: DeepSeek-V3, section 2.2, with the parts
 
 LOSS = """
     hf~s[B,T,D] = scaled(hf[B,T,D]; by={by}) if divided
-    loss[] = linear_cross_entropy(hf~[B,T,D], {table}, labels[B,T]{given})
+    loss[] = linear_cross_entropy(hf~[B,T,D], {table}, labels[B,T]{bias}{given})
 """
 
 
@@ -201,12 +203,15 @@ def written(model: Model, text: str, **names: str | bool) -> str:
 
     A line may end in ``if`` and words, fields of the model or flags among ``names``: each must be true, or false after
     ``!``. ``{name}`` stands for one of ``names``; ``{h}`` and ``{h1}`` for the stream after its norm, or the stream
-    itself in a model without ``pre_norms``. On the left ``q~b`` is the variable qb; on the right ``q~`` is the last
-    variable made from q so far, or q. ``norm`` becomes the model's kind of norm, with a bias in a layer norm.
+    itself in a model without ``pre_norms``; ``{mlp_x}`` for the stream that the feed-forward block reads. On the left
+    ``q~b`` is the variable qb; on the right ``q~`` is the last variable made from q so far, or q. ``norm`` becomes the
+    model's kind of norm, with a bias in a layer norm that has one.
     """
+    mlp_x = "x" if model.parallel_block else "x1"
     names = {
         "h": "h" if model.pre_norms else "x",
-        "h1": "h1" if model.pre_norms else "x1",
+        "h1": "h" if model.shared_norm else "h1" if model.pre_norms else mlp_x,
+        "mlp_x": mlp_x,
         "residual": f"{model.residual_multiplier}",
         "scales": model.residual_multiplier != 1,
         "x2": "x3" if model.layer_scale else "x2",
@@ -221,7 +226,7 @@ def written(model: Model, text: str, **names: str | bool) -> str:
             continue
         lhs, rhs = content.format(**names).split(" = ")
         rhs = re.sub(r"(\w+)~", lambda match: last_name_of.get(match[1], match[1]), rhs)
-        if model.norm == "layer_norm":
+        if model.norm == "layer_norm" and model.norm_bias:
             rhs = re.sub(r"\bnorm\((.*), (\w+)\[D\]", r"norm(\1, \2[D], \2_bias[D]", rhs)
         name, dims = lhs.replace("~", "").split("[")
         last_name_of[lhs.split("~")[0]] = name
@@ -240,8 +245,9 @@ def loss_text(model: Model, options: ProgramOptions) -> str:
     """Returns the lines of the loss head, from the stream hf after its norm to the loss."""
     table_text = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
     attribute_text = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
-    by_text, is_divided = f"{1 / model.logit_divisor}", model.logit_divisor != 1
-    return written(model, LOSS, table=table_text, given=attribute_text, by=by_text, divided=is_divided)
+    bias_text, factor = ", unembed_bias[V]" * model.logit_bias, model.logit_multiplier / model.logit_divisor
+    names = {"table": table_text, "bias": bias_text, "given": attribute_text, "by": f"{factor}"}
+    return written(model, LOSS, **names, divided=factor != 1)
 
 
 def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
@@ -347,7 +353,8 @@ def _attention(
 ) -> str:
     """Returns the lines of attention from the stream x to the stream ``result_name``; qr, kr and v enter attention."""
     # where neither bias nor norm nor rope follows, the products themselves have the names that policies keep
-    bare_suffix = "" if rotates or model.qkv_bias or model.qk_norm else "r"
+    has_qk_norm = model.qk_norm or model.head_qk_norm
+    bare_suffix = "" if rotates or model.qkv_bias or has_qk_norm else "r"
     rotates = rotates and model.rotated_width > 0
     is_relative = model.relative_buckets > 0
     operand_text = data + ", sinks[N]" * (model.attention_sinks and causal) + ", relative_bias[R,N]" * is_relative
@@ -366,7 +373,7 @@ def _attention(
         vb="b" * model.value_norm,
         from_keys=model.values_from_keys and not sliding,
         bare=bare_suffix,
-        b="b" if model.qk_norm or rotates else "r",
+        b="b" if has_qk_norm or rotates else "r",
         n="n" if rotates else "r",
         p="p" if model.qk_norm_last else "r",
         rotates=rotates,

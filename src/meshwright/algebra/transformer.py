@@ -31,7 +31,7 @@ from meshwright.core.errors import InputError
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.weights import Weight, weight_table
 
-_SPLIT_DIMS = ("N", "K", "Kf", "F", "Fe", "Fs")
+_SPLIT_DIMS = ("N", "K", "Kf", "F", "Fe", "Fs", "V")
 """A vector over one of these dims, or over several, is sharded as its matrix is; others are whole on every device."""
 
 MAX_PATTERN = 16

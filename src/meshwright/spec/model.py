@@ -217,12 +217,16 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
     norm_eps: float = 1e-6
+    norm_bias: bool = True  # of layer norms
     norm_unit_offset: bool = False  # gemma stores w and multiplies by 1 + w
     pre_norms: bool = True  # before attention and before the feed-forward block
     post_norms: bool = False  # after attention and after the feed-forward block
     qk_norm: bool = False
     wide_qk_norm: bool = False  # the norms of queries and keys are over all heads together
     qk_norm_last: bool = False  # they follow rope
+    head_qk_norm: bool = False  # they are of the model's kind, and each head has scales of its own
+    parallel_block: bool = False  # attention and the feed-forward block read the same stream, and add to it
+    shared_norm: bool = False  # they read it through one norm
 
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -231,6 +235,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     unrotated_layers: tuple[int, ...] = ()
     rope_local_theta: float | None = None  # theta of the sliding layers where it differs
     learned_positions: bool = False
+    position_offset: int = 0  # rows of the table before that of position 0
 
     activation: str = "silu"
     gated: bool = True
@@ -238,6 +243,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     embed_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # on what attention and the feed-forward block add to the stream
     logit_divisor: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_bias: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -395,7 +402,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Hv": self.v_head_dim,
             "Hf": self.global_head_dim if self.global_head_dim != self.head_dim else 0,
             "Kf": self.num_global_kv_heads if self.num_global_kv_heads != self.num_kv_heads else 0,
-            "P": self.max_positions if self.learned_positions else 0,
+            "P": self.max_positions + self.position_offset if self.learned_positions else 0,
             "S": self.encoder.length if self.encoder else 0,
             "Ps": self.encoder.length if self.encoder and self.learned_positions else 0,
             "R": self.relative_buckets,
@@ -442,7 +449,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def rotated_width(self) -> int:
         """Entries of a head that rope rotates; 0 without rope."""
-        if self.learned_positions or self.relative_buckets or self.family == "gpt2":
+        if self.learned_positions or self.relative_buckets:
             return 0
         return self.qk_rope_head_dim if self.latent_attention else int(self.head_dim * self.rope_fraction)
 

@@ -277,17 +277,19 @@ def _rows(
     ``stored_prefix`` and its name."""
     size_by_letter = model.dims
     is_true_by_fact = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
-        "layer_norm": model.norm == "layer_norm",
+        "norm_biases": model.norm == "layer_norm" and model.norm_bias,
         "latent": model.latent_attention,
         "latent_queries": model.latent_attention and model.q_lora_rank > 0,
     }
     facts_met = {name if is_true else f"!{name}" for name, is_true in is_true_by_fact.items()}
     form = formats()[model.family]
+    keys = ((key.split(), hf_name) for key, hf_name in form.weights.items())
+    own_name_of = {name: hf_name for (name, *needs), hf_name in keys if facts_met.issuperset(needs)}
     layer_prefix = (form.encoder_layers if stored_prefix else form.layers) if layers else ""
     replacement_by_field = {"{prefix}": model.weights_prefix, "{beside_gate}": "_1" * model.gated}
 
     def stored(name: str, llama_name: str) -> str:
-        text = layer_prefix + form.weights.get(stored_prefix + name, form.weights.get(name, llama_name))
+        text = layer_prefix + own_name_of.get(stored_prefix + name, own_name_of.get(name, llama_name))
         for field, replacement in replacement_by_field.items():
             text = text.replace(field, replacement)
         return text
@@ -302,7 +304,7 @@ def _rows(
             kind="vector" if len(dims_text.split()) < 2 or part == "norm" or _VECTOR.search(name) else "matrix",
             layers=layers.get(name, layers.get(part, ())),
             active_fraction=model.experts_per_token / model.num_experts if part == "experts" else 1.0,
-            tied_to="embed" if part == "unembedding" and model.tied_embeddings else None,
+            tied_to="embed" if name == "unembed" and model.tied_embeddings else None,
             frozen=part == "buffer",
             dtype="fp32" if part == "buffer" else "",
         )

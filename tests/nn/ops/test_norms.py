@@ -30,7 +30,7 @@ def test_layer_norm_is_the_formula():
     wide = np.asarray(x, np.float64)
     normed = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
     expected = normed * np.asarray(scale, np.float64) + np.asarray(bias, np.float64)
-    close(layer_norm(x, scale, bias, eps=1e-5), expected, 1e-6)
+    close(layer_norm(x, scale, bias, RmsForm(1e-5)), expected, 1e-6)
 
 
 def all_close(found, expected):
@@ -46,8 +46,8 @@ def test_backward_of_rms_norm_is_that_of_autodiff(form):
 
 def test_backward_of_layer_norm_is_that_of_autodiff():
     x, scale, bias, dout = arrays((2, 3, 6), (6,), (6,), (2, 3, 6))
-    expected = jax.vjp(lambda *a: layer_norm(*a, eps=1e-5), x, scale, bias)[1](dout)
-    all_close(layer_norm_backward(dout, x, scale, eps=1e-5), expected)
+    expected = jax.vjp(lambda *a: layer_norm(*a, RmsForm(1e-5)), x, scale, bias)[1](dout)
+    all_close(layer_norm_backward(dout, x, scale, RmsForm(1e-5)), expected)
 
 
 def test_the_form_is_that_of_the_family():

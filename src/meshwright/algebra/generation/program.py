@@ -226,15 +226,18 @@ class _Writer:
         table_weight, softcap = self.variables[loss_op.inputs[1]], self.model.logit_softcap
         vectors_text = ", ".join(f"{name}[D]" for name in norm_op.inputs[1:])
         stream_name, result_name = "hd" if division_ops else "hl", "uncapped" if softcap else "logits"
+        product_name = "unbiased" if self.model.logit_bias else result_name
         lines = [
             "xl[O,D] = pick(x[B,T,D], last[O])",
             f"hl[O,D] = {norm_op.kind}(xl[O,D], {vectors_text})",
             *(f"hd[O,D] = {op.kind}(hl[O,D]; by={dict(op.attributes)['by']})" for op in division_ops),
-            f"{result_name}[O,V] = {stream_name}[O,D] * {table_weight.name}[{','.join(table_weight.dims)}]",
+            f"{product_name}[O,V] = {stream_name}[O,D] * {table_weight.name}[{','.join(table_weight.dims)}]",
+            *([f"{result_name}[O,V] = bias_add(unbiased[O,V], unembed_bias[V])"] if self.model.logit_bias else []),
             *(["logits[O,V] = softcap(uncapped[O,V])"] if softcap else []),
         ]
         for name, dims, role, dtype in (
             ("last", ("O",), "position", ""),
+            ("unbiased", ("O", "V"), "activation", "fp32"),
             ("uncapped", ("O", "V"), "activation", "fp32"),
             ("logits", ("O", "V"), "output", "fp32"),
         ):

@@ -17,8 +17,8 @@ it writes. Each product that makes a cotangent, of the stream and of a table tha
 
 
 def num_cotangents(step: Step) -> int:
-    """Returns the number of cotangents that a step makes: of the stream, and of the table if it trains."""
-    return {"chunked_logits_statistics": 0, "fused_head": len(step.more)}.get(step.op, len(step.results))
+    """Returns the number of cotangents that a step makes by a product: of the stream, and of a table that trains."""
+    return 0 if step.op == "chunked_logits_statistics" else sum("D" in array.dims for array in step.results)
 
 
 def backward_flops(step: Step, sizes: OpSizes) -> Number:
@@ -42,7 +42,7 @@ def num_chunks(step: Step, sizes: OpSizes) -> Number:
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts inputs and results (the table and its gradient or slope once for every chunk) and passes over logits."""
     num_out = num_cotangents(step)
-    tables = (step.inputs[1], *(step.more[-1:] if num_out == 2 else ()))
+    tables = (step.inputs[1], *(array for array in step.results if array.dims == step.inputs[1].dims))
     reread = (num_chunks(step, sizes) - 1) * sizes.total(*tables)
     return stream(step, sizes) + reread + (PASSES[step.op] + num_out) * DTYPE_BYTES["fp32"] * local_logits(step, sizes)
 

@@ -28,7 +28,7 @@ class _Head:
     """
 
     def __init__(self, tape: Tape) -> None:
-        self.x, self.table, self.labels = tape.inputs
+        self.x, self.table, self.labels, *bias = tape.inputs
         declared_logits = tape.declared("logits")
         self.left, self.right = align(self.x, self.table, declared_logits)
         self.logits = local_product(self.left, self.right, declared_logits).replace(dtype="fp32")
@@ -37,6 +37,8 @@ class _Head:
             raise InputError(f"D is split over {names}; the loss head needs it whole. Assign {names} to another dim.")
         self.labels_of_logits, self.labels_of_stream = self.labels.like(self.logits), self.labels.like(self.x)
         self.vocabulary_axes = self.logits.axes_of("V")
+        self.declared_bias = tuple(bias)  # of the logits: one array, or none
+        self.bias = tuple(array.resharded({"V": self.vocabulary_axes}) for array in bias)
         row_dims = ("B", "T")
         row_axes = tuple(self.logits.axes_of(d) for d in row_dims)
         self.peak, self.total, self.picked = (
@@ -59,12 +61,13 @@ def forward(tape: Tape) -> None:
         tape.move(*pair)
         for pair in ((head.x, head.left), (head.table, head.right), (head.labels, head.labels_of_logits))
     )
+    bias = tuple(map(tape.move, head.declared_bias, head.bias))
     statistics = (head.peak, head.total, head.picked)
     if head.in_chunks:
-        tape.run("chunked_logits_statistics", (x, table, local_labels), *statistics, details=head.details)
+        tape.run("chunked_logits_statistics", (x, table, local_labels, *bias), *statistics, details=head.details)
     else:
         tape.run("einsum", (x, table), head.logits)
-        tape.run("logits_statistics", (head.logits, local_labels), *statistics, details=head.details)
+        tape.run("logits_statistics", (head.logits, local_labels, *bias), *statistics, details=head.details)
     if head.vocabulary_axes:
         max_step = Step(
             op="all_reduce", inputs=(head.peak,), result=head.whole_peak, axes=head.vocabulary_axes, reduction="max"
@@ -87,17 +90,26 @@ def backward(tape: Tape) -> None:
     dx, dtable = tape.dinputs[0].like(head.left), tape.dinputs[1].like(head.right)
     dx, dtable = dx.replace(unreduced=head.vocabulary_axes), dtable.replace(unreduced=head.peak.spread)
     tape.need(head.whole_peak)
-    operands = (head.labels_of_logits, head.whole_peak, *row_cotangents)
+    operands = (head.labels_of_logits, head.whole_peak, *row_cotangents, *head.bias)
+    dbias = [
+        d.like(bias).replace(unreduced=head.peak.spread) for bias, d in zip(head.bias, tape.dinputs[3:], strict=True)
+    ]
+    trained = zip((tape.op.inputs[1], *tape.op.inputs[3:]), (dtable, *dbias), strict=True)
+    cotangents = {name: array for name, array in trained if name in tape.shardings.differentiated}
     if head.in_chunks:
         tape.need(head.labels_of_logits)
-        cotangents = (dx, dtable) if tape.op.inputs[1] in tape.shardings.differentiated else (dx,)
-        tape.run("chunked_logits_backward", (head.left, head.right, *operands), *cotangents, details=head.details)
-        tape.contribute(tape.op.inputs[1], dtable)
+        chunk_inputs = (head.left, head.right, *operands)
+        tape.run("chunked_logits_backward", chunk_inputs, dx, *cotangents.values(), details=head.details)
+        for name, array in cotangents.items():
+            tape.contribute(name, array)
         tape.contribute(tape.op.inputs[0], dx)
         return
     # of the state's dtype, in which the products that use it run at full rate
     dlogits = head.logits.replace(name="dlogits", dtype="")
     tape.run("logits_backward", (head.logits, *operands), dlogits, details=head.details)
+    for name, array in zip(tape.op.inputs[3:], dbias, strict=True):
+        tape.run("bias_add_backward", (dlogits,), array)
+        tape.contribute(name, array)
     tape.move(head.x, head.left)
     tape.run("einsum", (head.left, dlogits), dtable)
     tape.contribute(tape.op.inputs[1], dtable)

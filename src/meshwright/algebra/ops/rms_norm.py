@@ -1,4 +1,5 @@
-"""RMS norm of each row, and the rules that norms share: a row is reduced over the dim of the scale."""
+"""RMS norm of each row, and the rules that norms share: a row is reduced over its last dim, which is the last of the
+scale; a scale with more dims, [N, H], has a row of its own for each head."""
 
 from functools import partial
 
@@ -10,11 +11,10 @@ from meshwright.algebra.tape import Tape, require_whole
 def forward(tape: Tape) -> None:
     """Normalises ``kind(x, scale)`` or ``kind(x, scale, bias)`` in the sharding of the row."""
     x, *vectors = tape.inputs
-    for dim in vectors[0].dims:
-        require_whole(x, dim, tape.op.kind)
-    whole_vectors = [tape.move(vector, _whole(vector)) for vector in vectors]
+    require_whole(x, x.dims[-1], tape.op.kind)
+    local_vectors = [tape.move(vector, _as_rows(vector, x)) for vector in vectors]
     local_out = tape.out.like(x)
-    tape.run(tape.op.kind, (x, *whole_vectors), local_out)
+    tape.run(tape.op.kind, (x, *local_vectors), local_out)
     tape.move(local_out, tape.out)
 
 
@@ -22,12 +22,15 @@ def backward(tape: Tape) -> None:
     """Makes the cotangents of the rows and of the vectors; those of vectors are sums over the device's rows."""
     x, scale, *_ = tape.inputs
     dx, *dvectors = tape.dinputs
-    vector_sums = [_whole(d).replace(unreduced=x.spread) for d in dvectors]
-    tape.run_backward((x, _whole(scale)), zip(tape.op.inputs, (dx, *vector_sums), strict=True))
+    scale = _as_rows(scale, x)
+    row_axes = tuple(axis for axis in x.spread if axis not in scale.spread)
+    vector_sums = [_as_rows(d, x).replace(unreduced=row_axes) for d in dvectors]
+    tape.run_backward((x, scale), zip(tape.op.inputs, (dx, *vector_sums), strict=True))
 
 
-def _whole(vector: ShardedArray) -> ShardedArray:
-    return vector.resharded(dict.fromkeys(vector.dims, ()))
+def _as_rows(vector: ShardedArray, x: ShardedArray) -> ShardedArray:
+    """Returns a vector split as the rows are; the dim of a row is whole."""
+    return vector.resharded({dim: x.axes_of(dim) for dim in vector.dims})
 
 
 def norm(name: str) -> OpKind:

@@ -5,6 +5,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
+from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.nn.collectives import first_index, own_entries
 from meshwright.nn.context import Context
@@ -42,14 +43,20 @@ def embed_backward(
     return (zero_table.at[row_indices].add(dout.astype(jnp.float32), mode="drop") * scale).astype(dout.dtype)
 
 
+def _first_row(context: Context, table: ShardedArray, num_rows: int) -> Int[Array, ""] | int:
+    """Returns the number that is looked up in the first row of a device's part; positions may begin at a later row."""
+    offset = context.model.position_offset if table.dims[0] == "P" else 0
+    return first_index(table.axes[0], num_rows) - offset
+
+
 def _embed(context: Context, step: Step, tokens: Array, table: Array) -> Array:
-    first_row = first_index(step.inputs[1].axes[0], table.shape[0])
+    first_row = _first_row(context, step.inputs[1], table.shape[0])
     return embed(tokens, table, first_row=first_row, scale=embed_scale(context.model, table.dtype))
 
 
 def _embed_backward(context: Context, step: Step, tokens: Array, dout: Array) -> Array:
     num_rows = context.local_size(step.result, step.result.dims[0])
-    first_row = first_index(step.result.axes[0], num_rows)
+    first_row = _first_row(context, step.result, num_rows)
     scale = embed_scale(context.model, dout.dtype)
     return embed_backward(tokens, dout, first_row=first_row, num_rows=num_rows, scale=scale)
 

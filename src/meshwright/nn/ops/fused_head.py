@@ -19,7 +19,7 @@ from meshwright.nn.experts.slots import ResidualStream
 from meshwright.nn.ops import of_arrays
 from meshwright.nn.ops.linear_cross_entropy import (
     Labels,
-    PerToken,
+    LogitBias,
     Statistics,
     head_arguments,
     logits_backward,
@@ -29,6 +29,8 @@ from meshwright.nn.ops.linear_cross_entropy import (
 )
 
 VocabularyTable = Float[Array, "D V"]
+NUM_ROWS = 3
+"""Per-token inputs of `logits_backward` besides labels: the largest logit and two cotangents."""
 _Carry = TypeVar("_Carry")
 _Result = TypeVar("_Result")
 
@@ -64,12 +66,14 @@ def _over_chunks(
     return carry, jax.tree.map(joined, chunks)
 
 
-def chunked_logits_statistics(x: ResidualStream, table: VocabularyTable, labels: Labels, **head: Any) -> Statistics:
+def chunked_logits_statistics(
+    x: ResidualStream, table: VocabularyTable, labels: Labels, *bias: LogitBias, **head: Any
+) -> Statistics:
     """Returns the statistics of the logits ``x * table``; ``head`` are the `head_arguments`."""
 
     def one(_: None, chunk_arrays: tuple[Array, Array]) -> tuple[None, Statistics]:
         x_chunk, labels_chunk = chunk_arrays
-        return None, logits_statistics(_logits(x_chunk, table), labels_chunk, **head)
+        return None, logits_statistics(_logits(x_chunk, table), labels_chunk, *bias, **head)
 
     statistics: Statistics = _over_chunks(one, None, x, labels)[1]
     return statistics
@@ -79,54 +83,59 @@ def _logits(x: Array, table: Array) -> Array:
     return contract("btd,dv->btv", x, table, dtype=jnp.float32)
 
 
-def _cotangents(x: Array, table: Array, dlogits: Array) -> tuple[Array, Array]:
-    """Returns the cotangents of the stream and, in float32, of the table."""
+def _cotangents(x: Array, table: Array, dlogits: Array) -> tuple[Array, Array, Array]:
+    """Returns the cotangents of the stream and, in float32, of the table and of a bias of the logits."""
     narrow_dlogits = dlogits.astype(x.dtype)
-    return contract("btv,dv->btd", narrow_dlogits, table), contract("btd,btv->dv", x, narrow_dlogits, dtype=jnp.float32)
+    dtable = contract("btd,btv->dv", x, narrow_dlogits, dtype=jnp.float32)
+    return contract("btv,dv->btd", narrow_dlogits, table), dtable, jnp.sum(dlogits, axis=(0, 1))
+
+
+def _zero_sums(*arrays: Array) -> list[Array]:
+    return [jnp.zeros(array.shape, jnp.float32) for array in arrays]
 
 
 def chunked_logits_backward(
     x: ResidualStream,
     table: VocabularyTable,
     labels: Labels,
-    *rows: PerToken,
+    *given: Array,
     **head: Any,
-) -> tuple[ResidualStream, VocabularyTable]:
-    """Returns cotangents of the stream and the table; ``rows`` are the per-token inputs of `logits_backward`, ``head``
-    the `head_arguments`."""
+) -> tuple[Array, ...]:
+    """Returns cotangents of the stream, the table and a bias; ``given`` are the further inputs of `logits_backward`,
+    ``head`` the `head_arguments`."""
+    rows, bias = given[:NUM_ROWS], given[NUM_ROWS:]
 
-    def one(dtable: Array, chunk_arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+    def one(sums: list[Array], chunk_arrays: tuple[Array, ...]) -> tuple[list[Array], Array]:
         x_chunk, *rows = chunk_arrays
-        dlogits = logits_backward(_logits(x_chunk, table), *rows, **head)
-        dx, dtable_chunk = _cotangents(x_chunk, table, dlogits)
-        return dtable + dtable_chunk, dx
+        dlogits = logits_backward(_logits(x_chunk, table), *rows, *bias, **head)
+        dx, *chunk_sums = _cotangents(x_chunk, table, dlogits)
+        return [total + part for total, part in zip(sums, chunk_sums, strict=False)], dx
 
-    dtable, dx = _over_chunks(one, jnp.zeros(table.shape, jnp.float32), x, labels, *rows)
-    return dx, dtable.astype(table.dtype)
+    sums, dx = _over_chunks(one, _zero_sums(table, *bias), x, labels, *rows)
+    return dx, *(total.astype(table.dtype) for total in sums)
 
 
 def fused_head(
-    x: ResidualStream, table: VocabularyTable, labels: Labels, *, z_loss: float = 0.0, **head: Any
-) -> tuple[Float[Array, ""], ResidualStream, VocabularyTable]:
-    """Returns the summed loss and its slopes in the stream and in the whole table.
+    x: ResidualStream, table: VocabularyTable, labels: Labels, *bias: LogitBias, z_loss: float = 0.0, **head: Any
+) -> tuple[Array, ...]:
+    """Returns the summed loss and its slopes in the stream, the whole table and a bias.
 
-    All three use the same logits. Under `jax.jit` a caller pays only for the results that it uses.
+    All use the same logits. Under `jax.jit` a caller pays only for the results that it uses.
     """
     head = {"first_row": 0, **head}
 
-    def one(carry: tuple[Array, Array], chunk_arrays: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        (loss, dtable), (x_chunk, labels_chunk) = carry, chunk_arrays
+    def one(carry: list[Array], chunk_arrays: tuple[Array, Array]) -> tuple[list[Array], Array]:
+        x_chunk, labels_chunk = chunk_arrays
         logits = _logits(x_chunk, table)
-        peak, exp_sum, label_logits = logits_statistics(logits, labels_chunk, **head)
+        peak, exp_sum, label_logits = logits_statistics(logits, labels_chunk, *bias, **head)
         loss_chunk = sum_loss(peak, exp_sum, label_logits, labels_chunk, z_loss=z_loss)
         slopes = sum_loss_backward(jnp.float32(1), peak, exp_sum, labels_chunk, z_loss=z_loss)
-        dlogits = logits_backward(logits, labels_chunk, peak, *slopes, **head)
-        dx, dtable_chunk = _cotangents(x_chunk, table, dlogits)
-        return (loss + loss_chunk, dtable + dtable_chunk), dx
+        dlogits = logits_backward(logits, labels_chunk, peak, *slopes, *bias, **head)
+        dx, *chunk_sums = _cotangents(x_chunk, table, dlogits)
+        return [total + part for total, part in zip(carry, (loss_chunk, *chunk_sums), strict=False)], dx
 
-    zero_sums = (jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32))
-    (loss, dtable), dx = _over_chunks(one, zero_sums, x, labels)
-    return loss, dx, dtable.astype(table.dtype)
+    (loss, *sums), dx = _over_chunks(one, [jnp.zeros((), jnp.float32), *_zero_sums(table, *bias)], x, labels)
+    return loss, dx, *(total.astype(table.dtype) for total in sums)
 
 
 def _as_dv(step: Step, table: Array) -> Array:
@@ -134,20 +143,21 @@ def _as_dv(step: Step, table: Array) -> Array:
     return table if step.inputs[1].dims == ("D", "V") else table.T
 
 
-def _statistics(context: Context, step: Step, x: Array, table: Array, labels: Array) -> Statistics:
-    return chunked_logits_statistics(x, _as_dv(step, table), labels, **head_arguments(context, step, 1, table))
+def _statistics(context: Context, step: Step, x: Array, table: Array, *given: Array) -> Statistics:
+    return chunked_logits_statistics(x, _as_dv(step, table), *given, **head_arguments(context, step, 1, table))
 
 
 def _backward(context: Context, step: Step, *given: Array) -> tuple[Array, ...]:
-    x, table, *per_token = given
-    dx, dtable = chunked_logits_backward(x, _as_dv(step, table), *per_token, **head_arguments(context, step, 1, table))
-    return (dx, _as_dv(step, dtable))[: len(step.results)]
-
-
-def _fused(context: Context, step: Step, x: Array, table: Array, labels: Array) -> tuple[Array, ...]:
+    x, table, *others = given
     head_options = head_arguments(context, step, 1, table)
-    loss, dx, dtable = fused_head(x, _as_dv(step, table), labels, z_loss=step.details.z_loss, **head_options)
-    return (loss, dx, _as_dv(step, dtable))[: len(step.results)]
+    dx, dtable, *dbias = chunked_logits_backward(x, _as_dv(step, table), *others, **head_options)
+    return (dx, _as_dv(step, dtable), *dbias)[: len(step.results)]
+
+
+def _fused(context: Context, step: Step, x: Array, table: Array, *given: Array) -> tuple[Array, ...]:
+    head_options = head_arguments(context, step, 1, table)
+    loss, dx, dtable, *dbias = fused_head(x, _as_dv(step, table), *given, z_loss=step.details.z_loss, **head_options)
+    return (loss, dx, _as_dv(step, dtable), *dbias)[: len(step.results)]
 
 
 STEPS = {

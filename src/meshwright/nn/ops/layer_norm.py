@@ -1,25 +1,46 @@
 """Layer norm of rows, forward and backward, in float32 whatever the dtype of the stream."""
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from meshwright.nn.ops.rms_norm import ModelRows, ModelVector, norm_backward, normed_rows, over_rows, sum_rows
+from meshwright.algebra.steps import Step
+from meshwright.nn.context import Context
+from meshwright.nn.ops.rms_norm import (
+    ModelRows,
+    ModelVector,
+    RmsForm,
+    norm_backward,
+    normed_rows,
+    over_rows,
+    rms_form,
+    scale_over_rows,
+    sum_rows,
+)
 
 
-def layer_norm(x: ModelRows, scale: ModelVector, bias: ModelVector, *, eps: float, alike: bool = False) -> ModelRows:
-    """Returns ``(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`` over the last dim; ``alike``: see `Context`."""
-    normed, _ = normed_rows(x, eps, centred=True, alike=alike)
-    return (normed * over_rows(scale, x) + over_rows(bias, x)).astype(x.dtype)
+def layer_norm(x: ModelRows, scale: ModelVector, bias: ModelVector | None, form: RmsForm) -> ModelRows:
+    """Returns ``(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`` over the last dim; ``* (1 + scale)`` with
+    ``unit_offset``."""
+    normed, _ = normed_rows(x, form.eps, centred=True, alike=form.alike)
+    scaled = normed * scale_over_rows(scale, x, form)
+    return (scaled if bias is None else scaled + over_rows(bias, x)).astype(x.dtype)
 
 
 def layer_norm_backward(
-    dout: ModelRows, x: ModelRows, scale: ModelVector, *, eps: float
+    dout: ModelRows, x: ModelRows, scale: ModelVector, form: RmsForm
 ) -> tuple[ModelRows, ModelVector, ModelVector]:
     """Returns the cotangents of x, scale and bias; with g = dout * scale, dx = (g - mean(g) - n mean(g n)) / std."""
-    dx, dscale = norm_backward(dout, x, over_rows(scale.astype(jnp.float32), x), eps, centred=True)
-    return dx, dscale.astype(scale.dtype), sum_rows(dout.astype(jnp.float32)).astype(scale.dtype)
+    dx, dscale = norm_backward(dout, x, scale, form, centred=True)
+    dbias = sum_rows(dout.astype(jnp.float32), scale.ndim)
+    return dx, dscale.astype(scale.dtype), dbias.astype(scale.dtype)
 
 
-STEPS = {
-    "layer_norm": lambda context, step, *given: layer_norm(*given, eps=context.model.norm_eps, alike=context.alike),
-    "layer_norm_backward": lambda context, step, *given: layer_norm_backward(*given, eps=context.model.norm_eps),
-}
+def _forward(context: Context, step: Step, x: Array, scale: Array, *bias: Array) -> Array:
+    return layer_norm(x, scale, bias[0] if bias else None, rms_form(context.model)._replace(alike=context.alike))
+
+
+def _backward(context: Context, step: Step, dout: Array, x: Array, scale: Array) -> tuple[Array, ...]:
+    return layer_norm_backward(dout, x, scale, rms_form(context.model))[: len(step.results)]
+
+
+STEPS = {"layer_norm": _forward, "layer_norm_backward": _backward}

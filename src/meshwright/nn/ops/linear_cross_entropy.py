@@ -24,6 +24,7 @@ from meshwright.nn.ops import of_arrays
 PerToken = Float[Array, "B T"]
 Labels = Int[Array, "B T"]
 TokenLogits = Float[Array, "B T V"]
+LogitBias = Float[Array, " V"]
 FirstRow = Int[Array, ""] | int
 Statistics = tuple[PerToken, PerToken, PerToken]
 
@@ -34,10 +35,16 @@ def is_token(logits: TokenLogits, first_row: FirstRow, vocab_size: int) -> Array
 
 
 def logits_statistics(
-    logits: TokenLogits, labels: Labels, *, first_row: FirstRow, softcap: float = 0.0, vocab_size: int = 0
+    logits: TokenLogits,
+    labels: Labels,
+    *bias: LogitBias,
+    first_row: FirstRow,
+    softcap: float = 0.0,
+    vocab_size: int = 0,
 ) -> Statistics:
-    """Returns per token, over the local part of V: largest logit, sum of exp(logit - largest), label's logit or 0."""
-    logits = capped(logits, softcap)
+    """Returns per token, over the local part of V: largest logit, sum of exp(logit - largest), label's logit or 0. Here
+    and below ``bias`` is nothing, or a bias of the logits."""
+    logits = capped(_biased(logits, bias), softcap)
     if vocab_size:
         # Not infinite: the largest logit of a device that has padding only would give NaN.
         logits = jnp.where(is_token(logits, first_row, vocab_size), logits, jnp.finfo(logits.dtype).min)
@@ -46,6 +53,10 @@ def logits_statistics(
     local_label, is_own = own_entries(labels, first_row, logits.shape[-1])
     label_logits = jnp.take_along_axis(logits, local_label[..., None], axis=-1)[..., 0]
     return peak, exp_sum, jnp.where(is_own, label_logits, 0.0)
+
+
+def _biased(logits: Array, bias: tuple[Array, ...]) -> Array:
+    return logits + bias[0].astype(logits.dtype)[None, None] if bias else logits
 
 
 def rescale(total: PerToken, local_peak: PerToken, peak: PerToken) -> PerToken:
@@ -76,14 +87,14 @@ def logits_backward(
     peak: PerToken,
     dscaled: PerToken,
     dpicked: PerToken,
-    *,
+    *bias: LogitBias,
     first_row: FirstRow,
     softcap: float = 0.0,
     vocab_size: int = 0,
 ) -> TokenLogits:
     """Returns the cotangents of logits: ``dscaled * exp(capped - peak)``, plus ``dpicked`` at the label; all of it
     times the slope of the cap, and 0 for padding."""
-    soft_logits = capped(logits, softcap)
+    soft_logits = capped(_biased(logits, bias), softcap)
     is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == (labels - first_row)[..., None]
     dlogits = dscaled[..., None] * jnp.exp(soft_logits - peak[..., None]) + jnp.where(is_label, dpicked[..., None], 0.0)
     dlogits = dlogits * (1 - (soft_logits / softcap) ** 2) if softcap else dlogits
@@ -101,8 +112,8 @@ def head_arguments(context: Context, step: Step, position: int, value: Array) ->
 
 
 STEPS = {
-    "logits_statistics": lambda context, step, logits, labels: logits_statistics(
-        logits, labels, **head_arguments(context, step, 0, logits)
+    "logits_statistics": lambda context, step, logits, *given: logits_statistics(
+        logits, *given, **head_arguments(context, step, 0, logits)
     ),
     "logits_backward": lambda context, step, logits, *given: logits_backward(
         logits, *given, **head_arguments(context, step, 0, logits)

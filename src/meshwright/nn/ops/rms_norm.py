@@ -16,7 +16,7 @@ from meshwright.nn.order import sum_of_halves
 from meshwright.spec.model import Model
 
 ModelRows = Float[Array, "*rows D"]
-ModelVector = Float[Array, " D"]
+ModelVector = Float[Array, "*heads D"]
 
 LATENT_NORM_EPS = 1e-6
 LATENT_NORM_PREFIXES = ("q_a_norm", "kv_a_norm")
@@ -47,8 +47,8 @@ def rms_norm(x: ModelRows, scale: ModelVector, form: RmsForm) -> ModelRows:
     """Returns ``x / sqrt(mean(x**2) + eps) * scale`` over the last dim; ``* (1 + scale)`` with ``unit_offset``."""
     normed, _ = normed_rows(x, form.eps, alike=form.alike)
     if form.wide_scale:
-        return (normed * _multiplier(scale, x, form)).astype(x.dtype)
-    return normed.astype(x.dtype) * _multiplier(scale, x, form, x.dtype)
+        return (normed * scale_over_rows(scale, x, form)).astype(x.dtype)
+    return normed.astype(x.dtype) * scale_over_rows(scale, x, form, x.dtype)
 
 
 def rms_norm_backward(
@@ -58,7 +58,7 @@ def rms_norm_backward(
 
     With n the normed row and g = dout * scale: dx = (g - n mean(g n)) / rms, dscale = sum over rows of dout * n.
     """
-    dx, dscale = norm_backward(dout, x, _multiplier(scale, x, form), form.eps)
+    dx, dscale = norm_backward(dout, x, scale, form)
     return dx, dscale.astype(scale.dtype)
 
 
@@ -75,30 +75,31 @@ def normed_rows(x: Array, eps: float, *, centred: bool = False, alike: bool = Fa
     return wide_rows * inverse_rms, inverse_rms
 
 
-def norm_backward(dout: Array, x: Array, scale: Array, eps: float, *, centred: bool = False) -> tuple[Array, Array]:
-    """Returns cotangents of the rows and, in float32, of ``scale``, which multiplies the normed rows."""
-    normed, inverse_rms = normed_rows(x, eps, centred=centred)
+def norm_backward(dout: Array, x: Array, scale: Array, form: RmsForm, *, centred: bool = False) -> tuple[Array, Array]:
+    """Returns cotangents of the rows and, in float32, of the scale."""
+    normed, inverse_rms = normed_rows(x, form.eps, centred=centred)
     wide_dout = dout.astype(jnp.float32)
-    dnormed = wide_dout * scale
+    dnormed = wide_dout * scale_over_rows(scale, x, form)
     projection = normed * jnp.mean(dnormed * normed, axis=-1, keepdims=True)
     if centred:
         dnormed = dnormed - jnp.mean(dnormed, axis=-1, keepdims=True)
-    return (inverse_rms * (dnormed - projection)).astype(x.dtype), sum_rows(wide_dout * normed)
+    return (inverse_rms * (dnormed - projection)).astype(x.dtype), sum_rows(wide_dout * normed, scale.ndim)
 
 
-def _multiplier(scale: Array, x: Array, form: RmsForm, dtype: DTypeLike = jnp.float32) -> Array:
+def scale_over_rows(scale: Array, x: Array, form: RmsForm, dtype: DTypeLike = jnp.float32) -> Array:
+    """Returns what normed rows are multiplied by, in ``dtype`` and the rank of ``x``."""
     wide_scale = scale.astype(jnp.float32)
     return over_rows((1.0 + wide_scale if form.unit_offset else wide_scale).astype(dtype), x)
 
 
 def over_rows(vector: Array, x: Array) -> Array:
-    """Reshapes a vector over the last dim to the rank of ``x``."""
-    return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
+    """Reshapes a vector over the last dims to the rank of ``x``."""
+    return vector.reshape((1,) * (x.ndim - vector.ndim) + vector.shape)
 
 
-def sum_rows(x: Array) -> Array:
-    """Sums over all dims but the last."""
-    return jnp.sum(x, axis=tuple(range(x.ndim - 1)))
+def sum_rows(x: Array, num_dims: int = 1) -> Array:
+    """Sums over all dims but the last ``num_dims``."""
+    return jnp.sum(x, axis=tuple(range(x.ndim - num_dims)))
 
 
 def _form(context: Context, scale_name: str) -> RmsForm:
