@@ -1,9 +1,9 @@
 """Layout of each weight in a published checkpoint, used for reading and writing.
 
 A `StoredPart` names the tensor that holds one layer (or one expert) of a weight, and the part of the tensor as a box
-of a view of it: dims in their stored order, some of them merged into one, each sliced from ``start`` in steps. Every
-layout of a family (linear layers stored [out, in], GPT-2's stored [in, out], fused q/k/v and gate/up one after the
-other or interleaved, experts one by one or stacked) is such a box.
+of a view of it: dims in their stored order, some of them merged into one, each sliced from ``start`` in steps, some
+entries at each. Every layout of a family (linear layers stored [out, in], GPT-2's stored [in, out], fused q/k/v and
+gate/up one after the other or interleaved, experts one by one or stacked) is such a box.
 """
 
 import math
@@ -27,16 +27,28 @@ ROWS_AT_ONCE = 4096
 
 
 class StoredDim(NamedTuple):
-    """One dim of a weight in a stored tensor: index in the weight, size as stored, start and step of its slice."""
+    """One dim of a weight in a stored tensor: index in the weight, size as stored, start and step of its slice, and how
+    many entries follow each other at each step."""
 
     dim: int
     size: int
     start: int = 0
     step: int = 1
+    run: int = 1
 
-    def stored(self, part: slice) -> slice:
-        """Returns the slice of the stored dim that has the part of the weight's dim."""
-        return slice(self.start + self.step * part.start, self.start + self.step * (part.stop - 1) + 1, self.step)
+    def span(self, part: slice) -> tuple[int, int]:
+        """Returns the first entry of the stored dim that has some of a part of the weight's dim, and the one after the
+        last."""
+        first, last = (self.start + i // self.run * self.step + i % self.run for i in (part.start, part.stop - 1))
+        return first, last + 1
+
+    def stored(self, part: slice, first: int = 0) -> slice | np.ndarray:
+        """Returns where a part of the weight's dim is in the stored dim from its entry ``first`` on."""
+        if self.run > 1:
+            entries = np.arange(part.start, part.stop)
+            return self.start - first + entries // self.run * self.step + entries % self.run
+        start, stop = self.span(part)
+        return slice(start - first, stop - first, self.step)
 
 
 class StoredPart(NamedTuple):
@@ -61,10 +73,10 @@ class StoredPart(NamedTuple):
         stored_box = tensors[self.tensor][tuple(_narrowed(axis, box) for axis in self.axes)]
         dims = [dim for axis in self.axes for dim in axis]
         majors = {axis[0].dim for axis in self.axes if axis}
-        slices = [a.stored(box[a.dim]) for a in dims]
-        sizes = [span.stop - span.start if a.dim in majors else a.size for a, span in zip(dims, slices, strict=True)]
-        index = [slice(None, None, a.step) if a.dim in majors else span for a, span in zip(dims, slices, strict=True)]
-        return stored_box.reshape(sizes)[tuple(index)].transpose(np.argsort([a.dim for a in dims]))
+        spans = [a.span(box[a.dim]) if a.dim in majors else (0, a.size) for a in dims]
+        index = tuple(a.stored(box[a.dim], first) for a, (first, _) in zip(dims, spans, strict=True))
+        read_dims = stored_box.reshape([stop - first for first, stop in spans])
+        return read_dims[index].transpose(np.argsort([a.dim for a in dims]))
 
     def put(self, stored: np.ndarray, value: np.ndarray) -> None:
         """Writes the weight into its part of a stored tensor."""
@@ -77,13 +89,17 @@ def _narrowed(axis: tuple[StoredDim, ...], box: Box) -> slice:
     if not axis:
         return slice(0, 1)
     inner_size = math.prod(dim.size for dim in axis[1:])
-    major_slice = axis[0].stored(box[axis[0].dim])
-    return slice(major_slice.start * inner_size, major_slice.stop * inner_size)
+    start, stop = axis[0].span(box[axis[0].dim])
+    return slice(start * inner_size, stop * inner_size)
 
 
-PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.")
+PREFIXES = (
+    *("", "model.", "transformer.", "language_model.model.", "model.language_model."),
+    *("gpt_neox.", "decoder.", "model.decoder."),
+)
 """Prefixes of tensor names in checkpoints, some of which omit the model's own prefix."""
 
+_HEAD = "lm_head.weight"
 _HEADS = ("wq", "wk", "wv", "bq", "bk", "bv")
 _STACKED = {"w_gate": "gate_up_proj", "w_up": "gate_up_proj", "w_down": "down_proj"}
 
@@ -101,12 +117,13 @@ def stored_parts(model: Model, names: Collection[str] = ()) -> Iterator[StoredPa
             weights_by_pattern.setdefault(name_of(weight), []).append(weight)
     for variable, weight in rows(model).items():
         tensor_pattern = name_of(weight)
-        is_one_by_one = "{expert}" in tensor_pattern
+        is_one_by_one = any(field in tensor_pattern for field in ("{expert}", "{head}"))
         joined_weights = [w for w in weights_by_pattern[tensor_pattern] if set(weight.layers) <= set(w.layers)]
         axes = _axes(model, weight, joined_weights, one_by_one=is_one_by_one)
         leading_sizes = ([len(weight.layers)] if weight.layers else []) + ([weight.shape[0]] if is_one_by_one else [])
         for leading in np.ndindex(*leading_sizes):
-            number_by_field = {"layer": weight.layers[leading[0]], "expert": leading[-1]} if leading else {}
+            numbers = (weight.layers[leading[0]], leading[-1], leading[-1]) if leading else ()
+            number_by_field = dict(zip(("layer", "expert", "head"), numbers, strict=False))
             yield StoredPart(variable, leading, tensor_pattern.format(**number_by_field), axes)
 
 
@@ -123,6 +140,8 @@ def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
     renamed_parts = formats()[model.family].in_memory if is_stacked else {}
 
     def name_of(weight: Weight) -> str:
+        if weight.name == "unembed" and _HEAD in names:  # as GPT-NeoX's embed_out is in the memory of transformers 5
+            return _HEAD
         name = weight.hf_name
         for published_part, part in renamed_parts.items():
             name = name.replace(published_part, part)
@@ -136,17 +155,21 @@ def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
 def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: bool) -> tuple[tuple[StoredDim, ...], ...]:
     """Returns the stored dims, in their order, of a weight that shares its tensor with ``joined``.
 
-    Weights of one tensor are concatenated along a dim; gpt-oss interleaves gate and up.
+    Weights of one tensor are concatenated along a dim, or alternate: gate and up of each entry of gpt-oss, queries, key
+    and value of each kv head.
     """
     has_experts = weight.part == "experts"
-    first_dim = 1 if has_experts and one_by_one else 0
+    first_dim = 1 if one_by_one else 0
     stored_dims = [StoredDim(dim, dim_size) for dim, dim_size in enumerate(weight.shape[first_dim:])]
     if len(joined) > 1:
         shared_dim = -2 if local_name(weight).removesuffix("_lora_b") in _HEADS else -1
         part_sizes = [part.shape[shared_dim] for part in joined]
         position = [part.name for part in joined].index(weight.name)
-        start, step = (position, len(part_sizes)) if model.family == "gpt_oss" else (sum(part_sizes[:position]), 1)
-        stored_dims[shared_dim] = StoredDim(stored_dims[shared_dim].dim, sum(part_sizes), start, step)
+        start, step, run = sum(part_sizes[:position]), 1, 1
+        if formats()[model.family].interleaved:
+            num_groups = min(part_sizes)
+            start, step, run = (size // num_groups for size in (start, sum(part_sizes), part_sizes[position]))
+        stored_dims[shared_dim] = StoredDim(stored_dims[shared_dim].dim, sum(part_sizes), start, step, run)
     expert_dims = [(stored_dims.pop(0),)] if has_experts and not one_by_one else []
     return (*expert_dims, *_stored_order(model, weight, stored_dims, weight.dims[1:] if has_experts else weight.dims))
 
@@ -157,7 +180,7 @@ def _stored_order(
     """Orders dims as stored: [out, in] in a linear layer; [in, out] in GPT-2's layers and gpt-oss's experts."""
     if weight.name == "layers.shared.gate" or (model.family == "ernie4_5_moe" and weight.part == "buffer") or not dims:
         return ((), *([tuple(stored_dims)] if dims else []))
-    if weight.part == "embedding" or dims[0] == "R":  # tables
+    if weight.part == "embedding" or dims[0] == "R" or (weight.part == "norm" and model.head_qk_norm):  # tables
         return tuple((dim,) for dim in stored_dims)
     if weight.kind == "vector":
         return (tuple(stored_dims),)
@@ -192,7 +215,8 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
 IGNORED = ("*.rotary_emb.*inv_freq", "*.e_score_correction_bias")
 """Tensors that follow from the config, and corrections of routers, which only models with sigmoid routers read."""
 IGNORED_OF = {
-    "gpt2": ("*.attn.bias", "*.attn.masked_bias"),  # the causal mask
+    **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode"), ("*.attn.bias", "*.attn.masked_bias")),  # the causal mask
+    "gpt_neox": ("*.attention.bias", "*.attention.masked_bias"),
     "gemma3": ("*vision_tower.*", "*multi_modal_projector.*"),
     **dict.fromkeys(("t5", "mt5"), ("*.EncDecAttention.relative_attention_bias.weight",)),  # early files have it
     # layers for tokens after the next, if they are not asked for

@@ -49,6 +49,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     in_memory: dict[str, str] = {}
     alike: tuple[str, ...] = ()
     global_unrotated: bool = False
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         for field in (*self.fixed, *self.without):
