@@ -23,6 +23,20 @@ _BASE: dict[str, Any] = {
 _SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _WITHOUT_HEAD_DIM = {key: value for key, value in _BASE.items() if key != "head_dim"}
+_LAYER_NORM = {key: value for key, value in _BASE.items() if key != "rms_norm_eps"}
+_SQUARE = {key: value for key, value in _LAYER_NORM.items() if key != "head_dim"}
+_NEOX = {key: value for key, value in _LAYER_NORM.items() if key not in ("head_dim", "num_key_value_heads")}
+_SAME_FF = {key: value for key, value in _NEOX.items() if key != "intermediate_size"}
+_GPT = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "vocab_size": VOCAB,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": True,
+}
 _LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
@@ -108,17 +122,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | _GEMMA4
     | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
     | {"final_logit_softcapping": 3.0},
-    "gpt2": {
-        "model_type": "gpt2",
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-        "vocab_size": VOCAB,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": True,
-    },
+    "gpt2": _GPT | {"model_type": "gpt2"},
     "phi3": _BASE | {"model_type": "phi3", "partial_rotary_factor": 0.5, "sliding_window": WINDOW},
     "phi3-longrope": _BASE
     | {"model_type": "phi3", "sliding_window": None, "original_max_position_embeddings": 16}
@@ -193,6 +197,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}},
     "hunyuan_v1_moe": _BASE | {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2, 2]},
     "arcee": _BASE | {"model_type": "arcee", "mlp_bias": True, "rope_scaling": _YARN},
+    "starcoder2": _LAYER_NORM | {"model_type": "starcoder2", "sliding_window": WINDOW, "tie_word_embeddings": False},
+    "gpt_neox": _NEOX | {"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 40, "rotary_emb_base": 500},
+    "gpt_neox-in-turn": _NEOX
+    | {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True},
+    "nemotron": _LAYER_NORM | {"model_type": "nemotron", "attention_bias": True, "mlp_bias": True, "norm_eps": 1e-5},
+    "stablelm": _SQUARE
+    | {"model_type": "stablelm", "use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True}
+    | {"partial_rotary_factor": 0.5},
+    "stablelm-in-turn": _SQUARE | {"model_type": "stablelm", "hidden_size": 40, "partial_rotary_factor": 0.4},
+    "phi": _LAYER_NORM | {"model_type": "phi", "partial_rotary_factor": 0.4, "layer_norm_eps": 1e-5},
+    "cohere": _LAYER_NORM | {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3, "layer_norm_eps": 1e-4},
+    "cohere2": _LAYER_NORM
+    | {"model_type": "cohere2", "sliding_window": WINDOW, "sliding_window_pattern": 2, "attention_bias": True},
+    "falcon": _SAME_FF | {"model_type": "falcon", "ffn_hidden_size": 48, "bias": True},
+    "falcon-groups": _SAME_FF
+    | {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+    "falcon-one-norm": _SAME_FF
+    | {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    "falcon-in-turn": _SAME_FF | {"model_type": "falcon", "parallel_attn": False, "multi_query": False},
+    "opt": _SAME_FF | {"model_type": "opt", "ffn_dim": 48},
+    "gpt_bigcode": _GPT | {"model_type": "gpt_bigcode", "n_inner": 48},
+    "gpt_bigcode-many": _GPT | {"model_type": "gpt_bigcode", "multi_query": False},
+    "gptj": _GPT | {"model_type": "gptj", "n_embd": 40, "rotary_dim": 6, "n_inner": 48, "tie_word_embeddings": False},
 }
 """Name of a case -> its config.json."""
 

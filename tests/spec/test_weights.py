@@ -21,6 +21,8 @@ _DENSE = {
     "num_key_value_heads": 2,
     "vocab_size": 128,
 }
+_MANY = {key: value for key, value in _DENSE.items() if key != "num_key_value_heads"}
+_FALCON = {key: value for key, value in _MANY.items() if key != "intermediate_size"}
 _MLA = {"kv_lora_rank": 16, "q_lora_rank": 24, "first_k_dense_replace": 1, "moe_intermediate_size": 32}
 _MLA |= {"n_routed_experts": 8, "num_experts_per_tok": 2}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -74,6 +76,20 @@ SMALL = {
     "hunyuan_v1_dense": _DENSE | {"attention_bias": True, "head_dim": 20},
     "hunyuan_v1_moe": _DENSE | {"num_experts": 4, "moe_topk": 2, "head_dim": 20},
     "arcee": _DENSE,
+    "starcoder2": _DENSE,
+    "nemotron": _DENSE | {"attention_bias": True, "mlp_bias": True},
+    "stablelm": _DENSE | {"qk_layernorm": True},
+    "stablelm-parallel": _DENSE | {"model_type": "stablelm", "use_parallel_residual": True, "use_qkv_bias": True},
+    "phi": _DENSE,
+    "cohere": _DENSE | {"use_qk_norm": True},
+    "cohere2": _DENSE,
+    "gpt_neox": _MANY,
+    "falcon": _FALCON,
+    "falcon-groups": _FALCON | {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-in-turn": _FALCON | {"model_type": "falcon", "parallel_attn": False, "bias": True},
+    "opt": _FALCON | {"ffn_dim": 80},
+    "gpt_bigcode": {"n_embd": 64, "n_layer": 3, "n_head": 4},
+    "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8},
 }
 
 
@@ -108,6 +124,7 @@ def canonical(name):
     for published, stacked in STACKED.items():
         name = name.replace(published, stacked)
     name = name.replace("language_model.model.", "model.")
+    name = name.replace("embed_out.", "lm_head.")  # as transformers 5 has it in memory
     name = re.sub(r"experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight", "experts.gate_up_proj", name)
     return re.sub(r"experts\.\d+\.(down_proj|w2)\.weight", "experts.down_proj", name)
 
@@ -125,10 +142,10 @@ def stored_elements(model):
     for row in weight_table(model):
         if row.tied_to or row.part == "buffer":
             continue
-        experts = range(row.shape[0]) if "{expert}" in row.hf_name else (0,)
+        experts = range(row.shape[0]) if "{expert}" in row.hf_name or "{head}" in row.hf_name else (0,)
         for layer in row.layers or (0,):
             size = math.prod(row.shape) // len(experts)
-            sizes += [(row.hf_name.format(layer=layer, expert=expert), size) for expert in experts]
+            sizes += [(row.hf_name.format(layer=layer, expert=expert, head=expert), size) for expert in experts]
     return elements_by_name(sizes)
 
 

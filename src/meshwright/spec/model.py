@@ -46,6 +46,17 @@ Family = Literal[
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "arcee",
+    "starcoder2",
+    "nemotron",
+    "stablelm",
+    "phi",
+    "cohere",
+    "cohere2",
+    "gpt_neox",
+    "falcon",
+    "opt",
+    "gpt_bigcode",
+    "gptj",
 ]
 FAMILIES: tuple[str, ...] = get_args(Family)
 """Families that are counted and planned; `Model.runs_here` says whether a model of one also runs."""

@@ -12,13 +12,13 @@ from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES
 from tests.nn.families import CONFIGS
 from tests.spec.hf.config_fields import table
-from tests.spec.hf.test_read import LLAMA, PAIRS, REQUIRED
+from tests.spec.hf.test_read import LLAMA, OWN_D_FF, PAIRS, REQUIRED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
 
 CASES = {name.removesuffix("_text"): LLAMA | keys | {"model_type": name} for name, keys in REQUIRED.items()}
+CASES |= {name: {key: value for key, value in CASES[name].items() if key != "intermediate_size"} for name in OWN_D_FF}
 CASES |= {name: keys | {"model_type": name} for name, keys in PAIRS.items()}
-CASES["gpt2"].pop("intermediate_size")
 
 
 def refused(family: str, **keys) -> str:
@@ -79,7 +79,7 @@ def test_a_scaling_of_sliding_layers_is_refused():
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("lama", "llama"), ("GPT-OSS", "gpt_oss"), ("deepseek-v3", "deepseek_v3")]
-    + [(name, "") for name in ("stablelm", "opt", "gpt_neox", "gemma3n", "llama4", "phi", "ministral", "qwen3_next")],
+    + [(name, "") for name in ("bloom", "mpt", "gemma3n", "llama4", "ministral", "qwen3_next")],
 )
 def test_only_a_spelling_of_a_family_is_suggested(name, meant):
     with pytest.raises(InputError) as caught:
@@ -174,7 +174,7 @@ WITHOUT_EFFECT = {
 
 
 _HEAD_DIM = ("qwen2", "qwen2_moe", "qwen3_moe", "phi3", "olmo2", "smollm3", "granite", "glm4_moe", "dots1", "exaone4")
-_HEAD_DIM += ("exaone_moe", "olmo3", "ernie4_5_moe")
+_HEAD_DIM += ("exaone_moe", "olmo3", "ernie4_5_moe", "starcoder2", "phi", "cohere")
 BY_GETATTR = dict.fromkeys(_HEAD_DIM, "head_dim") | {"minimax_m2": "rotary_dim"}
 """A key that code of a family reads though its configuration class does not have it."""
 
@@ -185,6 +185,7 @@ def test_no_key_is_honoured_that_transformers_ignores(family):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.AutoConfig.for_model(CASES[family]["model_type"])
     older = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern", "num_experts"}
+    older |= {"rotary_pct", "rotary_emb_base"}  # of gpt_neox
     by_getattr = {BY_GETATTR.get(family, "")}
     names = {*config.to_dict(), *config.attribute_map, "partial_rotary_factor"} | older | by_getattr
     honoured = formats()[family].known - names

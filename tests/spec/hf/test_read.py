@@ -72,7 +72,22 @@ REQUIRED = {
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "arcee": {},
+    "starcoder2": {"num_attention_heads": 8},
+    "nemotron": {},
+    "stablelm": {"num_attention_heads": 32},
+    "phi": {},
+    "cohere": {},
+    "cohere2": {},
+    "gpt_neox": {},
+    "falcon": {},
+    "opt": {"ffn_dim": 80},
+    "gpt_bigcode": {},
+    "gptj": {"rotary_dim": 8},
 }
+
+
+OWN_D_FF = ("gpt2", "falcon", "opt", "gpt_bigcode", "gptj")
+"""Families that have no key intermediate_size."""
 
 
 _T5 = {"d_model": 64, "d_kv": 24, "d_ff": 96, "num_layers": 3, "num_heads": 4, "vocab_size": 128}
@@ -109,14 +124,16 @@ def test_absent_keys_mean_what_transformers_means(model_type):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     keys = {**LLAMA, **REQUIRED[model_type]}
     keys.pop("model_type")
-    if model_type == "gpt2":
+    if model_type in OWN_D_FF:
         keys.pop("intermediate_size")
     theirs = transformers.AutoConfig.for_model(model_type, **keys)
     ours = model_from_config({"model_type": model_type, **keys})
-    assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", ours.num_heads)
+    num_kv_heads = 1 if getattr(theirs, "multi_query", False) else ours.num_heads
+    assert ours.num_kv_heads == (getattr(theirs, "num_key_value_heads", None) or num_kv_heads)
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.max_positions == theirs.max_position_embeddings
-    assert ours.norm_eps == getattr(theirs, "rms_norm_eps", getattr(theirs, "layer_norm_epsilon", None))
+    eps_names = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
+    assert ours.norm_eps == next((getattr(theirs, name) for name in eps_names if hasattr(theirs, name)), 1e-5)
     kinds = getattr(theirs, "layer_types", None)
     if kinds is not None:
         assert ours.sliding_layers == tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")

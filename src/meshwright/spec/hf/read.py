@@ -6,6 +6,7 @@ where published files leave them out (gpt2, gemma3).
 """
 
 import difflib
+import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -239,7 +240,9 @@ def _fields(config: _Config) -> HfFields:
         sliding_layers = fields.get("sliding_layers", ())
         fields["unrotated_layers"] = tuple(layer for layer in config.layers() if layer not in sliding_layers)
     if "rotary_dim" in form.computed and config.has("rotary_dim"):
-        fields.setdefault("rope_fraction", config.read("rotary_dim", int) / fields["head_dim"])
+        fields.setdefault("rope_fraction", _fraction(config.read("rotary_dim", int), fields["head_dim"]))
+    if family in ("falcon", "gpt_bigcode", "stablelm", "opt"):
+        fields |= _of_older_decoder(config, fields)
     if family == "qwen2_moe" and fields["d_ff_shared"]:
         fields |= {"num_shared_experts": 1, "shared_expert_gate": True}
     fields |= _encoder(config) | (_t5_fields(config) if config.has("feed_forward_proj") else {})
@@ -271,6 +274,37 @@ def _t5_fields(config: _Config) -> HfFields:
         "tied_embeddings": is_tied,
         "logit_divisor": config.read("d_model", int) ** 0.5 if is_divided else 1.0,
     }
+
+
+def _of_older_decoder(config: _Config, fields: HfFields) -> HfFields:
+    """Returns what follows from several keys of families with parallel blocks, learned positions or one kv head."""
+    family, num_heads = config.family, fields["num_heads"]
+    if family == "stablelm":
+        return {"shared_norm": fields["parallel_block"]}
+    if family == "gpt_bigcode":
+        return {"num_kv_heads": 1 if config.read("multi_query", bool) else num_heads}
+    if family == "opt":
+        width = config.read("word_embed_proj_dim", int) if config.has("word_embed_proj_dim") else fields["d_model"]
+        if width != fields["d_model"]:
+            raise InputError(
+                f"{config.what}: word_embed_proj_dim is {width} and hidden_size {fields['d_model']}. A projection of "
+                f"embeddings (opt-350m) is not known here; give a model without one."
+            )
+        return {}
+    is_new = config.read("new_decoder_architecture", bool)
+    num_kv_heads = 1 if config.read("multi_query", bool) else num_heads
+    if is_new:
+        num_kv_heads = config.read("num_kv_heads", int) if config.has("num_kv_heads") else num_heads
+    num_norms = config.read("num_ln_in_parallel_attn", int) if config.has("num_ln_in_parallel_attn") else 2
+    parallel_block = is_new or config.read("parallel_attn", bool)
+    shared_norm = parallel_block and not (is_new and num_norms == 2)
+    return {"num_kv_heads": num_kv_heads, "parallel_block": parallel_block, "shared_norm": shared_norm}
+
+
+def _fraction(part: int, whole: int) -> float:
+    """Returns part / whole, of which the whole has the part again when rounded down."""
+    fraction = part / whole
+    return fraction if int(whole * fraction) == part else math.nextafter(fraction, 1.0)
 
 
 def _layers_without_experts(config: _Config) -> tuple[int, ...]:

@@ -44,6 +44,11 @@ def config_from_model(model: Model) -> HfFields:
 
 _CLASSES = {
     "smollm3": "SmolLM3",
+    "stablelm": "StableLm",
+    "gpt_neox": "GPTNeoX",
+    "opt": "OPT",
+    "gpt_bigcode": "GPTBigCode",
+    "gptj": "GPTJ",
     "mt5": "MT5",
     "umt5": "UMT5",
     "minimax_m2": "MiniMaxM2",
@@ -59,8 +64,7 @@ _CLASSES = {
 def text_model(model: Model) -> Model:
     """Returns the model as it is written: with the weight names of a text-only checkpoint, and without layers for
     tokens after the next that it has no weights of."""
-    prefix = "model." if model.family in WRAPPED else model.weights_prefix
-    return replace(model, weights_prefix=prefix, num_mtp_layers=len(model.mtp_layers))
+    return replace(model, weights_prefix=formats()[model.family].prefix, num_mtp_layers=len(model.mtp_layers))
 
 
 def _rope_table(model: Model) -> HfFields:
@@ -148,6 +152,14 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     ),
     "tie_word_embeddings": lambda model: model.tied_embeddings,
     "scale_decoder_outputs": lambda model: model.logit_divisor != 1,
+    "num_kv_heads": lambda model: model.num_kv_heads,
+    "multi_query": lambda model: model.num_kv_heads == 1,
+    "parallel_attn": lambda model: model.parallel_block,
+    "num_ln_in_parallel_attn": lambda model: 1 if model.shared_norm else 2 if model.parallel_block else None,
+    # of Falcon: without it queries have one kv head or as many as they are, and a parallel block one norm
+    "new_decoder_architecture": lambda model: (
+        model.parallel_block and (not model.shared_norm or model.num_kv_heads not in (1, model.num_heads))
+    ),
     "topk_method": lambda model: "group_limited_greedy" if model.expert_groups else "greedy",
 }
 """Keys that do not follow from a single field by a row."""
