@@ -88,8 +88,8 @@ def config_of(case: str, shape: str = "") -> dict[str, Any]:
     given = dict(SHAPES[shape][0]) if shape else {}
     if "n_embd" in config:
         given = {{"num_hidden_layers": "n_layer"}.get(key, key): value for key, value in given.items()}
-    if config.keys() & {"kv_lora_rank", "n_embd", "d_model"}:
-        given.pop("num_key_value_heads", None)  # latent attention, GPT-2 and encoder-decoders have as many as heads
+    if "kv_lora_rank" in config or "num_key_value_heads" not in config:
+        given.pop("num_key_value_heads", None)  # others have as many as heads, or their own key
     for key, value in given.items():
         if key == "num_hidden_layers":
             for lists in {"layer_types", "no_rope_layers", "mlp_layer_types"} & config.keys():

@@ -15,6 +15,8 @@ SHOWN = (
     *("t5", "mt5", "umt5"),
     *("glm4_moe", "solar_open", "dots1", "exaone4", "exaone_moe", "hy_v3", "minimax_m2", "olmo3", "seed_oss"),
     *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee"),
+    *("starcoder2", "nemotron", "stablelm", "phi", "cohere", "cohere2", "gpt_neox", "falcon", "opt", "gpt_bigcode"),
+    "gptj",
 )
 """The case of each family that has a row."""
 

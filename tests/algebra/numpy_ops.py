@@ -29,10 +29,10 @@ def rms_norm_backward(dout, x, scale):
     inverse = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + EPS)
     wide = dout * scale
     dx = inverse * wide - x * inverse**3 * (wide * x).mean(-1, keepdims=True)
-    return dx, _sum_rows(dout * x * inverse)
+    return dx, _sum_rows(dout * x * inverse, scale)
 
 
-def layer_norm(x, scale, bias):
+def layer_norm(x, scale, bias=0):
     centred = x - x.mean(-1, keepdims=True)
     return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + EPS) * scale + bias
 
@@ -42,11 +42,11 @@ def layer_norm_backward(dout, x, scale):
     inverse = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + EPS)
     normal, wide = centred * inverse, dout * scale
     dx = inverse * (wide - wide.mean(-1, keepdims=True) - normal * (wide * normal).mean(-1, keepdims=True))
-    return dx, _sum_rows(dout * normal), _sum_rows(dout)
+    return dx, _sum_rows(dout * normal, scale), _sum_rows(dout, scale)
 
 
-def _sum_rows(rows):
-    return rows.reshape(-1, rows.shape[-1]).sum(0)
+def _sum_rows(rows, scale):
+    return rows.reshape(-1, *scale.shape).sum(0)
 
 
 def rope(x, positions, sign=1.0):

@@ -12,7 +12,7 @@ def plain_layer(model, kind, w, x):
         if model.norm == "layer_norm":
             rows = rows - rows.mean(-1, keepdims=True)
         rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS)
-        return rows * w[name] + (w[f"{name}_bias"] if model.norm == "layer_norm" else 0)
+        return rows * w[name] + w.get(f"{name}_bias", 0)
 
     def biased(rows, name):
         return rows + w.get(name, 0)
@@ -50,7 +50,7 @@ def plain_layer(model, kind, w, x):
             keys = [np.concatenate([latent @ w["wk_b"][:, n], turning], -1) for n in range(model.num_heads)]
             return turned(query, places), np.stack(keys, 1), np.einsum("tr,rnh->tnh", latent, w["wv_b"])
         q, k, v = (biased(np.einsum("td,dnh->tnh", rows, w[f"w{n}"]), f"b{n}") for n in "qkv")
-        if model.qk_norm:
+        if model.qk_norm or model.head_qk_norm:
             q, k = norm(q, "q_norm"), norm(k, "k_norm")
         return turned(q, places), *(np.repeat(y, group, 1) for y in (turned(k, places), v))
 
@@ -68,11 +68,11 @@ def plain_layer(model, kind, w, x):
     after = norm if model.post_norms else (lambda rows, name: rows)
     result = []
     for rows in x:
-        rows = rows + after(attend(norm(rows, "attn_norm")), "post_attn_norm")
-        h = norm(rows, "mlp_norm")
+        attended = rows + after(attend(norm(rows, "attn_norm")), "post_attn_norm")
+        h = norm(rows if model.parallel_block else attended, "attn_norm" if model.shared_norm else "mlp_norm")
         y = experts(h) if kind.routed else mlp(h, "")
         shared = mlp(h, "shared_", up_bias="", down_bias="") if kind.routed and model.d_ff_shared else 0
         if kind.routed and model.shared_expert_gate:
             shared = shared / (1 + np.exp(-(h @ w["shared_gate"])))[:, None]
-        result.append(rows + after(y, "post_mlp_norm") + shared)
+        result.append(attended + after(y, "post_mlp_norm") + shared)
     return np.stack(result)

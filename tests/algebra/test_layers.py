@@ -19,6 +19,8 @@ LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_he
 
 FAMILIES = {
     "gpt2": SMALL | {"num_kv_heads": 8, "max_positions": LENGTH},
+    "command-r-plus": SMALL,
+    "falcon-40b": SMALL,
     "qwen2-7b": SMALL,
     "qwen3-8b": SMALL,
     "gemma2-9b": SMALL | {"sliding_window": 3, "sliding_layers": (0,)},

@@ -228,5 +228,16 @@ LLAMA = FAMILIES["llama"]
 BY_ROWS = (
     *("glm4_moe", "solar_open", "dots1", "exaone4", "exaone4-global", "exaone_moe", "hy_v3", "minimax_m2", "olmo3"),
     *("seed_oss", "ernie4_5", "hunyuan_v1_moe", "arcee"),
+    *(
+        "starcoder2",
+        "gpt_neox",
+        "gpt_neox-in-turn",
+        "stablelm",
+        "stablelm-in-turn",
+        "cohere2",
+        "falcon",
+        "falcon-groups",
+    ),
+    *("falcon-one-norm", "falcon-in-turn", "gpt_bigcode", "gpt_bigcode-many", "gptj"),
 )
 """Cases that have no operation which others have not: their logits are compared in the slow tier."""

@@ -115,6 +115,30 @@ def test_the_fused_head_is_the_formula(case, options):
     close(dtable, expected.dtable)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_a_bias_is_a_row_of_the_table_for_an_entry_of_one(case, softcap):
+    bias = np.random.default_rng(1).normal(size=VOCABULARY).astype(np.float32)
+    ones = np.ones((BATCH, LENGTH, 1), np.float32)
+    longer = Case(np.concatenate([case.x, ones], -1), np.concatenate([case.table, bias[None]]), case.labels)
+    with_row = head.fused_head(*arrays(longer), softcap=softcap)
+    expected = (with_row[0], with_row[1][..., :-1], with_row[2][:-1], with_row[2][-1])
+    x, table, labels = arrays(case)
+    statistics = head.chunked_logits_statistics(x, table, labels, jnp.asarray(bias), first_row=0, softcap=softcap)
+    peak, scaled, _ = statistics
+    given = (labels, peak, *sum_loss_backward(jnp.float32(1), peak, scaled, labels))
+    cotangents = head.chunked_logits_backward(x, table, *given, jnp.asarray(bias), first_row=0, softcap=softcap)
+    in_chunks = (sum_loss(*statistics, labels), *cotangents)
+    for found in (head.fused_head(x, table, labels, jnp.asarray(bias), softcap=softcap), in_chunks):
+        for one, other in zip(found, expected, strict=True):
+            close(one, other)
+    kept = logits_backward(x @ table, *given, jnp.asarray(bias), first_row=0, softcap=softcap)
+    close(jnp.sum(kept, axis=(0, 1)), expected[3])
+    for one, other in zip(
+        logits_statistics(x @ table, labels, jnp.asarray(bias), first_row=0, softcap=softcap), statistics, strict=True
+    ):
+        close(one, other)
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 6, 7, 12, 1000])
 def test_the_size_of_a_chunk_changes_nothing(case, monkeypatch, chunk_tokens):
     monkeypatch.setattr(head, "CHUNK_TOKENS", chunk_tokens)

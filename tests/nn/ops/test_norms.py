@@ -25,6 +25,15 @@ def test_rms_norm_is_the_formula(form):
     close(rms_norm(x, scale, form), expected, 1e-6)
 
 
+def test_layer_norm_has_scales_of_each_head_one_plus_the_scale_and_no_bias():
+    x, scale, dout = arrays((2, 3, 4, 6), (4, 6), (2, 3, 4, 6))
+    form, wide = RmsForm(1e-5, unit_offset=True), np.asarray(x, np.float64)
+    normed = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    close(layer_norm(x, scale, None, form), normed * (1 + np.asarray(scale, np.float64)), 1e-6)
+    expected = jax.vjp(lambda *a: layer_norm(*a, None, form), x, scale)[1](dout)
+    all_close(layer_norm_backward(dout, x, scale, form)[:2], expected)
+
+
 def test_layer_norm_is_the_formula():
     x, scale, bias = arrays((2, 3, 6), (6,), (6,))
     wide = np.asarray(x, np.float64)

@@ -46,6 +46,10 @@ def refused(family: str, **keys) -> str:
         ("deepseek_v2", "topk_method", "noaux_tc"),
         ("deepseek_v3", "rope_interleave", False),
         ("gpt_oss", "swiglu_limit", 5.0),
+        ("falcon", "alibi", True),
+        ("phi", "qk_layernorm", True),
+        ("opt", "_remove_final_layer_norm", True),
+        ("cohere2", "use_gated_activation", False),
     ],
 )
 def test_keys_without_a_meaning_here_are_refused_by_name(family, key, value):

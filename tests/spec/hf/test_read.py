@@ -146,6 +146,15 @@ def test_absent_keys_mean_what_transformers_means(model_type):
         assert (ours.rope_scaling.kind if ours.rope_scaling else "default") == rope["rope_type"]
 
 
+def test_an_opt_with_a_projection_or_norms_after_is_refused():
+    """opt-350m has both."""
+    opt = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with pytest.raises(InputError, match=r"^toy: word_embed_proj_dim is 32 and hidden_size 64\. .*opt-350m"):
+        model_from_config(opt | {"vocab_size": 128, "word_embed_proj_dim": 32}, "toy")
+    with pytest.raises(InputError, match=r"^toy: do_layer_norm_before is False\. Only True is known here\.$"):
+        model_from_config(opt | {"vocab_size": 128, "do_layer_norm_before": False}, "toy")
+
+
 def test_both_spellings_of_rope_give_the_same_model():
     older = LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}
     newer = LLAMA | {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3_ROPE}}

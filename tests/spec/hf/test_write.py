@@ -39,6 +39,18 @@ YARN = RopeScaling(kind="yarn", factor=8.0, original_max_positions=256, beta_fas
         ("qwen3-30b-a3b", {"dense_layers": (1, 3), "gates_sum_to_one": False}),
         ("gpt-oss-20b", {"rope_scaling": None}),
         ("gpt2", {"tied_embeddings": False, "d_ff": 1000}),
+        ("falcon-40b", {"shared_norm": True}),
+        ("falcon-7b", {"num_kv_heads": 71, "tied_embeddings": False}),
+        (
+            "falcon-7b",
+            {"parallel_block": False, "shared_norm": False, "qkv_bias": True, "out_bias": True} | {"mlp_bias": True},
+        ),
+        ("gpt-neox-20b", {"parallel_block": False, "qkv_bias": False, "out_bias": False, "rope_theta": 500.0}),
+        ("gpt-j-6b", {"rope_fraction": 0.5, "d_ff": 1000}),
+        ("starcoder", {"num_kv_heads": 48}),
+        ("opt-125m", {"qkv_bias": False, "out_bias": False, "mlp_bias": False}),
+        ("command-r7b", {"sliding_layers": (0, 3), "unrotated_layers": (1, 2, *range(4, 32)), "logit_multiplier": 0.3}),
+        ("stablelm-3b", {"head_qk_norm": True, "parallel_block": True, "shared_norm": True, "qkv_bias": True}),
     ],
 )
 def test_what_differs_from_the_published_model_survives_too(name, changes):
