@@ -1,6 +1,9 @@
 """An engine of an encoder and a decoder: the likeliest tokens of the training program, from a source that
 is read once for all who share it."""
 
+from functools import lru_cache
+
+import httpx
 import jax
 import numpy as np
 import pytest
@@ -11,12 +14,17 @@ from meshwright.batching.limits import SchedulerLimits
 from meshwright.core.errors import InputError
 from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.serve.engine import Engine
-from meshwright.serve.request import RequestBounds, TokenRequest
+from meshwright.serve.frontend import Frontend
+from meshwright.serve.http.app import make_app
+from meshwright.serve.http.served import ServedModel
+from meshwright.serve.model_folder import Text
+from meshwright.serve.request import TokenRequest
 from meshwright.spec.model import Encoder
 from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
 from tests.logits import logits_fn
 from tests.parallel.generate_cases import float_params
 from tests.parallel.plain_encoder_decoder import T5, WHISPER
+from tests.serve.http.fake import in_loop
 
 START, NUM_TOKENS, PAGE_LEN = 3, 7, 4
 LENGTHS = (13, 16, 5, 13)
@@ -40,12 +48,17 @@ def likeliest(model, params, source):
 
 
 def engine_of(model, params, axes=None, *, layout="prompts", num_pages=48, **limits):
-    model = replace(model, encoder=replace(model.encoder, start=(START,)))
+    model = replace(model, encoder=replace(model.encoder, start_token=START))
     strategy = Strategy(mesh=make_mesh(axes or {}), state="fp32", assignment=LAYOUTS[layout])
     storage = Storage(page_len=PAGE_LEN, cache_dtype="fp32", num_pages=num_pages)
     step = PackedStep(model, strategy, max_len=16, max_seqs=4, storage=storage)
     bounds = {"max_requests": 4, "token_budget": 16, "page_len": PAGE_LEN, "num_pages": num_pages}
     return Engine(step, step.place(params), SchedulerLimits(**bounds | limits))
+
+
+@lru_cache
+def small_engine():
+    return engine_of(SMALL, float_params(SMALL))
 
 
 def tokens_of(engine, requests):
@@ -62,7 +75,8 @@ def requests_of(model):
 def test_greedy_text_is_that_of_the_forward_pass(model, monkeypatch):
     """With a bias of distances, and with tables of positions; a source that two share is read once."""
     params, lengths_read = float_params(model), []
-    engine, encode = engine_of(model, params), PackedStep.encode
+    engine = small_engine() if model == SMALL else engine_of(model, params)
+    encode = PackedStep.encode
     monkeypatch.setattr(
         PackedStep, "encode", lambda step, *args: lengths_read.extend(args[-1].lengths) or encode(step, *args)
     )
@@ -98,21 +112,39 @@ def test_who_lost_its_pages_has_its_source_read_again():
 )
 def test_meshes_draw_the_same_tokens(axes, layout):
     """Places of sequences, split heads, split positions of sources and of pages, and repeated heads."""
-    model = replace(T5, num_heads=8, num_kv_heads=4, head_dim=4)
+    model = replace(SMALL, num_heads=8, num_kv_heads=4, head_dim=4)
     params = float_params(model)
     found = tokens_of(engine_of(model, params, axes, layout=layout), requests_of(model))
     assert found == [likeliest(model, params, source) for source in sources(model)]
 
 
+@in_loop
+async def test_a_prompt_over_http_is_the_source():
+    """The answer is the text alone; it may be as long as the decoder's positions, whatever the prompt's length."""
+    source, frontend = sources(SMALL)[1], Frontend(small_engine())
+    served = ServedModel(name="small", text=Text(), vocab_size=SMALL.vocab_size)
+    app = make_app(frontend, served)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test", timeout=600) as client,
+    ):
+        body = {"model": "small", "prompt": source, "temperature": 0, "max_tokens": 15}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        expected = likeliest(SMALL, float_params(SMALL), source)
+        assert answer["choices"][0]["text"].split()[:NUM_TOKENS] == [str(token) for token in expected]
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (16, 15)
+        for change in ({"max_tokens": 16}, {"prompt": [*source, 1]}, {"echo": True, "logprobs": 1}):
+            assert (await client.post("/v1/completions", json=body | change)).status_code == 400
+
+
 def test_what_could_never_run_is_refused():
-    engine = engine_of(T5, float_params(T5))
+    engine = small_engine()
     for request, words in (
-        (TokenRequest(prompt=(1,) * 25, max_tokens=1), "source of 25 tokens.*has 24"),
+        (TokenRequest(prompt=(1,) * 17, max_tokens=1), "source of 17 tokens.*has 16"),
         (TokenRequest(prompt=(64,), max_tokens=1), "token 64, outside"),
         (TokenRequest(prompt=(1,), max_tokens=16), "needs? 17 positions"),
         (TokenRequest(prompt=(1,), max_tokens=0, echo=True), "Leave echo out"),
     ):
         with pytest.raises(InputError, match=words):
             engine.submit(request)
-    with pytest.raises(InputError, match="does not say what a text begins with"):
-        RequestBounds.of(T5, 16)

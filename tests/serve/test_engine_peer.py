@@ -31,7 +31,7 @@ def test_greedy_tokens_are_those_of_transformers(case):
     theirs, model = parity.their_model(parity.config_of(case)), parity.model_of(case)
     start = {"decoder_start_token_id": START} if model.encoder else {}
     if model.encoder:
-        model = replace(model, encoder=replace(model.encoder, start=(START,)))
+        model = replace(model, encoder=replace(model.encoder, start_token=START))
     prompts = [parity.tokens_of(model)[0, row, :length].tolist() for row, length in enumerate(LENGTHS)]
     storage = Storage(cache_dtype="fp32", page_len=4, num_pages=PAGES)
     strategy = Strategy(mesh=make_mesh({}), state="fp32")

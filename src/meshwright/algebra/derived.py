@@ -62,6 +62,7 @@ class Derived(msgspec.Struct, frozen=True):
     before their layer runs, and those of the loop's last iteration stay gathered until the backward pass. ``ends``
     are the sums over stages, once per step, of the gradients of weights that every stage has: embedding and loss head.
     ``shared`` are results of earlier stacks that layers read, ``weights`` says how ``optimizer`` updates each weight.
+    ``beside`` are blocks of another program on the same devices, whose weights these hold too.
     """
 
     program: Program
@@ -74,6 +75,7 @@ class Derived(msgspec.Struct, frozen=True):
     shared: dict[str, SharedInput] = {}
     weights: dict[str, Updated] = {}
     optimizer: str = "adamw"
+    beside: tuple[Block, ...] = ()
 
     @property
     def shards(self) -> dict[str, ShardedArray]:

@@ -100,18 +100,20 @@ class TextOptions(EngineOptions, frozen=True, kw_only=True):
     sampling: Any = None
 
 
-AS_TRAINED = TextOptions()
+AS_TRAINED, BETWEEN = TextOptions(), " => "
 
 
 class GeneratedText(msgspec.Struct, frozen=True, kw_only=True):
     """The continuation of each prompt as text; ``generated`` has tokens and times, see `serve.offline.generate`, and
-    ``opened_s`` is the time until the engine was there, with its programs compiled."""
+    ``opened_s`` is the time until the engine was there, with its programs compiled. ``between`` is printed before a
+    text that does not go on from its prompt, as an encoder reads that."""
 
     model: str
     mesh: dict[str, int]
     texts: tuple[str, ...]
     generated: Any
     opened_s: float
+    between: str = ""
 
 
 def generate_text(
@@ -156,6 +158,10 @@ def generate_text(
             on_loaded(line)
     streams = [TextStream(source.text, source.context_of(prompt)) for prompt in prompt_ids]
     pieces_by_prompt: list[list[str]] = [[] for _ in prompts]
+    between = BETWEEN * bool(source.model.encoder)
+    if on_text is not None and between:
+        for place in range(len(prompts)):
+            on_text(place, between)
 
     def push(place: int, text: str) -> None:
         pieces_by_prompt[place].append(text)
@@ -167,4 +173,5 @@ def generate_text(
         push(place, stream.finish())
     texts = tuple("".join(parts) for parts in pieces_by_prompt)
     mesh_axes = {**opened_engine.engine.engines[0].packed.strategy.mesh, "data": len(opened_engine.engine.engines)}
-    return GeneratedText(model=source.model.name, mesh=mesh_axes, texts=texts, generated=generation, opened_s=opened_s)
+    facts: dict[str, Any] = {"model": source.model.name, "mesh": mesh_axes, "opened_s": opened_s, "between": between}
+    return GeneratedText(texts=texts, generated=generation, **facts)

@@ -41,7 +41,7 @@ class Setting(Checked, frozen=True, dict=True):
     """The model, cluster, job and rates that strategies are priced in. A verb makes one and passes it on whole.
 
     Without a ``calibration`` links and kernels take the rates of the data sheet. ``storage`` says how a job that
-    generates stores weights and caches, and ``known`` are positions that caches have before its prompts;
+    generates stores weights and caches, and ``known`` are positions that caches have before its prompts, or of sources;
     ``assumptions`` say which software runs the step. Properties are computed when
     they are first read, and kept; the program is shared by all settings of one model.
     """
@@ -88,7 +88,12 @@ class Setting(Checked, frozen=True, dict=True):
     @property
     def max_len(self) -> int:
         """Positions of each sequence, known ones included."""
-        return self.job.seq_len + self.known
+        return self.job.seq_len + (0 if self.model.encoder else self.known)
+
+    @property
+    def source_len(self) -> int:
+        """Positions of each source that is read already, 0 without an encoder."""
+        return (self.known or source_len(self.model)) if self.model.encoder else 0
 
     @property
     def step_storage(self) -> Storage:
@@ -129,8 +134,8 @@ class Setting(Checked, frozen=True, dict=True):
         job = self.job
         num_seqs = job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs
         if not job.trains:
-            num_rows, source = float(job.step_len), float(source_len(self.model))
-            if source and job.has_prompts:  # these are sources
+            num_rows, source = float(job.step_len), float(self.source_len)
+            if source and job.has_prompts:  # these are sources, and the first row of each follows
                 num_rows, source = 1.0, num_rows
             num_before = 0.0 if source and job.has_prompts else self.max_len - num_rows
             return self.step_sizes(strategy, LikeSequences(num_seqs, num_rows, num_before, source), mesh=mesh)

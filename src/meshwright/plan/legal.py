@@ -212,7 +212,8 @@ def strategy_sizes(setting: Setting, strategy: Strategy) -> StrategySizes:
     """Returns the sizes that the rules check."""
     model, cluster, job = setting.model, setting.cluster, setting.job
     size_by_dim = {"B": job.tokens_per_step, "T": 1, "Q": job.batch_seqs, "O": job.batch_seqs}
-    size_by_dim |= cache_sizes(batch_seqs=job.batch_seqs, max_len=setting.max_len, storage=setting.step_storage)
+    sizes = {"batch_seqs": job.batch_seqs, "max_len": setting.max_len, "source_len": setting.source_len}
+    size_by_dim |= cache_sizes(**sizes, storage=setting.step_storage)
     return StrategySizes(
         model=model.name,
         cluster=cluster.short_name,

@@ -207,7 +207,7 @@ class ServicePlan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Returns a step of one engine: decode with a cache for whole sequences, or for ``num_positions``, prefill of
         the new tokens of prompts."""
         pool, service = self.pool(phase), self.service
-        seq_len, known_len = num_positions or service.max_len, 0
+        seq_len, known_len = num_positions or service.max_len, service.prompt_len if self.model.encoder else 0
         if phase == "prefill":
             seq_len, known_len = service.new_prompt_tokens, service.prompt_len - service.new_prompt_tokens
         part_setting = self.setting.on(pool.part)

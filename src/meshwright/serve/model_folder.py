@@ -92,8 +92,9 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
     with open_files(base_path) as tensors:
         weights = folder_weights(model, base_path, tensors)
     model = replace(model, stored=weights.stored)
-    if model.encoder and not model.encoder.start:
-        model = replace(model, encoder=replace(model.encoder, start=start_tokens(base_path)))
+    if model.encoder:
+        start_token, *forced = start_tokens(base_path, model.encoder.start_token)
+        model = replace(model, encoder=replace(model.encoder, start_token=start_token, forced=tuple(forced)))
     end_token_ids = end_tokens(folder if (folder / GENERATION).is_file() else base_path, tokenizer)
     return ModelFolder(folder, model, Text(tokenizer), frozenset(end_token_ids), weights.dtype, adapters, weights.notes)
 

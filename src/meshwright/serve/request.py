@@ -67,12 +67,8 @@ class RequestBounds(NamedTuple):
 
     @classmethod
     def of(cls, model: Model, max_len: int, adapters: Collection[str] = ()) -> "RequestBounds":
-        """Returns the bounds of an engine of a model. Raises InputError for one whose decoder begins with nothing."""
+        """Returns the bounds of an engine of a model."""
         encoder = model.encoder
-        if encoder and not encoder.start:
-            raise InputError(
-                f"{model.name} does not say what a text begins with. Give decoder_start_token_id in its config.json."
-            )
         return cls(model.vocab_size, max_len, adapters, source_len(model), encoder.start if encoder else ())
 
     def room(self, prompt_len: int) -> int:

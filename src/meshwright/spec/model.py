@@ -101,11 +101,17 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
 
 class Encoder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The encoder beside a decoder, of the same widths: its number of layers, and the positions of each of its rows.
-    ``start`` are the tokens that a generated text begins with, which generation alone reads."""
+    The decoder's rows begin with ``start_token``, after which a generated text has the ``forced`` ones."""
 
     num_layers: int
     length: int
-    start: tuple[int, ...] = ()
+    start_token: int = 0
+    forced: tuple[int, ...] = ()
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The tokens that a generated text begins with."""
+        return (self.start_token, *self.forced)
 
 
 MASK_DATA = {
@@ -310,7 +316,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Raises InputError for impossible sizes and figures."""
         count_fields = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
-        may_be_zero = {*count_fields, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight", "start"}
+        may_be_zero = {*count_fields, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight", "start_token", "forced"}
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
         super().__post_init__()
         positive_fields = ["num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]

@@ -234,9 +234,8 @@ class StepDerivation:
         }
         if not job.trains:
             size_by_dim |= {"Q": job.batch_seqs, "O": job.batch_seqs}
-            size_by_dim |= cache_sizes(
-                batch_seqs=job.batch_seqs, max_len=self.setting.max_len, storage=self.setting.step_storage
-            )
+            lengths = {"max_len": self.setting.max_len, "source_len": self.setting.source_len}
+            size_by_dim |= cache_sizes(batch_seqs=job.batch_seqs, **lengths, storage=self.setting.step_storage)
         if model.num_experts:
             num_tokens = job.tokens_per_step // self.strategy.num_microbatches
             capacity_factor = self.strategy.capacity_factor

@@ -19,7 +19,7 @@ from meshwright.serve.http.app import make_app
 from meshwright.serve.http.run import DrainingServer, Listening
 from meshwright.serve.http.served import ServedModel
 from meshwright.serve.model_folder import Text
-from meshwright.serve.request import EngineState, TokenLogprob, TokenOutput, TokenRequest
+from meshwright.serve.request import EngineState, RequestBounds, TokenLogprob, TokenOutput, TokenRequest
 from tests.serve.test_model_folder import byte_tokenizer
 
 TEMPLATE = (
@@ -46,6 +46,10 @@ class FakeEngine:
     cancelled: list[int] = field(default_factory=list)
     live: dict[int, tuple[TokenRequest, list[int]]] = field(default_factory=dict)
     seen: list[TokenRequest] = field(default_factory=list)
+
+    @property
+    def bounds(self) -> RequestBounds:
+        return RequestBounds(self.vocab_size, self.max_len)
 
     @property
     def has_work(self) -> bool:

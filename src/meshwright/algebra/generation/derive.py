@@ -1,7 +1,5 @@
 """Derived steps that generate, and the strategies that they run under."""
 
-import itertools
-
 from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive, forward_pass
@@ -100,13 +98,16 @@ def derive_phase(
     *,
     prompts: bool = False,
 ) -> Derived:
-    """Returns the step of a server as `derive_generation` does; beside an encoder a step with ``prompts`` reads as many
-    sources as it has rows, and then has the first row of each."""
-    if not (model.encoder and prompts):
+    """Returns the step of a server as `derive_generation` does, for counts; beside an encoder a step with ``prompts``
+    reads as many sources as it has rows, and then has the first row of each."""
+    if not model.encoder:
         return derive_generation(model, strategy, storage, axes, prompts=prompts)
-    parts = encoding_program(model, storage), generation_program(model, storage)
-    blocks, stacks = (tuple(itertools.chain(*(getattr(part, name) for part in parts))) for name in ("blocks", "stacks"))
-    program = Program(blocks, parts[0].variables | parts[1].variables, stacks)
+    encoder, decoder = encoding_program(model, storage), generation_program(model, storage)
+    variables = encoder.variables | decoder.variables
+    if not prompts:
+        derived = derive_forward(Program(decoder.blocks, variables, decoder.stacks), packed_rows(strategy), axes)
+        return replace(derived, beside=encoder.blocks)
+    program = Program((*encoder.blocks, *decoder.blocks), variables, (*encoder.stacks, *decoder.stacks))
     return derive_forward(program, packed_sources(strategy), axes)
 
 

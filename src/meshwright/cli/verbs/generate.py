@@ -103,7 +103,8 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
         {"prompt": prompt, "text": text, "tokens": completion.tokens, "finish": completion.finish}
         for prompt, text, completion in zip(prompts, found.texts, found.generated.completions, strict=True)
     ]
-    lines = [Paragraph(f"[{index}] {row['prompt']}{row['text']}", None) for index, row in enumerate(completions, 1)]
+    texts = (f"{row['prompt']}{found.between}{row['text']}" for row in completions)
+    lines = [Paragraph(f"[{index}] {text}", None) for index, text in enumerate(texts, 1)]
     return Answer(
         {
             "model": found.model,

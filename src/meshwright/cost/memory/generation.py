@@ -30,12 +30,9 @@ def stored_bytes(array: ShardedArray, sizes: OpSizes) -> Number:
 
 def cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes of keys and values of all layers; a step updates them in place."""
-    return total(block.repeat * _layer_caches(block, derived, sizes) for block in derived.blocks)
-
-
-def _layer_caches(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
-    cache_arrays = [derived.declared[name] for name in caches_of(block.block)]
-    return total(sizes.bytes(array) * _tiles(array, sizes) for array in cache_arrays)
+    repeat_of = {name: block.repeat for block in derived.blocks for name in caches_of(block.block)}
+    cache_arrays = [(derived.declared[name], repeat) for name, repeat in repeat_of.items()]
+    return total(repeat * sizes.bytes(array) * _tiles(array, sizes) for array, repeat in cache_arrays)
 
 
 def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:

@@ -6,6 +6,7 @@ import msgspec
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.ops import kind_of
+from meshwright.algebra.program import WEIGHTS
 from meshwright.algebra.rewrites.split_backward import gradient_arrays, state_of_layer, weight_updates, weights_of
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.cost.arrays import total
@@ -69,6 +70,13 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
         elements_by_part = elems_of[block.name]
         for part, num_elements in zip(STATE_PARTS, part_elements, strict=False):
             elements_by_part[part] = elements_by_part[part] + block.repeat * num_elements
+    repeat_of = {name: block.repeat for block in derived.beside for name in block.reads}
+    weight_names = (variable.name for variable in derived.program.of_role(*WEIGHTS))
+    for name in (name for name in weight_names if name in repeat_of and name not in block_by_weight):
+        # the last block is an end, which no pipeline shares out
+        last_elements = elems_of[derived.blocks[-1].name]
+        num_elements = stored_bytes(derived.declared[name], sizes) / sizes.width
+        last_elements["weights"] = last_elements["weights"] + repeat_of[name] * num_elements
     return elems_of
 
 

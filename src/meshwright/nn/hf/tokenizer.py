@@ -61,16 +61,13 @@ def end_token(tokenizer: Tokenizer, name: str | None) -> int | None:
     return next((token_id for token_id in token_ids if token_id is not None), None)
 
 
-def start_tokens(folder: Path) -> tuple[int, ...]:
-    """Returns the tokens that a decoder beside an encoder begins with: ``decoder_start_token_id`` of a folder's
-    generation config or config, else its ``bos_token_id``, then ``forced_bos_token_id``; () if it names none."""
+def start_tokens(folder: Path, usual: int) -> tuple[int, ...]:
+    """Returns the tokens that the decoder beside an encoder begins with: ``decoder_start_token_id`` of a folder's
+    generation config or config, else the ``usual`` one, then its ``forced_bos_token_id``."""
     configs = [read_table(folder / file, remedy="fetch it again") for file in (GENERATION, CONFIG)]
-
-    def named(*names: str) -> list[int]:
-        token_ids = (config[name] for name in names for config in configs if config.get(name) is not None)
-        return [token_id for token_id in token_ids if isinstance(token_id, int)][:1]
-
-    return (*named("decoder_start_token_id", "bos_token_id"), *named("forced_bos_token_id"))
+    names = "decoder_start_token_id", "forced_bos_token_id"
+    starts, forced = ([config[name] for config in configs if config.get(name) is not None] for name in names)
+    return (*(starts or [usual])[:1], *forced[:1])
 
 
 def end_tokens(folder: Path, tokenizer: Tokenizer | None) -> list[int]:

@@ -315,6 +315,7 @@ class PackedStep(SourceStep):
             in_shardings=(shardings(self.mesh, param_specs), self.held_formats, replication, replication),
             out_shardings=(self.logits_sharding, self.held_formats),
             donate_argnums=1,  # else every step copies the pages to write a few of their slots
+            keep_unused=bool(self.model.encoder),  # its weights are on the devices too
             compiler_options=self.compiler.used,
         )
 

@@ -251,16 +251,11 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 
     def memory(self, phase: str, rows: np.ndarray, like: LikeSequences) -> dict[str, np.ndarray]:
         """Returns bytes per chip of weights, caches and the rest."""
-        items = self._items(phase, rows, like)
+        memory = memory_parts(self.steps[phase], self._sizes(phase, rows, like))
+        items = memory.items(self._setting(phase).pipeline(self.strategy), ())
         weight_bytes, cache_bytes = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
         other_bytes = np.broadcast_to(total_bytes(items), len(rows)) - weight_bytes - cache_bytes
-        if phase == "decode" and self.setting.model.encoder:  # whose weights an engine has too
-            weight_bytes = np.broadcast_to(self._items("prefill", rows, like)["weights"], len(rows))
         return {"weights": weight_bytes, "kv_cache": cache_bytes, "activations": other_bytes}
-
-    def _items(self, phase: str, rows: np.ndarray, like: LikeSequences) -> dict[str, Number]:
-        memory = memory_parts(self.steps[phase], self._sizes(phase, rows, like))
-        return memory.items(self._setting(phase).pipeline(self.strategy), ())
 
     def priced(self, phase: str, rows: np.ndarray, like: LikeSequences, memory: dict[str, np.ndarray]) -> Steps:
         """Returns the steps of engines (``rows`` of the form's) with some sequences."""
@@ -296,9 +291,10 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 def phase_setting(
     setting: Setting, phase: str, dtypes: StoredDtypes, length: int, batch_seqs: int = 1, *, known: int = 0
 ) -> Setting:
-    """Returns the setting of a step of a phase: decode against ``length`` positions, or prefill of as many behind
-    ``known`` ones."""
-    job = Job(kind=phase, batch_seqs=batch_seqs, seq_len=length)
+    """Returns the setting of a step of a phase: decode against ``length`` positions, of which beside an encoder
+    ``known`` are the source's, or prefill of as many behind ``known`` ones."""
+    own_len = length - known if setting.model.encoder and phase == "decode" else length
+    job = Job(kind=phase, batch_seqs=batch_seqs, seq_len=max(own_len, 1))
     return msgspec.structs.replace(setting, job=job, storage=dtypes.storage, known=known)
 
 

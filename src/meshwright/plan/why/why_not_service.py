@@ -113,7 +113,9 @@ def _does_not_fit(result: ServiceResult, priced: PricedFleet, is_asked: np.ndarr
     for index in engine_indices:
         batch = int(asked.get("batch", fleet.batch_shards[index]))
         for dtypes in priced.stored:
-            setting = phase_setting(result.setting.on(fleet.parts[index]), "decode", dtypes, service.max_len, batch)
+            part_setting = result.setting.on(fleet.parts[index])
+            source = service.prompt_len if part_setting.model.encoder else 0
+            setting = phase_setting(part_setting, "decode", dtypes, service.max_len, batch, known=source)
             if batch % fleet.batch_shards[index] == 0:
                 memory = setting.memory(fleet.strategy(index, dtypes.precision))
                 engine_needs.append((float(total_bytes(memory)), index))
