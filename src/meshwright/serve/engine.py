@@ -245,8 +245,8 @@ class Engine(TokenEngine):
                     self._drawer.compiled(shape.outputs, is_adjusted)
             self._drafter.warm_up(shape)
             self._shapes.ready.add(shape)  # last: the engine may take it from now on
-        for length in self._shapes.source_lens(requests) if not first_only else []:
-            self.packed.compiled_sources(self.packed.source_parts[0], length)
+        for shape_of_sources in self._shapes.sources.every(requests) if self._shapes.sources and not first_only else []:
+            self.packed.compiled_sources(*shape_of_sources)
         if self._host_pages:
             self._host_pages.warm_up()
         if self.packed.batch_invariant:

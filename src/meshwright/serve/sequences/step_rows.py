@@ -1,7 +1,6 @@
 """The rows of a step: whose they are, and which of them have logits."""
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +9,7 @@ from meshwright.parallel.generation.packed_step import NO_SLOT, PackedRows, Pack
 from meshwright.parallel.generation.source_step import SourceRows
 from meshwright.serve.drawing.drawer import OutputRow
 from meshwright.serve.sequences.live import Live, Tables
+from meshwright.serve.sequences.step_shapes import SourceShapes
 
 
 class OutputOf(NamedTuple):
@@ -81,21 +81,24 @@ def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRow
     return OwnRows(rows, part_of_row, outputs)
 
 
-def rows_of_sources(step: PackedStep, admitted: Sequence[Sequence[Live]], sizes: Sequence[int]) -> Iterator[SourceRows]:
-    """Yields the sources of admitted requests, by owner, that are not in pages yet: one of each owner at once, in
-    arrays of the least of these ``sizes`` that holds them."""
-    (num_sources, _), page_len = step.source_parts if sizes else (0, 0), step.storage.page_len
-    for seqs in zip_longest(*([seq for seq in own_seqs if seq.reads_source] for own_seqs in admitted)):
-        longest = max(len(seq.request.source) for seq in seqs if seq)
-        shape = num_sources, next(size for size in sizes if size >= longest)
+def rows_of_sources(
+    step: PackedStep, admitted: Sequence[Sequence[Live]], shapes: SourceShapes | None
+) -> Iterator[SourceRows]:
+    """Yields the sources of admitted requests, by owner, that are not in pages yet, as arrays of the shapes."""
+    unread = [[seq for seq in own_seqs if seq.reads_source] for own_seqs in admitted]
+    while shapes and any(unread):
+        longest = max(len(seq.request.source) for own_seqs in unread for seq in own_seqs)
+        num_each, length = shapes.fitting(longest, max(map(len, unread)))
+        shape = num_each * step.num_owners, length
         # a source of nobody has a position, which goes nowhere
-        rows = SourceRows(np.zeros(shape, np.int32), np.ones(num_sources, np.int32), np.full(shape, NO_SLOT, np.int32))
-        for seq, row in zip(seqs, range(0, num_sources, num_sources // step.num_owners), strict=True):
-            if seq is not None:
+        rows = SourceRows(np.zeros(shape, np.int32), np.ones(shape[0], np.int32), np.full(shape, NO_SLOT, np.int32))
+        for owner_id, own_seqs in enumerate(unread):
+            for row, seq in enumerate(own_seqs[:num_each], start=owner_id * num_each):
                 source, positions = seq.request.source, np.arange(len(seq.request.source))
                 pages = np.array(seq.owner.pages.sources[source].pages)[None]
                 rows.lengths[row], rows.tokens[row, positions] = len(source), source
-                rows.slots[row, positions] = slots_of(positions, pages, 0 * positions, page_len)
+                rows.slots[row, positions] = slots_of(positions, pages, 0 * positions, step.storage.page_len)
+        unread = [own_seqs[num_each:] for own_seqs in unread]
         yield rows
 
 

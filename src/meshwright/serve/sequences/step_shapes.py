@@ -31,9 +31,8 @@ class StepShapes:
                 f"attention_mask={step.model.attention_mask!r} reads {bad_names[0]} of each sequence, which no request "
                 "has. Use another mask, or give it to PackedStep.step."
             )
-        self._limits, self._num_owners, self.sources = limits, step.num_owners, list[int]()
-        if most_positions := source_len(step.model):
-            self.sources = _divisible(sizes_up_to(most_positions, least=16), step.source_parts[1])
+        self._limits, self._num_owners = limits, step.num_owners
+        self.sources = SourceShapes(step, limits.token_budget // step.num_owners) if step.model.encoder else None
         self.ready = set[PackedShape]()
         max_rows = {
             "chunked": limits.token_budget,
@@ -81,13 +80,6 @@ class StepShapes:
         chunk_shape = next((shape for shape in plain_shapes if shape.rows >= num_rows), plain_shapes[-1])
         return [chunk_shape, next(shape for shape in self.decode if shape.rows >= num_running * rows_each)]
 
-    def source_lens(self, requests: Sequence[TokenRequest] = ()) -> list[int]:
-        """Returns the lengths to which sources are padded, for some ``requests`` alone those that these have."""
-        if not requests:
-            return self.sources
-        lengths = (len(request.source) for request in requests)
-        return sorted({next(size for size in self.sources if size >= length) for length in lengths if self.sources})
-
     @property
     def every(self) -> list[PackedShape]:
         """All shapes, the small ones first, last those with logits of all rows."""
@@ -101,6 +93,32 @@ class StepShapes:
         holding_shapes = [shape for shape in self.decode if shape.rows >= rows] if alone or not self.chunks else []
         holding_shapes += [shape for shape in self.chunks if shape.rows >= rows and shape.outputs >= outputs]
         return next((shape for shape in holding_shapes if shape in self.ready), holding_shapes[0])
+
+
+MOST_SOURCES = 8
+"""Sources of each owner that are read at once, at most."""
+
+
+class SourceShapes:
+    """The compiled shapes in which the sources of an engine are read: those of one request of each owner, or of as many
+    as the ``budget`` of tokens has room for, padded to powers of two."""
+
+    def __init__(self, step: PackedStep, budget: int) -> None:
+        num_parts, position_parts = step.source_parts
+        self._each, self._num_owners, self._budget = num_parts // step.num_owners, step.num_owners, budget
+        self._lengths = _divisible(sizes_up_to(source_len(step.model), least=16), position_parts)
+
+    def fitting(self, longest: int, most: int) -> tuple[int, int]:
+        """Returns how many sources of each owner a shape has, where any has at most so many, and their positions."""
+        length = next(size for size in self._lengths if size >= longest)
+        room = min(MOST_SOURCES, max(1, self._budget // length))
+        return self._each * (1 if most == 1 else room), length
+
+    def every(self, requests: Sequence[TokenRequest] = ()) -> list[tuple[int, int]]:
+        """Returns all shapes, or those that some requests alone need: sources of all owners, and positions."""
+        lengths, counts = [len(request.source) for request in requests] or self._lengths, (1, 2)[: len(requests) or 2]
+        shapes = {self.fitting(length, most) for length in lengths for most in counts}
+        return sorted((num_each * self._num_owners, length) for num_each, length in shapes)
 
 
 def _divisible(sizes: Sequence[int], num_parts: int) -> list[int]:
