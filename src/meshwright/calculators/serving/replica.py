@@ -21,10 +21,12 @@ from meshwright.spec.chip import Chip, known
 from meshwright.spec.cluster import Cluster, make_cluster, slice_shapes
 from meshwright.spec.cluster_shapes import is_offered
 from meshwright.spec.model import Model
-from meshwright.spec.weights import num_active_params, num_params, params_by_part
+from meshwright.spec.weights import num_active_params, num_params, params_by_part, weight_table
 
 DRAFTS = np.arange(65)
 """Numbers of drafted tokens that are compared."""
+
+_OF_SOURCES = ("encoder", *(f"layers.cross_{letter}{part}" for letter in "wb" for part in "kv"))
 
 
 class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,8 +116,18 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def active_params(self) -> float:
-        """Parameters that a token uses, shared in proportion where their number is given."""
-        return self.num_params * (num_active_params(self.model) / num_params(self.model) if self.model else 1)
+        """Parameters that a token uses, shared in proportion where their number is given; those that read a source are
+        not among them."""
+        active_share = num_active_params(self.model) / num_params(self.model) if self.model else 1
+        return self.num_params * active_share - self.source_params
+
+    @property
+    def source_params(self) -> float:
+        """Parameters that read a source once: the encoder, and the keys and values of cross-attention."""
+        if not (self.model and self.model.encoder):
+            return 0.0
+        rows = (row for row in weight_table(self.model) if row.name.startswith(_OF_SOURCES))
+        return self.num_params * sum(row.num_params for row in rows) / num_params(self.model)
 
     @property
     def weight_bytes(self) -> float:
@@ -181,7 +193,7 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         return DecodeStep(
             batch_seqs=batch_seqs,
             kv_bytes=kv_bytes,
-            weight_bytes=self.weight_bytes * read_share,
+            weight_bytes=self.weight_bytes * read_share - self.source_params * dtype_bytes(self.weights),
             active_params=self.active_params,
             num_chips=self.cluster.num_chips,
             peak_flops=self.peak_flops,
@@ -189,8 +201,10 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prefill_s(self, num_tokens: Number, mfu: float = 1.0) -> Number:
-        """Returns the seconds of a prefill bound by FLOPs but those of scores: 2 N T / (n C u). Source: 8.1.2."""
-        return 2 * self.active_params * num_tokens / (self.cluster.num_chips * self.peak_flops * mfu)
+        """Returns the seconds of a prefill bound by FLOPs but those of scores: 2 N T / (n C u). Source: 8.1.2. Beside
+        an encoder N are the parameters that read a source."""
+        params = self.source_params or self.active_params
+        return 2 * params * num_tokens / (self.cluster.num_chips * self.peak_flops * mfu)
 
     def points(self, batches: Sequence[int], kv_bytes: float) -> Facts:
         """Returns an array for each figure of a step, with an entry for every batch.

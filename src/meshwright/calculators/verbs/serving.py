@@ -141,8 +141,6 @@ def _replica(given: Given) -> ServingReplica:
         raise InputError("--set changes a field of a model. Name one.")
     if model is not None:
         model = with_fields(model, "model", parse_fields(given.fields, sections=("model",))["model"])
-        if model.encoder:
-            raise InputError(f"{model.name} has an encoder, whose keys and values are not counted here.")
     is_cluster = ":" in given.on or given.on.endswith(".toml")
     cluster = parse_cluster(given.on) if is_cluster else smallest_slice(chip(given.on), 1)
     replica = ServingReplica(
