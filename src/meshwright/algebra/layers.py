@@ -354,8 +354,8 @@ def _attention(
     """Returns the lines of attention from the stream x to the stream ``result_name``; qr, kr and v enter attention."""
     # where neither bias nor norm nor rope follows, the products themselves have the names that policies keep
     has_qk_norm = model.qk_norm or model.head_qk_norm
-    bare_suffix = "" if rotates or model.qkv_bias or has_qk_norm else "r"
     rotates = rotates and model.rotated_width > 0
+    bare_suffix = "" if rotates or model.qkv_bias or has_qk_norm else "r"
     is_relative = model.relative_buckets > 0
     operand_text = data + ", sinks[N]" * (model.attention_sinks and causal) + ", relative_bias[R,N]" * is_relative
     attribute_text = given_attributes(

@@ -190,6 +190,7 @@ def test_no_key_is_honoured_that_transformers_ignores(family):
     config = transformers.AutoConfig.for_model(CASES[family]["model_type"])
     older = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern", "num_experts"}
     older |= {"rotary_pct", "rotary_emb_base"}  # of gpt_neox
+    older |= {"decoder_start_token_id"}  # read by its generation
     by_getattr = {BY_GETATTR.get(family, "")}
     names = {*config.to_dict(), *config.attribute_map, "partial_rotary_factor"} | older | by_getattr
     honoured = formats()[family].known - names
