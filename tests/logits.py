@@ -39,6 +39,8 @@ def logits_fn(model: Model) -> Callable[..., Array]:
         given: dict[str, Any] = {"tokens": tokens, "positions": _positions(tokens), "documents": documents} | data
         if encoder_tokens is not None:
             given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _positions(encoder_tokens)}
+        if (features := data.get("encoder_features")) is not None:
+            given["encoder_positions"] = _positions(jnp.zeros((len(features), features.shape[-1] // 2)))
 
         def layer(steps: BlockSteps, number: Array, values: Mapping[str, Any], state: None) -> tuple[Array, None]:
             return run_block(context, steps, values)[0], None

@@ -67,7 +67,7 @@ def shapes_of(case: str) -> dict[str, str]:
 CHANGED = {"qwen2": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 64}}
 
 
-_BUFFERS = ("correction_bias", "layer_scalar")
+_BUFFERS = ("correction_bias", "layer_scalar", "logits_bias")
 """Ends of the names of buffers that checkpoints hold."""
 
 
@@ -112,7 +112,10 @@ def auto_class(family: str) -> Any:
     """The class of transformers that makes a model of the family with its head."""
     import transformers
 
-    is_pair = family in transformers.models.auto.modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    auto = transformers.models.auto.modeling_auto
+    if family in auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        return transformers.AutoModelForSpeechSeq2Seq
+    is_pair = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     return transformers.AutoModelForSeq2SeqLM if is_pair else transformers.AutoModelForCausalLM
 
 
@@ -128,7 +131,9 @@ def their_model(config: Mapping[str, Any]) -> Any:
     if found.is_encoder_decoder and config.get("tie_word_embeddings") is False:  # T5's class ties it in any case
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         model.all_tied_weights_keys.pop("lm_head.weight", None)
-    for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith(_BUFFERS))):
+    drawn = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    drawn += [buffer for name, buffer in model.named_buffers() if name.endswith(_BUFFERS)]
+    for parameter in drawn:
         torch.nn.init.normal_(parameter, std=0.2)
     return model
 
@@ -156,7 +161,10 @@ def sources_of(model: Model, number: int) -> dict[str, np.ndarray]:
     """What the encoder of a model reads in a step, by the name in a batch; {} for a decoder."""
     if not model.encoder:
         return {}
-    draw = np.random.default_rng(100 + number)
+    draw, encoder = np.random.default_rng(100 + number), model.encoder
+    if encoder.features:
+        features = draw.normal(size=(ROWS, encoder.features, 2 * encoder.length))
+        return {"encoder_features": features.astype(np.float32)}
     return {"encoder_tokens": draw.integers(0, model.vocab_size, (ROWS, model.encoder.length)).astype(np.int32)}
 
 
@@ -169,8 +177,9 @@ def theirs_of(config: Mapping[str, Any], model: Model) -> Theirs:
 
     def logits_of(n: int, tokens: Any) -> Any:
         """Of an encoder-decoder with the sources of a step."""
-        given = {"input_ids": sources[n]["encoder_tokens"].long(), "decoder_input_ids": tokens} if sources[n] else {}
-        return theirs(**given).logits if given else theirs(tokens).logits
+        names = {"encoder_tokens": "input_ids", "encoder_features": "input_features"}
+        given = {names[name]: array for name, array in sources[n].items()}
+        return theirs(**given, decoder_input_ids=tokens).logits if given else theirs(tokens).logits
 
     with torch.no_grad():
         logits, text = logits_of(0, batches[0, :, :-1]).numpy(), prompts

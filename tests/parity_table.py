@@ -12,7 +12,7 @@ from tests import parity
 SHOWN = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2", "phi3", "mixtral", "qwen2_moe"),
     *("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmo2", "smollm3", "glm4", "granite"),
-    *("t5", "mt5", "umt5"),
+    *("t5", "mt5", "umt5", "bart", "mbart", "marian", "whisper"),
     *("glm4_moe", "solar_open", "dots1", "exaone4", "exaone_moe", "hy_v3", "minimax_m2", "olmo3", "seed_oss"),
     *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee"),
     *("starcoder2", "nemotron", "stablelm", "phi", "cohere", "cohere2", "gpt_neox", "falcon", "opt", "gpt_bigcode"),

@@ -97,6 +97,22 @@ _T5 = {
     "n_positions": 24,
 }
 
+_BART = {
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+    "encoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 40,
+    "forced_eos_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _BASE | {"model_type": "llama"},
     "llama-biases": _BASE
@@ -220,6 +236,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_bigcode": _GPT | {"model_type": "gpt_bigcode", "n_inner": 48},
     "gpt_bigcode-many": _GPT | {"model_type": "gpt_bigcode", "multi_query": False},
     "gptj": _GPT | {"model_type": "gptj", "n_embd": 40, "rotary_dim": 6, "n_inner": 48, "tie_word_embeddings": False},
+    "bart": _BART | {"model_type": "bart", "activation_function": "relu"},
+    "mbart": _BART | {"model_type": "mbart", "scale_embedding": True},
+    "whisper": _BART
+    | {"model_type": "whisper", "num_mel_bins": 10, "max_source_positions": 24, "max_target_positions": 40}
+    | {"encoder_attention_heads": 2, "encoder_ffn_dim": 40},
+    "marian": _BART | {"model_type": "marian", "scale_embedding": True, "activation_function": "swish"},
 }
 """Name of a case -> its config.json."""
 

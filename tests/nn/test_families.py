@@ -21,8 +21,15 @@ SOURCES = np.random.default_rng(1).integers(0, VOCAB, (2, 24)).astype(np.int32)
 """Rows of the encoder, where a family has one."""
 
 
+FRAMES = np.random.default_rng(2).normal(size=(2, 10, 48)).astype(np.float32)
+"""Features of the encoder, where it reads such."""
+
+
 def sources_of(model):
-    return {"encoder_tokens": jnp.asarray(SOURCES)} if model.encoder else {}
+    if not model.encoder:
+        return {}
+    has_features = model.encoder.features > 0
+    return {"encoder_features": jnp.asarray(FRAMES)} if has_features else {"encoder_tokens": jnp.asarray(SOURCES)}
 
 
 RUNNING = [name for name, model in FAMILIES.items() if model.runs_here]
@@ -42,6 +49,8 @@ def quick_of(families, but=()):
 
 def their_logits(model):
     tokens, sources = (torch.tensor(rows, dtype=torch.long) for rows in (TOKENS, SOURCES))
+    if model.config.model_type == "whisper":
+        return model(input_features=torch.tensor(FRAMES), decoder_input_ids=tokens).logits
     if model.config.is_encoder_decoder:
         return model(input_ids=sources, decoder_input_ids=tokens).logits
     return model(tokens).logits

@@ -18,7 +18,13 @@ from tests.tier import sampled
 def test_the_optimizer_asks_nothing_of_the_number_of_layers(name):
     """Whole matrices are dealt out to any number of devices, so a mesh is legal for all optimizers or for none."""
     one = load_model(name)
-    axes = {"pipeline": 2, "data": 2, "fsdp": 2, "tensor": 2, "expert": 2 if one.num_experts else 1}
+    axes = {
+        "pipeline": 1 if one.encoder else 2,
+        "data": 2,
+        "fsdp": 2,
+        "tensor": 2,
+        "expert": 2 if one.num_experts else 1,
+    }
     found = [
         set(splits(derive(transformer(one), Strategy(mesh=make_mesh(axes)), optimizer=optimizer)))
         for optimizer in OPTIMIZERS

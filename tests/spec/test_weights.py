@@ -29,6 +29,9 @@ _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _T5 = {"d_model": 64, "d_kv": 24, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
 _T5 |= {"vocab_size": 128}
 _GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2}
+_BART = {"d_model": 64, "vocab_size": 128, "max_position_embeddings": 48, "pad_token_id": 1}
+_BART |= {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+_BART |= {"encoder_layers": 3, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
 SMALL = {
     "llama": _DENSE,
     "llama-biased-tied": _DENSE
@@ -90,6 +93,10 @@ SMALL = {
     "opt": _FALCON | {"ffn_dim": 80},
     "gpt_bigcode": {"n_embd": 64, "n_layer": 3, "n_head": 4},
     "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8},
+    "bart": _BART,
+    "mbart": _BART,
+    "marian": _BART,
+    "whisper": _BART | {"num_mel_bins": 20, "encoder_attention_heads": 2, "encoder_ffn_dim": 80},
 }
 
 

@@ -105,6 +105,7 @@ def _backward(block: Block, shardings: Shardings, forward: Tape, saved_arrays: l
     for name in (name for name in list(tape.contributions) if name not in shared_names):
         tape.finish(name)
     if any(weight.frozen for weight in shardings.program.variables.values()):
+        tape.left.update(shardings.as_left(name) for name in shared_names)
         tape.steps, needed_arrays = needed_steps(tape.steps, tape.left)
         tape.used = [array for array in tape.used if array in needed_arrays]
     return tape

@@ -20,6 +20,9 @@ ENCODER_END, ENCODED = f"{ENCODER}end", "encoded"
 FULL = "_full"
 """Suffix of variables that have dims of their own in layers without a window; the rest of a name is as in others."""
 
+FEATURES = f"{ENCODER}features"
+"""The variable of an encoder's features, in place of its tokens."""
+
 _PRODUCT = re.compile(r"(\w+)\[(.*)\] = (\w+)\[(.*)\] \* (\w+)\[(.*)\]")
 
 
@@ -48,7 +51,7 @@ PLAIN = ProgramOptions()
 ATTENTION = """
     h[B,T,D] = norm(x[B,T,D], attn_norm[D]) if pre_norms
     q~{bare}[B,T,N,H] = {h}[B,T,D] * wq[D,N,H]
-    k~{bare}[B,T,K,H] = {h}[B,T,D] * wk[D,K,H]
+    k~{bare_k}[B,T,K,H] = {h}[B,T,D] * wk[D,K,H]
     v~{zero}[B,T,K,H] = {h}[B,T,D] * wv[D,K,H] if !from_keys
     q~{b}[B,T,N,H] = bias_add(q~[B,T,N,H], bq[N,H]) if qkv_bias
     q~{n}[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm !wide_qk_norm !qk_norm_last
@@ -56,7 +59,7 @@ ATTENTION = """
     q~{n}[B,T,N,H] = norm(q~[B,T,N,H], q_norm[N,H]) if head_qk_norm
     q~{p}[B,T,N,H] = rope(q~[B,T,N,H], positions[B,T]) if rotates
     q~r[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm_last
-    k~{b}[B,T,K,H] = bias_add(k~[B,T,K,H], bk[K,H]) if qkv_bias
+    k~{b}[B,T,K,H] = bias_add(k~[B,T,K,H], bk[K,H]) if qkv_bias key_bias
     v~[B,T,K,H] = unit_norm(k~[B,T,K,H]) if from_keys
     k~{n}[B,T,K,H] = rms_norm(k~[B,T,K,H], k_norm[H]) if qk_norm !wide_qk_norm !qk_norm_last
     k~{n}[B,T,K,H] = wide_rms_norm(k~[B,T,K,H], k_norm[K,H]) if wide_qk_norm
@@ -97,21 +100,23 @@ AFTER_ATTENTION = """
     a~b[B,T,D] = bias_add(a~[B,T,D], bo[D]) if out_bias
     a~n[B,T,D] = norm(a~[B,T,D], post_attn_norm[D]) if post_norms
     a~s[B,T,D] = scaled(a~[B,T,D]; by={residual}) if scales
-    {x1}[B,T,D] = add(x[B,T,D], a~[B,T,D])
+    {sum}[B,T,D] = add(x[B,T,D], a~[B,T,D])
+    {x1}[B,T,D] = norm({sum}[B,T,D], attn_norm[D]) if sum_norms
 """
 
 CROSS_ATTENTION = """
-    cross_h[B,T,D] = norm(x0[B,T,D], cross_norm[D])
-    cross_q{zero}[B,T,N,H] = cross_h[B,T,D] * cross_wq[D,N,H]
+    cross_h[B,T,D] = norm(x0[B,T,D], cross_norm[D]) if pre_norms
+    cross_q{zero}[B,T,N,H] = {cross_h}[B,T,D] * cross_wq[D,N,H]
     cross_q[B,T,N,H] = bias_add(cross_q0[B,T,N,H], cross_bq[N,H]) if qkv_bias
-    cross_k{zero}[B,S,K,H] = encoded[B,S,D] * cross_wk[D,K,H]
-    cross_k[B,S,K,H] = bias_add(cross_k0[B,S,K,H], cross_bk[K,H]) if qkv_bias
+    cross_k{zero_k}[B,S,K,H] = encoded[B,S,D] * cross_wk[D,K,H]
+    cross_k[B,S,K,H] = bias_add(cross_k0[B,S,K,H], cross_bk[K,H]) if qkv_bias key_bias
     cross_v{zero}[B,S,K,H] = encoded[B,S,D] * cross_wv[D,K,H]
     cross_v[B,S,K,H] = bias_add(cross_v0[B,S,K,H], cross_bv[K,H]) if qkv_bias
     cross_o[B,T,N,H] = attention(cross_q[B,T,N,H], cross_k[B,S,K,H], cross_v[B,S,K,H]{given})
     cross_a[B,T,D] = cross_o[B,T,N,H] * cross_wo[N,H,D]
     cross_a~b[B,T,D] = bias_add(cross_a~[B,T,D], cross_bo[D]) if out_bias
-    x1[B,T,D] = add(x0[B,T,D], cross_a~[B,T,D])
+    {sum}[B,T,D] = add(x0[B,T,D], cross_a~[B,T,D])
+    x1[B,T,D] = norm({sum}[B,T,D], cross_norm[D]) if sum_norms
 """
 """Queries of the stream on keys and values of the encoder's result."""
 
@@ -127,7 +132,8 @@ DENSE = """
     y~b[B,T,D] = bias_add(y~[B,T,D], b_down[D]) if mlp_bias
     y~n[B,T,D] = norm(y~[B,T,D], post_mlp_norm[D]) if post_norms
     y~s[B,T,D] = scaled(y~[B,T,D]; by={residual}) if scales
-    {x2}[B,T,D] = add(x1[B,T,D], y~[B,T,D])
+    {sum}[B,T,D] = add(x1[B,T,D], y~[B,T,D])
+    {x2}[B,T,D] = norm({sum}[B,T,D], mlp_norm[D]) if sum_norms
 """
 
 EXPERTS = """
@@ -173,11 +179,13 @@ LAYER_END = """
 EMBED = """
     {embedded}[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})
     p[B,T,D] = embed(positions[B,T], position_table[P,D]) if learned_positions
-    x[B,T,D] = add(e[B,T,D], p[B,T,D]) if learned_positions
+    {sum}[B,T,D] = add(e[B,T,D], p[B,T,D]) if learned_positions
+    x[B,T,D] = norm({sum}[B,T,D], embed_norm[D]) if embed_norm
 """
 
 FINAL_NORM = """
-    hf[B,T,D] = norm(x[B,T,D], final_norm[D])
+    hf[B,T,D] = norm(x[B,T,D], final_norm[D]) if final_norm
+    hf[B,T,D] = copy(x[B,T,D]) if !final_norm
 """
 
 BEFORE_MTP = """
@@ -215,6 +223,9 @@ def written(model: Model, text: str, **names: str | bool) -> str:
         "residual": f"{model.residual_multiplier}",
         "scales": model.residual_multiplier != 1,
         "x2": "x3" if model.layer_scale else "x2",
+        "cross_h": "cross_h" if model.pre_norms else "x0",
+        "zero": "0" * model.qkv_bias,
+        "zero_k": "0" * (model.qkv_bias and model.key_bias),
         **names,
     }
     last_name_of: dict[str, str] = {}
@@ -237,8 +248,10 @@ def written(model: Model, text: str, **names: str | bool) -> str:
 def embed_text(model: Model) -> str:
     """Returns the lines of the embedding, from tokens to x."""
     multiplier = model.embed_multiplier if model.embed_multiplier != 1 else ""
-    result_name, scale_text = "e" if model.learned_positions else "x", "sqrt(D)" if model.embed_scale else multiplier
-    return written(model, EMBED, embedded=result_name, scale=f"; scale={scale_text}" if scale_text else "")
+    names = {"sum": "es" if model.embed_norm else "x"}
+    names["embedded"] = "e" if model.learned_positions else names["sum"]
+    scale_text = given_attributes(scale="sqrt(D)" if model.embed_scale else multiplier)
+    return written(model, EMBED, scale=scale_text, **names)
 
 
 def loss_text(model: Model, options: ProgramOptions) -> str:
@@ -262,12 +275,14 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
     data_text = "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
     if model.latent_attention:
         attribute_text = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
-        text = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=data_text + attribute_text, x1="x1")
+        text = written(
+            model, LATENT_ATTENTION + AFTER_ATTENTION, others=data_text + attribute_text, **sums(model, "x1")
+        )
     else:
         text = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, data=data_text, rotates=rotates)
     if model.encoder:
         attribute_text = given_attributes(sees_all=True, softcap=model.attention_softcap)
-        text += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=attribute_text)
+        text += written(model, CROSS_ATTENTION, given=attribute_text, **sums(model, "x1"))
     if not routed:
         return with_adapters(model, text + _dense(model) + written(model, LAYER_END))
     capacity_factor = options.capacity_factor
@@ -355,7 +370,7 @@ def _attention(
     # where neither bias nor norm nor rope follows, the products themselves have the names that policies keep
     has_qk_norm = model.qk_norm or model.head_qk_norm
     rotates = rotates and model.rotated_width > 0
-    bare_suffix = "" if rotates or model.qkv_bias or has_qk_norm else "r"
+    is_bare = not (rotates or has_qk_norm)
     is_relative = model.relative_buckets > 0
     operand_text = data + ", sinks[N]" * (model.attention_sinks and causal) + ", relative_bias[R,N]" * is_relative
     attribute_text = given_attributes(
@@ -372,13 +387,14 @@ def _attention(
         zero="0" * (model.qkv_bias or model.value_norm),
         vb="b" * model.value_norm,
         from_keys=model.values_from_keys and not sliding,
-        bare=bare_suffix,
+        bare="r" * (is_bare and not model.qkv_bias),
+        bare_k="r" * (is_bare and not (model.qkv_bias and model.key_bias)),
         b="b" if has_qk_norm or rotates else "r",
         n="n" if rotates else "r",
         p="p" if model.qk_norm_last else "r",
         rotates=rotates,
         others=operand_text + attribute_text,
-        x1=result_name,
+        **sums(model, result_name),
     )
 
 
@@ -388,7 +404,12 @@ def _quoted(rule: str) -> str:
 
 
 def _dense(model: Model) -> str:
-    return written(model, DENSE, activation=_activation(model))
+    return written(model, DENSE, activation=_activation(model), **sums(model, "x3" if model.layer_scale else "x2"))
+
+
+def sums(model: Model, result_name: str) -> dict[str, str]:
+    """Returns the name of a stream, x1, and of the sum that it is: another if its norm follows."""
+    return {"x1": result_name, "sum": f"{result_name}s" if model.sum_norms else result_name}
 
 
 def _activation(model: Model) -> str:

@@ -22,6 +22,11 @@ class Variable(msgspec.Struct, frozen=True):
     inputs: tuple[str, ...] = ()
     frozen: bool = False
 
+    @property
+    def is_whole_numbers(self) -> bool:
+        """True for tokens, labels, positions and what masks read; an encoder's features are floats."""
+        return self.role in ("input", "position") and "M" not in self.dims
+
 
 class Op(msgspec.Struct, frozen=True):
     """``out = kind(inputs; attributes)``; ``inputs`` and ``out`` are names of variables, ``attributes`` facts beside

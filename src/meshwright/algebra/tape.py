@@ -22,6 +22,10 @@ from meshwright.spec.strategy import Strategy, assign
 Details = TypeVar("Details", bound=msgspec.Struct)
 
 
+ALIKE = {"S": "T", "Nx": "N", "Kx": "K", "Fx": "F", "Dc": "F"}
+"""Dims of an encoder that have the rules of a dim of the decoder, unless they have their own."""
+
+
 class Shardings:
     """The declared sharding of every variable and cotangent under one strategy."""
 
@@ -59,13 +63,14 @@ class Shardings:
         variable = self.program.variables[name]
         role, dims = weight_role if variable.role == "weight" else variable.role, variable.dims
         rules = self.strategy.rules(role)
-        if "S" in dims and "S" not in rules and "T" in rules:  # positions of an encoder are split as a decoder's are
-            rules = {**rules, "S": rules["T"]}
+        # dims of an encoder are split as a decoder's are
+        like = {dim: ALIKE[dim] for dim in dims if dim in ALIKE and dim not in rules and ALIKE[dim] in rules}
+        rules = {**rules, **{dim: rules[other_dim] for dim, other_dim in like.items()}}
         group_rules = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}
         rules = {**group_rules, **rules}  # groups of entries are split as the entries are
         array_name = f"d{name}" if weight_role == "grad" else name
         is_fp32 = array_name in (*LOSSES, "logits") or dims == ("E", "C")
-        dtype = "fp32" if is_fp32 else "int32" if role in ("input", "position") else ""
+        dtype = "fp32" if is_fp32 else "int32" if variable.is_whole_numbers else ""
         if weight_role == "weight":
             dtype = variable.dtype or dtype
         array = ShardedArray(array_name, dims, assign(rules, dims, keep=self.axes), dtype=dtype)

@@ -13,6 +13,7 @@ from meshwright.algebra.layers import (
     BEFORE_MTP,
     ENCODED,
     ENCODER,
+    FEATURES,
     FINAL_NORM,
     PLAIN,
     ProgramOptions,
@@ -31,7 +32,7 @@ from meshwright.core.errors import InputError
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.weights import Weight, weight_table
 
-_SPLIT_DIMS = ("N", "K", "Kf", "F", "Fe", "Fs", "V")
+_SPLIT_DIMS = ("N", "K", "Kf", "F", "Fe", "Fs", "V", "Nx", "Kx", "Fx", "Dc")
 """A vector over one of these dims, or over several, is sharded as its matrix is; others are whole on every device."""
 
 MAX_PATTERN = 16
@@ -169,17 +170,41 @@ def _mtp(
     return blocks, Stack(first="mtp_embed", layers=("layer_mtp",), last="mtp_head", carry="xm", inputs=("hf",))
 
 
+CONVOLUTIONS = """
+    f1[B,Sf,Ct,M] = unfold(features[B,M,Sf])
+    c1[B,Sf,Dc] = f1[B,Sf,Ct,M] * conv1[Ct,M,Dc]
+    c1b[B,Sf,Dc] = bias_add(c1[B,Sf,Dc], conv1_bias[Dc])
+    c1m[B,Sf,Dc] = gelu(c1b[B,Sf,Dc])
+    f2[B,T,Ct,Dc] = unfold(c1m[B,Sf,Dc]; stride=2)
+    c2[B,T,D] = f2[B,T,Ct,Dc] * conv2[Ct,Dc,D]
+    c2b[B,T,D] = bias_add(c2[B,T,D], conv2_bias[D])
+    e[B,T,D] = gelu(c2b[B,T,D])
+"""
+"""Two convolutions over three neighbours, as products of unfolded arrays: Radford et al., Whisper (2022)."""
+
+
+def _encoder_embed_text(model: Model) -> str:
+    """Returns the lines from what an encoder reads to its stream, named as in a decoder."""
+    if not (model.encoder and model.encoder.features):
+        return embed_text(model)
+    return written(model, CONVOLUTIONS) + embed_text(model).partition("\n")[2]
+
+
 def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:
     """Returns the blocks of an encoder and their stack, built from the decoder's lines, renamed, over positions S."""
     if model.encoder is None:
         return (), ()
-    for name, role in (("tokens", "input"), ("positions", "position")):
-        variables[f"{ENCODER}{name}"] = Variable(f"{ENCODER}{name}", ("B", "S"), role)
+    tokens, features = Variable(f"{ENCODER}tokens", ("B", "S"), "input"), Variable(FEATURES, ("B", "M", "Sf"), "input")
+    positions = Variable(f"{ENCODER}positions", ("B", "S"), "position")
+    variables |= {v.name: v for v in (features if model.encoder.features else tokens, positions)}
     first_name, layer_name, last_name, x_name = (f"{ENCODER}{name}" for name in ("embed", "layer", "end", "x"))
     bias_blocks, bias_stacks = _bias_table(model, variables, ENCODER)
     shared_bias = _shared_bias(model, ENCODER)
-    depth, texts = model.encoder.num_layers, (embed_text(model), encoder_layer_text(model), written(model, FINAL_NORM))
-    embed_lines, layer_lines, end_lines = map(_of_encoder, texts)
+    depth, texts = (
+        model.encoder.num_layers,
+        (_encoder_embed_text(model), encoder_layer_text(model), written(model, FINAL_NORM)),
+    )
+    embed_lines, layer_lines, end_lines = (_of_encoder(model, text) for text in texts)
     blocks = (
         *bias_blocks,
         parse_block(first_name, embed_lines, variables),
@@ -194,15 +219,20 @@ def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block,
         ),
         parse_block(last_name, end_lines, variables, renamed={f"{ENCODER}hf": ENCODED}),
     )
-    inputs = tuple(shared_bias.values())
-    encoder = Stack(first=first_name, layers=(layer_name,) * depth, last=last_name, carry=x_name, inputs=inputs)
+    stack_inputs = tuple(shared_bias.values())
+    encoder = Stack(first=first_name, layers=(layer_name,) * depth, last=last_name, carry=x_name, inputs=stack_inputs)
     return blocks, (*bias_stacks, encoder)
 
 
-def _of_encoder(text: str) -> str:
+def _of_encoder(model: Model, text: str) -> str:
     """Returns the lines of a decoder with the names and dims of the encoder's; the table of tokens is one for both."""
-    renamed_text = re.sub(r"(\w+)\[", lambda match: f"{'' if match[1] == 'embed' else ENCODER}{match[1]}[", text)
-    return renamed_text.replace("[B,T", "[B,S").replace("[P,", "[Ps,")
+    letters = {"T": "S", "P": "Ps", **model.encoder_letters}
+
+    def renamed(found: re.Match[str]) -> str:
+        name = found[1] if found[1] == "embed" else f"{ENCODER}{found[1]}"
+        return f"{name}[{','.join(letters.get(dim, dim) for dim in found[2].split(','))}]"
+
+    return re.sub(r"(\w+)\[([^\]]*)\]", renamed, text)
 
 
 def layer_dims(model: Model) -> dict[str, int]:

@@ -10,7 +10,7 @@ from jaxtyping import Array
 from meshwright.algebra.transformer import local_name, rows
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import held_dims
-from meshwright.spec.weights import Weight
+from meshwright.spec.weights import Weight, fixed_tables
 
 Params = dict[str, Array]
 """Variable of the program -> array; weights of layers are stacked over the layers of one kind, [L, ...]."""
@@ -43,6 +43,14 @@ def param_shapes(
     }
 
 
+def sinusoids(num_positions: int, width: int, *, num_steps: float | None = None) -> np.ndarray:
+    """Returns a table of positions [P, D] in float32: sines, then cosines, of the position times 10000^(-i / steps) for
+    each i below D / 2. Steps are D / 2, as in Vaswani et al., Attention Is All You Need (2017), section 3.5; Whisper's
+    are one less, so that the last frequency is 1/10000."""
+    angles = np.arange(num_positions)[:, None] / 10000.0 ** (np.arange(width // 2) / (num_steps or width / 2))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+
+
 def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> Params:
     """Draws weights from ``seed``, each array from its own key, so the numbers do not depend on the mesh.
 
@@ -60,7 +68,8 @@ def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> P
 
 def _initial(model: Model, weight: Weight, key: Array) -> Array:
     """Draws from a normal distribution with standard deviation 0.02, divided by sqrt(2 L) for matrices that write into
-    the residual stream (GPT-2). Norms start as identities; biases and sinks are zeros. The A of an adapter is uniform
+    the residual stream (GPT-2). Norms start as identities; biases and sinks are zeros,
+    fixed tables of positions `sinusoids`. The A of an adapter is uniform
     in +-1/sqrt(inputs), B is zero, as in PEFT."""
     shape = stacked_shape(weight)
     if weight.part == "adapter":
@@ -69,6 +78,8 @@ def _initial(model: Model, weight: Weight, key: Array) -> Array:
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound) if is_into_rank else jnp.zeros(shape)
     if weight.part == "norm" and not weight.name.endswith("_bias"):
         return jnp.zeros(shape) if model.norm_unit_offset else jnp.ones(shape)
+    if weight.name in fixed_tables(model):
+        return jnp.asarray(sinusoids(*shape, num_steps=None if model.sinusoids else shape[1] // 2 - 1))
     if weight.kind == "vector" and weight.name != "layers.shared.gate":
         return jnp.zeros(shape)
     std = INIT_STD / np.sqrt(2 * model.num_layers) if local_name(weight) in _INTO_STREAM else INIT_STD

@@ -15,9 +15,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.layers import PLAIN, ProgramOptions, mask_data
+from meshwright.algebra.layers import ENCODER, FEATURES, PLAIN, ProgramOptions, mask_data
 from meshwright.algebra.notation import ShardedArray, check
-from meshwright.algebra.program import LOSSES
+from meshwright.algebra.program import LOSSES, Variable
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.rewrites.split_backward import weight_updates
 from meshwright.algebra.transformer import transformer, weight_variables
@@ -245,9 +245,13 @@ class TrainStep:
         """Puts a global batch on the devices in `token_order`; adds what is missing beside tokens and labels."""
         arrays = {n: np.asarray(a) for n, a in batch.items()}
         shape = arrays["tokens"].shape
+        if FEATURES in arrays:
+            arrays[FEATURES] = arrays[FEATURES].astype(self.dtype)
         for name in (name for name in self.batch_specs if name.endswith("positions")):
-            tokens_shape = arrays[name.replace("positions", "tokens")].shape
-            arrays.setdefault(name, np.broadcast_to(np.arange(tokens_shape[1], dtype=np.int32), tokens_shape))
+            length = arrays[FEATURES].shape[-1] // 2 if name.startswith(ENCODER) and FEATURES in arrays else 0
+            length = length or arrays[name.replace("positions", "tokens")].shape[1]
+            positions = np.broadcast_to(np.arange(length, dtype=np.int32), (shape[0], length))
+            arrays.setdefault(name, positions)
         if "documents" in mask_data(self.model, self.options):
             arrays.setdefault("documents", np.zeros(shape, np.int32))
         missing = [name for name in mask_data(self.model, self.options) if name not in arrays]
@@ -317,11 +321,17 @@ class TrainStep:
         """Returns the batch if it has all arrays of the step, else the result of `place`."""
         return dict(batch) if set(batch) == set(self.batch_specs) else self.place(batch)
 
+    def _dtype_of(self, variable: Variable) -> Any:
+        """Returns the dtype of an array of a batch."""
+        return jnp.int32 if variable.is_whole_numbers else self.dtype
+
     def batch_shapes(self, batch_seqs: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the global shapes and dtypes of a batch."""
         sizes = {**self.model.dims, "B": batch_seqs, "T": seq_len}
-        shapes = {var.name: tuple(sizes[dim] for dim in var.dims) for var in self.program.of_role("input", "position")}
-        struct_by_name = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+        struct_by_name = {
+            variable.name: jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in variable.dims), self._dtype_of(variable))
+            for variable in self.program.of_role("input", "position")
+        }
         return struct_by_name | dict.fromkeys(self.counts.values(), jax.ShapeDtypeStruct((), jnp.float32))
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:

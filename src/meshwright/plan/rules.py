@@ -36,6 +36,14 @@ NOUNS: dict[str, str] = {
     "P": "learned positions",
     "Ps": "learned positions of the encoder",
     "R": "relative buckets",
+    "Nx": "query heads of the encoder",
+    "Kx": "kv heads of the encoder",
+    "Hx": "head width of the encoder",
+    "Fx": "feed-forward width of the encoder",
+    "M": "features of the encoder",
+    "Sf": "frames of the encoder",
+    "Ct": "taps of a convolution",
+    "Dc": "width between convolutions",
     **dict.fromkeys((f"{dim}g" for dim in GROUPED), "groups of inputs"),
 }
 """Dim -> its name in a message, after its size: "K=8 kv heads of llama3-70b"."""

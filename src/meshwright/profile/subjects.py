@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from meshwright.algebra.layers import FEATURES
 from meshwright.nn.weights import init_params
 from meshwright.parallel.generation.held_arrays import HeldArrays
 from meshwright.parallel.generation.packed_step import PackedRows, PackedStep, slots_of
@@ -14,11 +15,14 @@ from meshwright.spec.job import Job
 
 
 def random_rows(step: TrainStep, job: Job, *, seed: int) -> dict[str, np.ndarray]:
-    """Returns a batch of random tokens, each the label of the one before; an encoder gets random tokens too."""
+    """Returns a batch of random tokens, each the label of the one before; an encoder gets random tokens or features."""
     vocab_size, encoder = step.model.vocab_size, step.model.encoder
     token_rows = _random_tokens(vocab_size, (job.batch_seqs, job.seq_len + 1), seed)
     array_by_name = {"tokens": token_rows[:, :-1], "labels": token_rows[:, 1:]}
-    if encoder:
+    if encoder and encoder.features:
+        shape = (job.batch_seqs, encoder.features, 2 * encoder.length)
+        array_by_name[FEATURES] = np.random.default_rng(seed + 1).normal(size=shape).astype(np.float32)
+    elif encoder:
         array_by_name["encoder_tokens"] = _random_tokens(vocab_size, (job.batch_seqs, encoder.length), seed + 1)
     return array_by_name
 

@@ -57,6 +57,10 @@ Family = Literal[
     "opt",
     "gpt_bigcode",
     "gptj",
+    "bart",
+    "mbart",
+    "marian",
+    "whisper",
 ]
 FAMILIES: tuple[str, ...] = get_args(Family)
 """Families that are counted and planned; `Model.runs_here` says whether a model of one also runs."""
@@ -100,13 +104,24 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
 
 
 class Encoder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The encoder beside a decoder, of the same widths: its number of layers, and the positions of each of its rows.
-    The decoder's rows begin with ``start_token``, after which a generated text has the ``forced`` ones."""
+    """The encoder beside a decoder: its number of layers, the positions of each of its rows, and sizes that are the
+    decoder's where they are 0: query heads, each as wide as D divided by their number, and the feed-forward width. The
+    decoder's rows begin with ``start_token``, after which a generated text has the ``forced`` ones.
+
+    ``max_positions`` are the positions of its table, 0: those of a row. With ``sinusoids`` that table is fixed. With
+    ``features`` a row is an array of numbers, [features, 2 length], as of a log-mel spectrogram, in place of tokens:
+    two convolutions over three neighbours make the stream of it, the second of every other position.
+    """
 
     num_layers: int
     length: int
     start_token: int = 0
     forced: tuple[int, ...] = ()
+    num_heads: int = 0
+    d_ff: int = 0
+    max_positions: int = 0
+    sinusoids: bool = False
+    features: int = 0
 
     @property
     def start(self) -> tuple[int, ...]:
@@ -142,7 +157,7 @@ GROUP = 64
 """Inputs that share a scale in a quantised base, and in int4 weights of generation: the greatest common divisor of this
 number and the size of the dim."""
 
-GROUPED = ("D", "F", "H", "Hf", "Fe", "Fs", "Rq", "Rkv", "Hv")
+GROUPED = ("D", "F", "H", "Hf", "Fe", "Fs", "Rq", "Rkv", "Hv", "Fx", "Hx", "Dc")
 """Dims of inputs whose groups may share a scale; the groups of D are the dim Dg."""
 
 
@@ -237,6 +252,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     norm_bias: bool = True  # of layer norms
     norm_unit_offset: bool = False  # gemma stores w and multiplies by 1 + w
     pre_norms: bool = True  # before attention and before the feed-forward block
+    sum_norms: bool = False  # of the stream, after each addition to it
+    embed_norm: bool = False  # of the stream before the first layer
+    final_norm: bool = True  # of the stream after the last layer
     post_norms: bool = False  # after attention and after the feed-forward block
     qk_norm: bool = False
     wide_qk_norm: bool = False  # the norms of queries and keys are over all heads together
@@ -253,6 +271,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rope_local_theta: float | None = None  # theta of the sliding layers where it differs
     learned_positions: bool = False
     position_offset: int = 0  # rows of the table before that of position 0
+    sinusoids: bool = False  # tables of positions are sinusoids, and not trained
 
     activation: str = "silu"
     gated: bool = True
@@ -262,7 +281,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     logit_divisor: float = 1.0
     logit_multiplier: float = 1.0
     logit_bias: bool = False
+    fixed_logit_bias: bool = False  # that bias is stored, and not trained
     qkv_bias: bool = False
+    key_bias: bool = True  # with qkv_bias keys have one too
     out_bias: bool = False
     mlp_bias: bool = False
 
@@ -317,6 +338,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Raises InputError for impossible sizes and figures."""
         count_fields = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
         may_be_zero = {*count_fields, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight", "start_token", "forced"}
+        may_be_zero.add("features")
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
         super().__post_init__()
         positive_fields = ["num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
@@ -355,7 +377,19 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if self.encoder and (self.latent_attention or min(self.encoder.num_layers, self.encoder.length) < 1):
             raise InputError(f"{self.name}: an encoder needs at least 1 layer and 1 position, and kv_lora_rank=0.")
+        if self.encoder and self.d_model % (self.encoder.num_heads or 1):
+            raise InputError(
+                f"{self.name}: encoder.num_heads={self.encoder.num_heads} does not divide d_model={self.d_model}. "
+                f"Use a divisor of {self.d_model}."
+            )
         self._check_rules()
+        if self.encoder and self.learned_positions and self.encoder.length > (self.encoder.max_positions or MAX_SIZE):
+            raise InputError(
+                f"{self.name}: encoder.length={self.encoder.length} exceeds the {self.encoder.max_positions} positions "
+                f"of its table. Use at most {self.encoder.max_positions}."
+            )
+        if self.sum_norms and self.num_experts:
+            raise InputError(f"{self.name}: sum_norms needs a model without experts.")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise InputError(
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
@@ -421,8 +455,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Kf": self.num_global_kv_heads if self.num_global_kv_heads != self.num_kv_heads else 0,
             "P": self.max_positions + self.position_offset if self.learned_positions else 0,
             "S": self.encoder.length if self.encoder else 0,
-            "Ps": self.encoder.length if self.encoder and self.learned_positions else 0,
+            "Ps": self._encoder_positions if self.learned_positions else 0,
             "R": self.relative_buckets,
+            **self._encoder_sizes,
             "Ra": self.lora.rank if self.lora else 0,
             "Dj": 2 * self.d_model if self.mtp_weight else 0,
         }
@@ -444,6 +479,30 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def common_kv_heads(self) -> int:
         """The greatest number of devices that divides the kv heads of every layer."""
         return math.gcd(self.num_kv_heads, self.num_global_kv_heads)
+
+    @property
+    def _encoder_sizes(self) -> dict[str, int]:
+        """Sizes that only the encoder has: those that differ from the decoder's, and those of its convolutions."""
+        if (encoder := self.encoder) is None:
+            return {}
+        has_own_heads = encoder.num_heads not in (0, self.num_heads)
+        head_sizes = {"Nx": encoder.num_heads, "Kx": encoder.num_heads, "Hx": self.d_model // (encoder.num_heads or 1)}
+        own_sizes = head_sizes if has_own_heads else {}
+        if encoder.d_ff not in (0, self.d_ff):
+            own_sizes["Fx"] = encoder.d_ff
+        if encoder.features:
+            own_sizes |= {"M": encoder.features, "Sf": 2 * encoder.length, "Ct": 3, "Dc": self.d_model}
+        return own_sizes
+
+    @property
+    def encoder_letters(self) -> dict[str, str]:
+        """Maps letters of sizes to those of the encoder's own, where it has one: N to Nx."""
+        return {letter[0]: letter for letter in self._encoder_sizes if letter.endswith("x")}
+
+    @property
+    def _encoder_positions(self) -> int:
+        """Rows of the encoder's table of positions; 0 without an encoder."""
+        return (self.encoder.max_positions or self.encoder.length) + self.position_offset if self.encoder else 0
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -472,9 +531,13 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def attention_scale(self) -> float:
-        """Factor on the attention scores: the model's own or ``1 / sqrt(query_pre_attn_scalar or H)``; with latent
-        attention and YaRN it is multiplied by the square of `yarn_mscale`."""
-        scale = self.attention_multiplier or (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        """Factor on the attention scores, of heads of ``head_dim``."""
+        return self.attention_scale_of(self.head_dim)
+
+    def attention_scale_of(self, head_dim: int) -> float:
+        """Returns the factor on the scores of heads H wide: the model's own or ``1 / sqrt(query_pre_attn_scalar or
+        H)``; with latent attention and YaRN it is multiplied by the square of `yarn_mscale`."""
+        scale = self.attention_multiplier or (self.query_pre_attn_scalar or head_dim) ** -0.5
         rope_scaling = self.rope_scaling
         if self.latent_attention and rope_scaling is not None and rope_scaling.mscale_all_dim:
             scale *= yarn_mscale(rope_scaling.factor, rope_scaling.mscale_all_dim) ** 2

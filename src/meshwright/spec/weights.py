@@ -17,6 +17,7 @@ from meshwright.spec.model import Model
 
 WeightPart = Literal[
     "embedding",
+    "convolution",
     "attention",
     "mlp",
     "norm",
@@ -66,13 +67,13 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def inputs(self) -> tuple[str, ...]:
         """Input dims of its matrices, of which each layer and expert has one; () for a vector.
 
-        If the last dim is D (the stream) or Ra (the rank of an adapter), all dims before it are inputs; otherwise only
-        the first dim is.
+        If the last dim is D (the stream), Dc (beside it) or Ra (the rank of an adapter), all dims before it are inputs;
+        otherwise only the first dim is.
         """
         if self.kind == "vector":
             return ()
         dims = tuple(dim for dim in self.dims if not (dim == "E" and self.part == "experts"))
-        return dims[:-1] if dims[-1] in ("D", "Ra") else dims[:1]
+        return dims[:-1] if dims[-1] in ("D", "Dc", "Ra") else dims[:1]
 
     @property
     def repeat(self) -> int:
@@ -119,6 +120,12 @@ def without_mtp_words(model: Model) -> str:
     """Returns a clause which says that the weights of that layer are not read; "" if they are, or there are none."""
     is_left_out = model.num_mtp_layers and not model.mtp_weight
     return "; without the layer for the token after the next (model.mtp_weight)" if is_left_out else ""
+
+
+def fixed_tables(model: Model) -> tuple[str, ...]:
+    """Returns the names of tables of positions that are sinusoids, which no gradient trains."""
+    has_encoders = model.sinusoids or (model.encoder is not None and model.encoder.sinusoids)
+    return (*["position_table"] * model.sinusoids, *["encoder_position_table"] * has_encoders)
 
 
 def frozen_base(model: Model) -> Model:
@@ -278,6 +285,8 @@ def _rows(
     size_by_letter = model.dims
     is_true_by_fact = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "norm_biases": model.norm == "layer_norm" and model.norm_bias,
+        "features": model.encoder is not None and model.encoder.features > 0,
+        "stream_norms": model.pre_norms or model.sum_norms,
         "latent": model.latent_attention,
         "latent_queries": model.latent_attention and model.q_lora_rank > 0,
     }
@@ -287,6 +296,11 @@ def _rows(
     own_name_of = {name: hf_name for (name, *needs), hf_name in keys if facts_met.issuperset(needs)}
     layer_prefix = (form.encoder_layers if stored_prefix else form.layers) if layers else ""
     replacement_by_field = {"{prefix}": model.weights_prefix, "{beside_gate}": "_1" * model.gated}
+
+    fixed_names = fixed_tables(model)
+
+    def is_vector(name: str) -> bool:
+        return name in fixed_names or _VECTOR.search(name) is not None
 
     def stored(name: str, llama_name: str) -> str:
         text = layer_prefix + own_name_of.get(stored_prefix + name, own_name_of.get(name, llama_name))
@@ -301,11 +315,11 @@ def _rows(
             dims=tuple(dims_text.split()),
             shape=tuple(size_by_letter[letter] for letter in dims_text.split()),
             part=part,
-            kind="vector" if len(dims_text.split()) < 2 or part == "norm" or _VECTOR.search(name) else "matrix",
+            kind="vector" if len(dims_text.split()) < 2 or part == "norm" or is_vector(name) else "matrix",
             layers=layers.get(name, layers.get(part, ())),
             active_fraction=model.experts_per_token / model.num_experts if part == "experts" else 1.0,
             tied_to="embed" if name == "unembed" and model.tied_embeddings else None,
-            frozen=part == "buffer",
+            frozen=part == "buffer" or name in fixed_names,
             dtype="fp32" if part == "buffer" else "",
         )
         for name, dims_text, llama_name, part, needs in _tables()[table]
@@ -316,14 +330,25 @@ def _rows(
 def _encoder(model: Model) -> list[Weight]:
     """Returns the encoder's weights: tables of positions, layers (as in a dense decoder) and its last norm."""
     assert model.encoder is not None
+    letters, size_by_letter = model.encoder_letters, model.dims
+    num_heads, num_kv_heads, head_dim, d_ff = (size_by_letter[letters.get(letter, letter)] for letter in "NKHF")
     decoder = replace(
         model,
         encoder=None,
         num_layers=model.encoder.num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        d_ff=d_ff,
         attention_sinks=False,
         num_experts=0,
         sliding_layers=(),
         dense_layers=(),
     )
-    layer_rows = [replace(row, name=row.name.replace("layers.", "encoder.")) for row in _layers(decoder, "encoder.")]
+    layer_rows = [
+        replace(
+            row, name=row.name.replace("layers.", "encoder."), dims=tuple(letters.get(dim, dim) for dim in row.dims)
+        )
+        for row in _layers(decoder, "encoder.")
+    ]
     return [*_rows(model, "encoder_first"), *layer_rows, *_rows(model, "encoder_last")]

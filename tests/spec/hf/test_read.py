@@ -91,7 +91,10 @@ OWN_D_FF = ("gpt2", "falcon", "opt", "gpt_bigcode", "gptj")
 
 
 _T5 = {"d_model": 64, "d_kv": 24, "d_ff": 96, "num_layers": 3, "num_heads": 4, "vocab_size": 128}
-PAIRS = {"t5": _T5, "mt5": _T5, "umt5": _T5}
+_BART = {"d_model": 64, "vocab_size": 128}
+_BART |= {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+_BART |= {"encoder_layers": 3, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
+PAIRS = {"t5": _T5, "mt5": _T5, "umt5": _T5, "bart": _BART, "mbart": _BART, "marian": _BART, "whisper": _BART}
 """The same of encoder-decoders, in their own spelling."""
 
 
@@ -102,6 +105,15 @@ def test_absent_keys_of_encoder_decoders_mean_what_transformers_means(model_type
     ours = model_from_config({"model_type": model_type, **PAIRS[model_type]})
     assert ours.num_kv_heads == ours.num_heads
     assert ours.tied_embeddings == theirs.tie_word_embeddings
+    if "decoder_layers" in PAIRS[model_type]:
+        assert (ours.activation, ours.embed_scale) == (theirs.activation_function, theirs.scale_embedding)
+        positions = ours.max_positions, ours.encoder.max_positions, ours.encoder.length
+        if model_type == "whisper":
+            assert positions == (theirs.max_target_positions, *(theirs.max_source_positions,) * 2)
+            assert ours.encoder.features == theirs.num_mel_bins
+        else:
+            assert positions == (theirs.max_position_embeddings,) * 3
+        return
     assert (ours.num_layers, ours.encoder.num_layers) == (theirs.num_decoder_layers, theirs.num_layers)
     assert (ours.gated, ours.activation) == (theirs.is_gated_act, theirs.dense_act_fn)
     buckets = theirs.relative_attention_num_buckets, theirs.relative_attention_max_distance

@@ -200,7 +200,7 @@ def score_elements(step: Step, sizes: OpSizes) -> Number:
         num_keys = num_keys * (block_shares if isinstance(num_keys, np.ndarray) else float(block_shares))
     elif window is not None or is_causal:
         num_keys = keys_per_query(num_keys, window=window, causal=is_causal)
-    return q_sizes["B"] * q_sizes["N"] * q_sizes[positions_of(arrays.q)] * num_keys
+    return q_sizes["B"] * q_sizes[arrays.q.dims[2]] * q_sizes[positions_of(arrays.q)] * num_keys
 
 
 def _counted(step: Step, sizes: OpSizes) -> OpSizes:
@@ -243,7 +243,13 @@ def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
     q_sizes = sizes.local(arrays.q)
     fp32_bytes = 8 if arrays.given else 4
     num_keys = sizes.local(arrays.k)[positions_of(arrays.k)]
-    return q_sizes["B"] * q_sizes["N"] * q_sizes[positions_of(arrays.q)] * num_keys * (fp32_bytes + sizes.width)
+    return (
+        q_sizes["B"]
+        * q_sizes[arrays.q.dims[2]]
+        * q_sizes[positions_of(arrays.q)]
+        * num_keys
+        * (fp32_bytes + sizes.width)
+    )
 
 
 COUNTS = StepKind(flops=flops, hbm_bytes=hbm_bytes, group="attention", scratch_bytes=scratch_bytes)

@@ -116,12 +116,16 @@ def _encoder_flops(model: Model, job: Job, head_widths: int) -> float:
     """Returns the FLOPs that an encoder adds in training: its own products and cross-attention's keys and values, for
     its positions in place of the decoder's; and the scores of its layers and of cross-attention."""
     assert model.encoder is not None
-    enc_len = model.encoder.length
-    cross_names = ("layers.cross_wk", "layers.cross_wv")
-    weight_rows = (row for row in weight_table(model) if row.name.startswith("encoder.") or row.name in cross_names)
-    added_params = sum(row.num_active_params for row in weight_rows if row.kind == "matrix") * (enc_len - job.seq_len)
-    num_scores = enc_len * enc_len * model.encoder.num_layers + job.seq_len * enc_len * model.num_layers
-    return 6.0 * job.batch_seqs * (added_params + num_scores * model.num_heads * head_widths)
+    enc_len, sizes, letters = model.encoder.length, model.dims, model.encoder_letters
+    first_product = "encoder_conv1"  # of every frame, of which there are two for a position
+    names = (first_product, "encoder_conv2", "layers.cross_wk", "layers.cross_wv")
+    rows = (row for row in weight_table(model) if row.name.startswith("encoder.") or row.name in names)
+    positions_by_row = ((row, enc_len * (1 + (row.name == first_product))) for row in rows if row.kind == "matrix")
+    added_macs = sum(row.num_active_params * (positions - job.seq_len) for row, positions in positions_by_row)
+    enc_widths = 2 * sizes[letters.get("N", "N")] * sizes[letters.get("H", "H")]
+    enc_scores = enc_len * enc_len * model.encoder.num_layers * enc_widths
+    cross_scores = job.seq_len * enc_len * model.num_layers * model.num_heads * head_widths
+    return 6.0 * job.batch_seqs * (added_macs + enc_scores + cross_scores)
 
 
 def num_matmul_params(model: Model, *, frozen: bool = False) -> int:

@@ -178,14 +178,17 @@ def _stored_order(
     model: Model, weight: Weight, stored_dims: list[StoredDim], dims: tuple[str, ...]
 ) -> tuple[tuple[StoredDim, ...], ...]:
     """Orders dims as stored: [out, in] in a linear layer; [in, out] in GPT-2's layers and gpt-oss's experts."""
-    if weight.name == "layers.shared.gate" or (model.family == "ernie4_5_moe" and weight.part == "buffer") or not dims:
+    is_row = weight.part == "buffer" and (model.family == "ernie4_5_moe" or weight.name == "unembed_bias")
+    if weight.name == "layers.shared.gate" or is_row or not dims:
         return ((), *([tuple(stored_dims)] if dims else []))
     if weight.part == "embedding" or dims[0] == "R" or (weight.part == "norm" and model.head_qk_norm):  # tables
         return tuple((dim,) for dim in stored_dims)
     if weight.kind == "vector":
         return (tuple(stored_dims),)
+    if dims[0] == "Ct":  # [out, in, taps]
+        return tuple((dim,) for dim in reversed(stored_dims))
     # The last dims are outputs. A product that reads heads has two input dims.
-    num_inputs = 2 if dims[0] == "N" else 1
+    num_inputs = 2 if dims[0] in ("N", "Nx") else 1
     input_dims, output_dims = tuple(stored_dims[:num_inputs]), tuple(stored_dims[num_inputs:])
     inputs_first = (model.family == "gpt2" and bool(weight.layers) and weight.part != "adapter") or (
         model.family == "gpt_oss" and weight.part == "experts"
@@ -232,7 +235,7 @@ def _require_all_used(model: Model, tensors: Tensors, used_names: set[str]) -> N
     ignored_forms = [form.format(num_layers=model.num_layers) for form in (*IGNORED, *IGNORED_OF.get(model.family, ()))]
     variable_of_copy = {name: variable for variable, name in mtp_copies(model).items()}
     for name in tensors.keys() - used_names:
-        is_tied = name.endswith("lm_head.weight") and model.tied_embeddings
+        is_tied = name.endswith(("lm_head.weight", "proj_out.weight")) and model.tied_embeddings
         is_table = model.encoder is not None and name.endswith((".embed_tokens.weight", "shared.weight"))
         if variable := "embed" if is_tied or is_table else variable_of_copy.get(name):
             source_name = next(part.tensor for part in stored_parts(model, tensors) if part.variable == variable)

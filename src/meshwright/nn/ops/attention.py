@@ -45,7 +45,7 @@ def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCal
     first_head = first_index(sharded_arrays.q.axes_of(sharded_arrays.q.dims[2]), arrays.q.shape[2])
     learns = details.distance > 0
     return AttentionCall(
-        scale=context.model.attention_scale,
+        scale=context.model.attention_scale_of(context.model.dims[sharded_arrays.q.dims[-1]]),
         mask=None if details.sees_all and not details.mask else _mask(context, step, arrays.data),
         score=distance_bias(step, arrays.per_head, first_head) if learns else score_of(context, step),
         learns=learns,

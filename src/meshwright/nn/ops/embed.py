@@ -45,19 +45,24 @@ def embed_backward(
 
 def _first_row(context: Context, table: ShardedArray, num_rows: int) -> Int[Array, ""] | int:
     """Returns the number that is looked up in the first row of a device's part; positions may begin at a later row."""
-    offset = context.model.position_offset if table.dims[0] == "P" else 0
+    offset = context.model.position_offset if table.dims[0] in ("P", "Ps") else 0
     return first_index(table.axes[0], num_rows) - offset
+
+
+def _scale(context: Context, table: ShardedArray, dtype: DTypeLike) -> float:
+    """Returns the factor on rows, of which those of positions have none."""
+    return embed_scale(context.model, dtype) if table.dims[0] == "V" else 1.0
 
 
 def _embed(context: Context, step: Step, tokens: Array, table: Array) -> Array:
     first_row = _first_row(context, step.inputs[1], table.shape[0])
-    return embed(tokens, table, first_row=first_row, scale=embed_scale(context.model, table.dtype))
+    return embed(tokens, table, first_row=first_row, scale=_scale(context, step.inputs[1], table.dtype))
 
 
 def _embed_backward(context: Context, step: Step, tokens: Array, dout: Array) -> Array:
     num_rows = context.local_size(step.result, step.result.dims[0])
     first_row = _first_row(context, step.result, num_rows)
-    scale = embed_scale(context.model, dout.dtype)
+    scale = _scale(context, step.result, dout.dtype)
     return embed_backward(tokens, dout, first_row=first_row, num_rows=num_rows, scale=scale)
 
 

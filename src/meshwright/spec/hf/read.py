@@ -222,10 +222,11 @@ def _fields(config: _Config) -> HfFields:
         head_dim = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
         fields |= {"num_kv_heads": fields["num_heads"], "head_dim": head_dim}
     elif "head_dim" not in fields:
+        heads_key, width_key = form.keys["num_heads"], form.keys["d_model"]
         d_model, num_heads = fields["d_model"], fields["num_heads"]
         if num_heads < 1 or d_model % num_heads:
             raise InputError(
-                f"{config.what}: num_attention_heads={num_heads} does not divide hidden_size={d_model}, "
+                f"{config.what}: {heads_key}={num_heads} does not divide {width_key}={d_model}, "
                 f"and head_dim is not given. Set head_dim, or a number of heads that divides {d_model}."
             )
         fields["head_dim"] = d_model // num_heads
@@ -253,7 +254,13 @@ def _fields(config: _Config) -> HfFields:
 def _encoder(config: _Config) -> HfFields:
     """Returns the encoder of a family that has one."""
     sizes = {field: config.read(key, int) for field, key in config.form.encoder.items()}
-    return {"encoder": sizes} if sizes else {}
+    num_target_tokens, num_tokens = (config.keys.get(key) for key in ("decoder_vocab_size", "vocab_size"))
+    if num_target_tokens not in (None, num_tokens):
+        raise InputError(
+            f"{config.what}: decoder_vocab_size={num_target_tokens} is not vocab_size={num_tokens}. Only one table of "
+            f"tokens for both stacks is known here."
+        )
+    return {"encoder": {**sizes, "sinusoids": "features" in sizes}} if sizes else {}
 
 
 def _t5_fields(config: _Config) -> HfFields:

@@ -23,6 +23,7 @@ def config_from_model(model: Model) -> HfFields:
     form = formats()[model.family]
     camel_name = _CLASSES.get(model.family, model.family.title().replace("_", ""))
     head_name = "ForConditionalGeneration" if model.encoder else "ForCausalLM"
+    head_name = "MTModel" if model.family == "marian" else head_name
     config: HfFields = {
         "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel_name}{head_name}"],
         "model_type": f"{model.family}_text" if model.family in WRAPPED else model.family,
@@ -44,6 +45,7 @@ def config_from_model(model: Model) -> HfFields:
 
 _CLASSES = {
     "smollm3": "SmolLM3",
+    "mbart": "MBart",
     "stablelm": "StableLm",
     "gpt_neox": "GPTNeoX",
     "opt": "OPT",

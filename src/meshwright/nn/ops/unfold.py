@@ -1,0 +1,35 @@
+"""Unfolds positions with their two neighbours, and the transpose of that."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from meshwright.algebra.ops.unfold import FRAMES
+from meshwright.algebra.steps import Step
+from meshwright.nn.context import Context
+
+TAPS = 3
+
+
+def unfold(frames: Float[Array, "B S M"], *, stride: int) -> Float[Array, "B T 3 M"]:
+    """Returns every ``stride``-th position between its neighbours; zeros stand outside."""
+    padded = jnp.pad(frames, ((0, 0), (1, 1), (0, 0)))
+    end = frames.shape[1]
+    return jnp.stack([padded[:, tap : tap + end : stride] for tap in range(TAPS)], axis=2)
+
+
+def _unfold(context: Context, step: Step, array: Array) -> Array:
+    dims = step.inputs[0].dims
+    return unfold(jnp.moveaxis(array, dims.index(FRAMES), 1), stride=step.details.stride)
+
+
+def _unfold_backward(context: Context, step: Step, dout: Array) -> Array:
+    batch, length, _, width = dout.shape
+    frames = jax.ShapeDtypeStruct((batch, length * step.details.stride, width), dout.dtype)
+    (cotangent,) = jax.linear_transpose(partial(unfold, stride=step.details.stride), frames)(dout)
+    return cotangent
+
+
+STEPS = {"unfold": _unfold, "unfold_backward": _unfold_backward}
