@@ -80,9 +80,14 @@ def test_sources_stay_with_their_owner(axes):
 SERVICE = Service(prompt_len=90, output_len=30, requests_per_s=20.0)
 
 
-def test_a_service_has_room_for_sources_and_outputs():
+BIASED = msgspec.structs.replace(BOTH, relative_buckets=8, relative_shared=True)
+"""All layers of a stack read one table of biases."""
+
+
+@pytest.mark.parametrize("model", [BOTH, BIASED], ids=["rope", "bias"])
+def test_a_service_has_room_for_sources_and_outputs(model):
     """Its explanation prices the same steps, and a light load meets them."""
-    result = plan_service(service_setting(BOTH, parse_cluster("v5e:2x2")), SERVICE)
+    result = plan_service(service_setting(model, parse_cluster("v5e:2x2")), SERVICE)
     plan = result.as_written
     pool = plan.generate
     held = pool.batch_seqs * (90 + 30) * BOTH.num_layers * 2 * BOTH.num_kv_heads * BOTH.head_dim * 2

@@ -31,7 +31,9 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     sizes = msgspec.structs.replace(sizes, padded=sizes.tile_rows > 0, cache={})
     elements_of = _state_elements(derived, sizes)
     memories = [(block, _block_memory(block, derived, sizes, elements_of[block.name])) for block in derived.blocks]
-    results = (derived.shared[name] for name in dict.fromkeys(n for s in derived.program.stacks for n in s.inputs))
+    # a step without a backward pass has none
+    names = dict.fromkeys(name for stack in derived.program.stacks for name in stack.inputs if name in derived.shared)
+    results = (derived.shared[name] for name in names)
     local_steps = (step for block in derived.blocks for step in block.forward if not step.is_collective)
     return MemoryParts(
         state=sizes.state,
