@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from msgspec.structs import replace
 
+from meshwright.algebra.generation.cache import source_len
 from meshwright.api.rates import rates_for
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.core.errors import CannotRunError, InputError, UserError
@@ -75,8 +76,9 @@ class ServedDecode:
         )
         self.engine = Engine(self.step, self.step.place(init_params(self.step.model, seed)), limits)
         prompts_shape = self.job.batch_seqs, self.job.seq_len - self.num_tokens
+        source = (0,) * source_len(self.step.model)
         for prompt in np.random.default_rng(seed).integers(0, self.engine.vocab_size, prompts_shape).tolist():
-            self.engine.submit(TokenRequest(prompt=tuple(prompt), max_tokens=self.num_tokens))
+            self.engine.submit(TokenRequest(prompt=tuple(prompt), max_tokens=self.num_tokens, source=source))
         started_numbers = set[int]()
         while len(started_numbers) < self.job.batch_seqs:
             started_numbers |= {output.number for output in self.engine.step()}

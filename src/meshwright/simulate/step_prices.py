@@ -34,13 +34,14 @@ class StepPrices:
         self.model, self.strategy, self.derived = model, strategy, derived
 
     def set_rates(self, cluster: Cluster, calibration: Calibration | None, storage: Storage) -> None:
-        """Takes the rates of a cluster. Raises InputError if they lack a dtype of the strategy."""
+        """Takes the rates of a cluster, but beside an encoder, whose sources steps do not count. Raises InputError if
+        they lack a dtype of the strategy."""
+        if self.model.encoder:
+            return
         base_storage = replace(storage, adapters=0)
         setting = Setting(self.model, cluster, Job(kind="decode", batch_seqs=1, seq_len=1), calibration, base_storage)
         rates = setting.step_rates(self.strategy, strategy_placements(cluster, self.strategy)[:1])
-        # the steps of an encoder's engine do not say how long their sources are
-        self.clock = None if self.model.encoder else PricedClock(setting, self.strategy)
-        self.peak_flops_per_s = float(rates.peak_flops_per_s)
+        self.clock, self.peak_flops_per_s = PricedClock(setting, self.strategy), float(rates.peak_flops_per_s)
         self.peak_bytes_per_s = float(cluster.chip.hbm_bytes_per_s or rates.chip.hbm_bytes_per_s)
 
     def of(self, steps: ArrayLike) -> NDArray[np.float64]:

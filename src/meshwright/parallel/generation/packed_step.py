@@ -235,7 +235,10 @@ class PackedStep(SourceStep):
         return self.compiled(shape)(params, cache, latest, self.flat(rows))
 
     def flat(self, rows: PackedRows) -> np.ndarray:
-        """Returns the fields that the step reads one after the other, as its programs take them."""
+        """Returns the fields that the step reads one after the other, as its programs take them. Raises InputError for
+        rows without one of them."""
+        if missing := [name for name in self.fields if getattr(rows, name) is None]:
+            raise InputError(f"the step of {self.model.name} reads {', '.join(missing)}, which these rows have not.")
         return np.concatenate([getattr(rows, name).ravel() for name in self.fields], dtype=np.int32)
 
     def shape_of(self, job: Job) -> PackedShape:

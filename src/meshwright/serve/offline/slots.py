@@ -43,10 +43,11 @@ class SlotEngine:
 
     @checked
     def __init__(self, step: PackedStep) -> None:
-        if step.num_owners > 1 or step.has_windows or step.mask_fields or step.storage.adapters:
+        has_more = step.has_windows or step.mask_fields or step.storage.adapters or step.model.encoder
+        if step.num_owners > 1 or has_more:
             raise CannotRunError(
                 "slots are for plain sequences of one place: no adapters, no masks with data, no pages for windows, "
-                "no sequences over devices. Use meshwright.serve.engine.Engine."
+                "no encoder, no sequences over devices. Use meshwright.serve.engine.Engine."
             )
         storage = replace(step.storage, num_pages=0)
         prefill_step = PackedStep(step.model, step.strategy, max_len=step.max_len, max_seqs=1, storage=storage)
