@@ -29,6 +29,7 @@ CLASSES: dict[str, str] = {
     "windowed matmul": "gathers and scatters cut into permutes that run beside the blocks of a product",
     "full all-reduce": "sums of which a device keeps a part, sent whole: twice the bytes of a reduce-scatter",
     "scattered all-reduce": "sums sent as a reduce-scatter, and gathered where they are used",
+    "gathered exchange": "rows exchanged by gathers of them all, for a platform without ragged all-to-alls",
     "joined": "sums over some axes and then over others, sent as one over all of them",
     "float32": "sent in float32 where two bytes are derived",
     "padding": "rows or columns added to fill tiles or to make equal parts",
@@ -255,6 +256,8 @@ def _name_of(label: StepLabel | None, sides: Sides, most_padding: float) -> str:
         return "full all-reduce"
     if kinds == {"all_reduce"} and "reduce_scatter" in sent_kinds:
         return "scattered all-reduce"
+    if kinds == {"all_to_all"} and sent_kinds == {"all_gather"}:
+        return "gathered exchange"
     if set(sides.derived) != set(sides.compiled):
         return ""
     return _of_size(

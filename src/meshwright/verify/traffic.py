@@ -75,9 +75,9 @@ class TrafficComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def remainder(self) -> float:
-        """Absolute unnamed differences as a share of all bytes."""
+        """Absolute unnamed differences as a share of all bytes, each row's on its larger side."""
         unnamed_bytes = sum(abs(row.compiled_bytes - row.derived_bytes - row.named_bytes) for row in self.rows)
-        return unnamed_bytes / max(self.compiled_bytes, self.derived_bytes, 1.0)
+        return unnamed_bytes / max(sum(max(row.compiled_bytes, row.derived_bytes) for row in self.rows), 1.0)
 
 
 class Amount(msgspec.Struct, frozen=True):

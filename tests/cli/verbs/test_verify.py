@@ -1,5 +1,6 @@
 """`meshwright verify`: a step compiled for emulated devices, lowered for large plans, and what is refused."""
 
+import json
 import re
 
 import msgspec
@@ -10,10 +11,14 @@ from meshwright.cli.verbs import verify
 from meshwright.cost.setting import Setting
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.hf.write import config_from_model
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify import proof, targets
+from meshwright.verify.request import Memory
+from meshwright.verify.running import CompileOutcome
 from tests.cli.made_rates import write_rates
+from tests.verify.test_proof import HLO
 
 TINY = ("verify", "tiny", "--on", "cpu:4", "--seq", "64")
 LARGE = ("verify", "llama3-70b", "--on", "v5p:16x16x32", "--seq", "4096", "--calibration", "datasheet")
@@ -85,6 +90,35 @@ def test_a_stand_in_as_json(call):
     rows = {(row["kind"], *row["axes"]): row for row in found["collectives"]["rows"]}
     assert rows["all_gather", "tensor"]["derived_arrays"] == rows["all_gather", "tensor"]["compiled_arrays"] > 0
     assert found["products"]["compiled"] == found["products"]["derived"]
+
+
+@pytest.mark.slow
+def test_experts_on_emulated_devices(call, tmp_path):
+    """CPUs gather what other platforms exchange: the difference has its name."""
+    model = msgspec.structs.replace(load_model("mixtral-8x7b"), num_layers=2, d_model=64, d_ff=96, d_ff_expert=96)
+    model = msgspec.structs.replace(model, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=96)
+    (tmp_path / "config.json").write_text(json.dumps(config_from_model(model)))
+    asked = ("service", str(tmp_path), "--on", "v5e:2x2", "--prompt", "64", "--output", "64", "--axes", "expert=4")
+    assert call(*asked, "-o", "service.toml").code == 0
+    said = call("verify", "service.toml", "--step", "decode", "--json")
+    assert said.code == 0, said.err
+    assert {one["name"] for one in said.json["decode"]["collectives"]["differences"]} == {
+        "gathered exchange",
+        "float32",
+    }
+
+
+def test_what_is_not_sent_as_derived_has_an_exit_code(call, monkeypatch):
+    """A program without the derived collectives."""
+    memory = Memory(arguments=1, temporaries=1, outputs=0)
+    played = {"ended": "stopped", "lowered": True, "wall_s": 1.0, "cpu_s": 1.0, "max_rss_bytes": 1}
+    outcome = CompileOutcome(**played, hlo=HLO, memory=memory)
+    monkeypatch.setattr(proof, "run_request", lambda *_, **__: outcome)
+    asked = ("verify", "tiny", "--on", "v5e:2x2", "--seq", "64", "--batch", "8seq", "--axes", "tensor=4")
+    said = call(*asked, "--step", "decode", "--calibration", "datasheet")
+    assert said.code == 3
+    assert "without a name 100.00% of all bytes" in said.words
+    assert "the decode step of tiny does not send what is derived: 100.0% of all bytes differ without" in said.err
 
 
 def test_a_large_plan_is_lowered_without_any_compiler(call):

@@ -44,7 +44,8 @@ def command(given: Given) -> Answer:
     """Compile the real step of a plan for its target and compare its memory and collectives with the prediction.
 
     The hardware need not be here. Depths: lower (does everything divide and agree), partition (memory and collectives,
-    in seconds), full (the whole compiler). The exit code is 3 if the step does not partition or does not fit.
+    in seconds), full (the whole compiler). The exit code is 3 if the step does not partition, does not fit, or sends
+    more than 2% of its bytes otherwise than derived without a name for it.
     """
     from meshwright.train.settings import settings_from_table
     from meshwright.verify.proof import proof_table
@@ -62,10 +63,9 @@ def command(given: Given) -> Answer:
     options = _options(given, fields["train"])
     stored_setting = msgspec.structs.replace(setting, storage=storage_of(given, setting.job))
     proof = prove_strategy(stored_setting, strategy, options)
-    refusal = None if proof.runs else CannotRunError(proof.refusal)
     facts = proof_table(proof)
     traffic_rows = proof.traffic.rows if proof.traffic else ()
-    return Answer(facts, proof_text(proof), raw=[traffic_rows, [facts]], error=refusal)
+    return Answer(facts, proof_text(proof), raw=[traffic_rows, [facts]], error=_error_of(proof))
 
 
 def _options(given: Given, settings: Mapping[str, Any]) -> ProofOptions:
@@ -95,9 +95,24 @@ def _service_answer(plan: ServicePlan, given: Given) -> Answer:
     for phase, proof in proof_by_phase.items():
         pieces += [*proof_text(proof), ""]
         traffic_rows += [{"step": phase, **asdict(row)} for row in (proof.traffic.rows if proof.traffic else ())]
-    refusals = [CannotRunError(proof.refusal) for proof in proof_by_phase.values() if not proof.runs]
     facts = {str(phase): proof_table(proof) for phase, proof in proof_by_phase.items()}
-    return Answer(facts, pieces, raw=[traffic_rows], error=refusals[0] if refusals else None)
+    error = next(filter(None, map(_error_of, proof_by_phase.values())), None)
+    return Answer(facts, pieces, raw=[traffic_rows], error=error)
+
+
+def _error_of(proof: "Proof") -> CannotRunError | None:
+    """Returns why a step does not run, or that it does not send what is derived; None for a proof that holds."""
+    from meshwright.verify.traffic import TOLERANCE
+
+    remainder = proof.traffic.remainder if proof.traffic and proof.request.form == "shard_map" else 0.0
+    if proof.runs and remainder <= TOLERANCE:
+        return None
+    return CannotRunError(
+        proof.refusal
+        or f"the {proof.request.step} step of {proof.request.setting.model.name} does not send what is derived: "
+        f"{remainder:.1%} of all bytes differ without a name, and {TOLERANCE:.0%} may. See its collectives: --keep "
+        f"FOLDER, then meshwright hlo FOLDER/module.hlo."
+    )
 
 
 # -- what is printed ----------------------------------------------------------------------------------
