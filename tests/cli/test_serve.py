@@ -27,7 +27,7 @@ from meshwright.core.units import format_bytes
 from meshwright.cost.setting import Setting
 from meshwright.nn.hf.weights import save_adapter, save_hf, source_of
 from meshwright.parallel.generation.packed_step import PackedStep
-from meshwright.plan.plan_file import save_plan
+from meshwright.plan.plan_file import ServicePlan, load_plan, save_plan
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
@@ -99,10 +99,25 @@ def test_a_plan_says_how_devices_share_a_model(folder, tmp_path):
     assert opened.lines[0].startswith("tiny: context 2, tensor 4, ")
     assert opened.lines[1].startswith("cache: 16 pages of 4 positions, 4.1 kB of fp32 keys and values on each device")
     assert "of 32 positions" in opened.lines[2]
+    assert opened.lines[3].startswith(
+        "unlike the plan: on cpu (planned v5e), weights fp32 (planned bf16), keys and val"
+    )
     prompts = [[5, 9, 60], [3, 4, 5, 6, 7]]
     found = opened.engine.run([TokenRequest(prompt=tuple(prompt), max_tokens=4) for prompt in prompts])
     wanted = [likeliest(LLAMA, float_params(LLAMA), prompt, 4) for prompt in prompts]
     assert [[one.token for one in outputs] for outputs in found] == wanted
+
+
+def test_what_is_served_unlike_the_plan_is_said(folder, tmp_path):
+    plan = load_plan(planned(tmp_path / "plan.toml", LLAMA, "h100:1x1"), ServicePlan)
+    options = EngineOptions(max_requests=plan.generate.batch_seqs, cache_dtype="bf16")
+    planned_layout = layout.EngineLayout(plan.generate.strategy, 1, options, plan)
+    assert planned_layout.unplanned_words("NVIDIA H100 80GB HBM3", "bf16") == ""
+    fewer = planned_layout._replace(options=replace(options, max_requests=2, cache_dtype="int8"))
+    assert fewer.unplanned_words("a toaster", "fp32") == (
+        "on a toaster (planned h100), weights fp32 (planned bf16), keys and values int8 (planned bf16), requests 2 "
+        f"(planned {plan.generate.batch_seqs:,})"
+    )
 
 
 def test_a_plan_that_does_not_fit_is_one_line(folder, tmp_path):

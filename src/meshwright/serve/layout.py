@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from jax import Device
@@ -14,8 +14,12 @@ from meshwright.parallel.generation.packed_step import ALIKE_ROWS
 from meshwright.parallel.mesh import in_order
 from meshwright.serve.model_folder import ModelFolder
 from meshwright.serve.options import EngineOptions
+from meshwright.spec.chip import chip_of_kind
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh, mesh_words, sequence_shards
+
+if TYPE_CHECKING:
+    from meshwright.plan.plan_file import ServicePlan
 
 PAGE_LENS = {"cpu": 32, "tpu": 128}
 """Positions of a page by platform: what its attention reads at once."""
@@ -23,19 +27,37 @@ PAGE_LENS = {"cpu": 32, "tpu": 128}
 
 class EngineLayout(NamedTuple):
     """The strategy of each of some engines; the options, with what a plan says and what suits the devices in place of 0
-    and ""; and how many engines the plan has."""
+    and ""; and the plan."""
 
     strategy: Strategy
     num_engines: int
     options: EngineOptions
-    num_planned: int = 1
+    plan: "ServicePlan | None" = None
 
     @property
     def words(self) -> str:
         """Says the mesh."""
-        planned_text = f" of {self.num_planned}" * (self.num_planned > self.num_engines)
+        num_planned = self.plan.generate.num_engines if self.plan else 1
+        planned_text = f" of {num_planned}" * (num_planned > self.num_engines)
         count_text = f"{self.num_engines}{planned_text} engines of " * bool(planned_text or self.num_engines > 1)
         return count_text + mesh_words(self.strategy.mesh)
+
+    def unplanned_words(self, device_kind: str, dtype: str) -> str:
+        """Says what devices that serve weights of a ``dtype`` have otherwise than the plan; "" if nothing."""
+        if self.plan is None:
+            return ""
+        with suppress(InputError):  # another device
+            device_kind = chip_of_kind(device_kind).name
+        options, plan, weight_dtype = self.options, self.plan, self.options.weights or dtype
+        rows = [
+            ("on", device_kind, plan.generate.part.chip.name),
+            ("weights", weight_dtype, plan.weights.replace("stored", weight_dtype)),
+            ("keys and values", options.cache_dtype, plan.cache),
+            ("requests", f"{options.max_requests:,}", f"{plan.generate.batch_seqs:,}"),
+            ("drafts", f"{options.drafts}", f"{plan.num_drafts}"),
+            ("engines that prefill alone", "0", f"{plan.prefill.num_engines * plan.has_pools}"),
+        ]
+        return ", ".join(f"{name} {served} (planned {planned})" for name, served, planned in rows if served != planned)
 
 
 def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence[Device]) -> EngineLayout:
@@ -103,7 +125,6 @@ def _planned(model: Model, options: EngineOptions, devices: Sequence[Device]) ->
     from meshwright.plan.serving.planner import plan_service, service_setting
     from meshwright.plan.serving.service import Service
     from meshwright.plan.serving.storing import StoredDtypes
-    from meshwright.spec.chip import chip_of_kind
     from meshwright.spec.cluster import make_cluster
 
     prompt_len = min(USUAL_PROMPT, model.max_positions // 2)
@@ -143,5 +164,5 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLa
             # bf16 is planned where it is the weights' own
             cache_dtype=options.cache_dtype or storage.cache_dtype.removeprefix("bf16"),
         ),
-        pool.num_engines,
+        plan,
     )

@@ -173,6 +173,7 @@ def _lines(
 ) -> tuple[str, ...]:
     """Returns what an engine says of itself."""
     options, model, weight_words = layout.options, source.model, without_mtp_words(source.model)
+    unplanned_words = layout.unplanned_words(jax.devices()[0].device_kind, source.dtype)
     if num_adapters := len(source.adapters):
         weight_words += f", {counted(num_adapters, 'adapter')} of up to rank {model.dims['Ra'] // num_adapters}"
     group_sizes = {model.dims[dim] // model.dims[f"{dim}g"] for dim in GROUPED if model.dims.get(f"{dim}g")}
@@ -187,6 +188,7 @@ def _lines(
         + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
         f"up to {counted(options.max_requests, 'request')} at once of {pages.max_len:,} positions at most{source_text}"
         f"; {options.token_budget} rows a step" + " of each engine" * (layout.num_engines > 1),
+        *([f"unlike the plan: {unplanned_words}"] if unplanned_words else []),
         *source.notes,
         *([f"{counted(options.num_drafts, 'draft')} a step and request, by {options.draft}"] if options.draft else []),
     )
