@@ -207,7 +207,8 @@ def _hint_words(hint: Any, *, of_tables: bool = False) -> str:
         *first_words, last_word = [str(hint_arg) for hint_arg in hint_args if hint_arg] or ["nothing"]
         return f"{', '.join(first_words)} or {last_word}" if first_words else last_word
     if of_tables and _is_struct(base_type):
-        return f"a table of {', '.join(base_type.__struct_fields__)}"
+        names = base_type.__struct_fields__
+        return f"a table of {', '.join(names if len(names) <= 24 else (*names[:8], f'and {len(names) - 8} others'))}"
     if isinstance(base_type, type) and issubclass(base_type, Mapping):
         return f"a table {{{': '.join(map(words_of, hint_args))}}}"
     if base_type in (tuple, list, Sequence):
