@@ -189,6 +189,12 @@ def test_spaces_cost_nothing(call):
 FILES = [
     ("explain", "x.toml", "version = 1\nmodel = [\n", "x.toml:3: not valid TOML"),
     ("explain", "x.toml", "", "x.toml: this is not a plan file: it has no version"),
+    (
+        "explain",
+        "x.toml",
+        "[service]\n",
+        "x.toml: this is not a plan file: it has no version. Write one with service -o",
+    ),
     ("explain", "x.toml", "version = 7\n", "x.toml:1: plan version 7 is not known"),
     ("explain", "x.toml", "version = 1\nmodle = 1\n", "x.toml:2: modle is not a field. Did you mean 'model'?"),
     ("show", "x.json", '{"model_type": "llama",\n "hidden_size": }', "x.json:2:17: broken JSON"),

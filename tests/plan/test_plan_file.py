@@ -146,6 +146,9 @@ def faulty(old, new):
         ("seq_len = 4096", "seq_len = 4096.5", "seq_len"),
         ("mfu = 0.3", 'mfu = "fast" # 0.3', "mfu"),
         ('context_attention = "gather"', 'context_attention = "rings"', "context_attention"),
+        ("fsdp = ", "fspd = ", "'fspd' is no mesh axis. Did you mean 'fsdp'?"),
+        ('N = [\n    "tensor"', 'N = [\n    "tensr"', "'tensr' is no mesh axis. Did you mean 'tensor'?"),
+        ("N = [", "Nx = [", "'Nx' is no dim. Did you mean 'N'?"),
         ("chunks = 1", "chunk = 1", "strategy.chunk is not a field. Did you mean 'chunks'?"),
     ],
 )

@@ -101,6 +101,14 @@ FAULTS = {
     ),
     "rates": (put("calibration", "chip", "h100"), r"rates of h100, and the chips are v5e\. Give rates of these"),
     "shape": (put("prefill", "part", "shape", []), r"every size must be at least 1"),
+    "axis": (
+        put("prefill", "strategy", "assignment", "weight", "N", ["tensr"]),
+        r"s\.toml:\d+: 'tensr' is no mesh axis\. Did you mean 'tensor'\?",
+    ),
+    "no table": (
+        put("model", [1]),
+        r"s\.toml:\d+: model is \[1\]\. Give a table of name, family, (\w+, ){6}and \d+ others\.$",
+    ),
     "model": (put("model", "num_heads", "many"), r"model\.num_heads is 'many'\. Give a whole number"),
 }
 

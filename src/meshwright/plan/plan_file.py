@@ -4,14 +4,16 @@ What works on a `Setting` and a `Strategy` (prices, listings, proofs) works on a
 of a service.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, overload
 
 import msgspec
 
-from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.fields import Checked, check_figures
+from meshwright.core.dims import MESH_AXES
+from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.fields import Checked, KeyPath, check_figures
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import TomlFile, decode_toml, read_toml, sealed_toml, warn_of_changes
 from meshwright.cost.formulas.serving import expected_tokens
@@ -27,7 +29,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.prediction import Prediction
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, REPEATED_HEADS, Strategy
 
 VERSION = 2
 READ_VERSIONS = (1, VERSION)
@@ -262,25 +264,49 @@ def load_plan(path: Path | str, kind: Any = Plan) -> Any:
 def decode_plan(file: TomlFile, kind: Any = Plan) -> Any:
     """Returns the plan of a file that has been parsed, see `load_plan`."""
     version = file.data.get("version")
+    verb = SERVICE if SERVICE in file.data else "plan"
     if version is None:
-        message = f"this is not a plan file: it has no version. Write one with plan -o, or set version = {VERSION}."
+        message = f"this is not a plan file: it has no version. Write one with {verb} -o, or set version = {VERSION}."
         raise file.error(("version",), message)
     if version not in READ_VERSIONS:
         raise file.error(
             ("version",),
             f"plan version {version!r} is not known; this meshwright reads version {VERSION}. "
-            f"Make the plan again with plan -o.",
+            f"Make the plan again with {verb} -o.",
         )
     file_kind = ServicePlan if SERVICE in file.data else Plan
     if not issubclass(file_kind, kind):
         raise file.error((SERVICE,), _OTHER_KIND[file_kind])
     plan = _service_plan(file) if file_kind is ServicePlan else _training_plan(file)
+    file.refuse(_unknown_names(plan))
     if plan.calibration.chip != plan.cluster.chip.name:
         rates_text = f"rates of {plan.calibration.chip}, and the chips are {plan.cluster.chip.name}"
         raise file.error(("calibration", "chip"), f"{rates_text}. Give rates of these.")
     with file.at(("predicted",)):
         check_figures(plan.predicted, "predicted", may_be_zero=plan.predicted.__struct_fields__)
     return plan
+
+
+def _unknown_names(plan: Plan | ServicePlan) -> Iterator[tuple[KeyPath, str]]:
+    """Yields the key and the fault of every name in a strategy that is no mesh axis, or no dim of a model's arrays."""
+    strategy_of = {(name, "strategy"): getattr(plan, name).strategy for name in POOLS if isinstance(plan, ServicePlan)}
+    dims = {
+        *plan.model.dims,
+        *"BTSC",
+        *REPEATED_HEADS,
+        *(dim for rules in DEFAULT_ASSIGNMENT.values() for dim in rules),
+    }
+    for key, strategy in (strategy_of or {("strategy",): plan.strategy}).items():
+        axes = [((*key, "mesh", axis), axis) for axis in strategy.mesh]
+        for role, rules in strategy.assignment.items():
+            role_key = (*key, "assignment", role)
+            axes += [((*role_key, dim), axis) for dim, dim_axes in rules.items() for axis in dim_axes]
+            yield from (
+                ((*role_key, dim), f"{dim!r} is no dim.{nearest(dim, dims)}") for dim in rules if dim not in dims
+            )
+        for axis_key, axis in axes:
+            if axis not in MESH_AXES:
+                yield axis_key, f"{axis!r} is no mesh axis.{nearest(axis, MESH_AXES)}"
 
 
 _OTHER_KIND: dict[type[PlanFile], str] = {
