@@ -292,8 +292,9 @@ def test_stop_tokens_are_not_those_of_the_request_before(engine_of, expected):
     assert tokens_of(outputs) == expected[0]
 
 
-def test_an_engine_answers_with_its_first_two_shapes(step, params, expected):
-    """A step without a program of its own takes a larger one that is there, and its own once that is compiled."""
+def test_an_engine_answers_with_its_first_two_shapes(step, params, expected, monkeypatch):
+    """A step without a program of its own takes a larger one that is there, and its own once that is compiled; what is
+    in files is not counted with those that are compiled."""
     alone = step_of()
     engine = engine_on(alone, alone.place(params))
     engine.warm_up(first_only=True)
@@ -301,7 +302,11 @@ def test_an_engine_answers_with_its_first_two_shapes(step, params, expected):
     assert (chunk.rows, decode.rows, decode.longest) == (16, 4, 1)
     assert [tokens_of(outputs) for outputs in engine.run(list(map(request, PROMPTS)))] == expected
     assert len(alone._compiled) == 2
-    engine.warm_up()
+    kept, told = {alone.program_name(shape) for shape in alone._compiled}, []
+    monkeypatch.setattr(alone.programs, "has", lambda names: set(names) <= kept)
+    engine.warm_up(lambda *counts: told.append(counts))
+    num_new = len(engine.shapes()) - 2
+    assert told == [(0, num_new)] * 2 + [(num_done, num_new) for num_done in range(num_new + 1)]
     assert set(alone._compiled) == set(engine.shapes())
     (outputs,) = engine.run([request(PROMPTS[1])])
     assert tokens_of(outputs) == expected[1]

@@ -111,12 +111,18 @@ def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
 
 def compiling() -> Callable[[int, int], None]:
     """Returns what says how many programs are compiled and how long the others will take: a line that grows on a
-    terminal, else the first two and one a quarter."""
+    terminal, else the first two and one a quarter. Nothing if there are none."""
     start_s, shown_quarters = perf_counter(), set[int]()
+    first_s = start_s
 
     def show(done: int, all: int) -> None:
-        passed_s = perf_counter() - start_s
-        left_text = f", about {format_seconds(passed_s / done * (all - done))} more" if 0 < done < all else ""
+        nonlocal first_s
+        if not all:
+            return
+        now_s = perf_counter()
+        first_s, passed_s = first_s if done else now_s, now_s - start_s  # others were read before the first
+        left_s = (now_s - first_s) / max(done, 1) * (all - done)
+        left_text = f", about {format_seconds(left_s)} more" if 0 < done < all else ""
         line = f"compiling {done} of {all} programs, {format_seconds(passed_s)}{left_text}"
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{line:<78} " + ("\n" if done == all else ""))

@@ -223,21 +223,25 @@ class Engine(TokenEngine):
         *,
         first_only: bool = False,
     ) -> None:
-        """Compiles every shape, and what draws from it; ``on_shape`` is told how many are done of how many. May run in
-        a thread of its own while the engine runs, unless it is batch-invariant.
+        """Compiles every shape, and what draws from it; ``on_shape`` is told how many are done of how many that are in
+        no file. May run in a thread of its own while the engine runs, unless it is batch-invariant.
 
         With ``first_only`` those are compiled that are in no file and that an engine cannot do without; of an engine
         for some ``requests`` alone the two that all its steps use."""
         if self.packed.batch_invariant:
             self._shapes.set_decode_sizes(sizes_up_to(ALIKE_ROWS, least=2, halves_from=8))
+        programs, name_of = self.packed.programs, self.packed.program_name
+        kept_shapes = {shape for shape in self.shapes() if programs.has([name_of(shape)])}
         if first_only:  # what is in files is read when a step needs it, or later
-            name_by_shape = {shape: self.packed.program_name(shape) for shape in self.shapes()}
-            self._shapes.ready |= {shape for shape, name in name_by_shape.items() if self.packed.programs.has([name])}
+            self._shapes.ready |= kept_shapes
         # for some requests alone idle rows cost less than compiling more shapes
         shapes = self._shapes.first(requests) if first_only or requests else self.shapes()
         shapes = [shape for shape in shapes if not first_only or shape not in self._shapes.ready]
-        for num_done, shape in enumerate(shapes):
-            on_shape(num_done, len(shapes))
+        # those in files first: how long they take says nothing of the others
+        shapes = sorted(shapes, key=lambda shape: shape not in kept_shapes)
+        num_kept = sum(shape in kept_shapes for shape in shapes)
+        for num_done, shape in enumerate(shapes, start=-num_kept):
+            on_shape(max(num_done, 0), len(shapes) - num_kept)
             self.packed.compiled(shape)
             # without drafts, logits of all rows are for log-probabilities, which the adjusted program has
             for is_adjusted in (False, True)[shape.outputs > shape.sequences and not self.limits.num_drafts :]:
@@ -252,7 +256,7 @@ class Engine(TokenEngine):
         if self.packed.batch_invariant:
             self._keep_alike()
         if shapes:
-            on_shape(len(shapes), len(shapes))
+            on_shape(len(shapes) - num_kept, len(shapes) - num_kept)
 
     def _keep_alike(self) -> None:
         """Keeps the numbers of rows by which a first request has the bits that it has in a step of `ALIKE_ROWS`."""

@@ -29,4 +29,5 @@ def command(given: Given) -> None:
     stores = [engine.packed.programs for engine in opened_engine.engine.engines]
     num_new, num_loaded = (sum(getattr(store, name) for store in stores) for name in ("num_compiled", "num_loaded"))
     folders_text = ", ".join(str(store.folder) for store in stores)
-    say_all([f"{counted(num_new, 'program')} compiled, {num_loaded} were there: {folders_text}"])
+    kinds_text = "steps and what draws from them"
+    say_all([f"{counted(num_new, 'program')} compiled, {num_loaded} were there, {kinds_text}: {folders_text}"])
