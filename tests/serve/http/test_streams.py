@@ -101,7 +101,23 @@ async def test_headers_without_an_end_are_cut_off():
         writer.close()
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert b"the headers have more than 65,536 bytes." in answer
+        whole = {65_000: 200, 66_000: 431, 100_000: 431}  # read at once
+        for num_bytes, status in whole.items():
+            assert (await b.client.get("/health", headers={"x-long": "a" * num_bytes})).status_code == status
         for _ in range(3):
             asked = await b.client.post("/tokenize", json={"prompt": "a" * 100_000})
             assert asked.status_code == 200, asked.text
+        await b.rest()
+
+
+@in_loop
+async def test_what_is_not_http_gets_an_error_in_json():
+    async with listening() as (b, port):
+        for sent in (b"GARBAGE\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+            assert json.loads(body)["error"]["message"] == "the request is not valid HTTP. Send HTTP/1.1."
         await b.rest()

@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 
@@ -63,13 +64,20 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
 
 class BoundedProtocol(HttpToolsProtocol):
     """Answers a request whose line and headers are longer than `MOST_HEAD_BYTES`, all of which httptools keeps, with
-    431, and ends its connection."""
+    431, and one that is not HTTP with 400, as the app answers, and ends its connection."""
 
     _head_bytes = _num_ended = 0
     _in_head = True
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        # a head that came at once has passed the bound on unfinished ones
+        if (
+            len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+            > MOST_HEAD_BYTES
+        ):
+            self._refuse_head()
+            raise ValueError  # which ends httptools' reading
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -81,11 +89,20 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         # what follows a whole request in the same data is at most as long as the socket is read at once
         self._head_bytes = self._head_bytes + len(data) if self._in_head and num_ended == self._num_ended else 0
-        if self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
-            _, error_answer, _ = error_of(RequestError(f"the headers have more than {MOST_HEAD_BYTES:,} bytes.", 431))
-            body = msgspec.json.encode(error_answer)
-            head = "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close"
-            self.transport.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        if self._head_bytes > MOST_HEAD_BYTES:
+            self._refuse_head()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(RequestError("the request is not valid HTTP. Send HTTP/1.1."))
+
+    def _refuse_head(self) -> None:
+        self._refuse(RequestError(f"the headers have more than {MOST_HEAD_BYTES:,} bytes.", 431))
+
+    def _refuse(self, error: RequestError) -> None:
+        if not self.transport.is_closing():
+            body = msgspec.json.encode(error_of(error)[1])
+            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+            self.transport.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
             self.transport.close()
 
 
