@@ -150,9 +150,9 @@ def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:
     return value_by_name
 
 
-def parse_why_not(text: str) -> Facts:
+def parse_why_not(text: str, example: str = "tensor=16,remat=block") -> Facts:
     """Returns name -> value of ``"tensor=16,remat=block"``; values are TOML or else text."""
-    text_by_name = split_pairs(text, "name=value. Write for example tensor=16,remat=block", what="--why-not")
+    text_by_name = split_pairs(text, f"name=value. Write for example {example}", what="--why-not")
     return {name: field_value(value) for name, value in text_by_name.items()}
 
 

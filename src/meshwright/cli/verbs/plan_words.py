@@ -28,6 +28,21 @@ MIN_HIDDEN = 0.1
 """Least share of a step that overlap hides for it to be said."""
 
 
+def why_not_option(example: str) -> Any:
+    """Returns the option of questions like ``example``."""
+    return option(f"Why not {example}?", "--why-not", metavar="NAME=VALUE,...")
+
+
+def what_if_option(names_text: str) -> Any:
+    """Returns the option of changes of what ``names_text`` lists."""
+    return option(
+        f"What if chip.flops=8x,chips=2x? Of {names_text}; network is nic and dcn, the links that leave the "
+        f"domain or slice.",
+        "--what-if",
+        metavar="WHAT=Nx,...",
+    )
+
+
 class PlannerOptions(Options):
     """What every verb that plans takes, beside its work."""
 
@@ -39,13 +54,8 @@ class PlannerOptions(Options):
     out: Path | None = option("Write the first plan to this file.", "-o", "--out")
     pareto: bool = option("List the plans that nothing beats: time against memory, cost or tokens per chip.")
     png: Path | None = option("Draw the plans that nothing beats.")
-    why_nots: tuple[str, ...] = option("Why not tensor=16,remat=block?", "--why-not", metavar="NAME=VALUE,...")
-    what_ifs: tuple[str, ...] = option(
-        f"What if chip.flops=8x,chips=2x? Of {', '.join(CHANGES)}; network is nic and dcn, the links that leave the "
-        f"domain or slice.",
-        "--what-if",
-        metavar="WHAT=Nx,...",
-    )
+    why_nots: tuple[str, ...] = why_not_option("tensor=16,remat=block")
+    what_ifs: tuple[str, ...] = what_if_option(", ".join(CHANGES))
 
 
 STEP: TableColumns = {"step": ("predicted.step_s", format_seconds)}

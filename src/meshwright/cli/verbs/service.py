@@ -16,7 +16,7 @@ from meshwright.batching.traffic import load_trace
 from meshwright.cli.fields import field_value, parse_fields, parse_why_not, split_pairs, with_fields
 from meshwright.cli.output import save_to, three_digits
 from meshwright.cli.verb import Count, Load, TargetTime, argument, option, verb
-from meshwright.cli.verbs.plan_words import PlannerOptions, engine_lines
+from meshwright.cli.verbs.plan_words import PlannerOptions, engine_lines, what_if_option, why_not_option
 from meshwright.cli.verbs.service_words import (
     frontier_figure,
     service_columns,
@@ -33,7 +33,7 @@ from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.result import ServiceResult
 from meshwright.plan.serving.service import MAX_DRAFTS, Service, Speculation, parse_load, parse_target
 from meshwright.plan.serving.storing import STORED, StoredDtypes, stored_dtypes
-from meshwright.plan.why.setup_changes import changed_setting, parse_what_if
+from meshwright.plan.why.setup_changes import CHANGES, JOB_CHANGES, changed_setting, parse_what_if
 from meshwright.plan.why.why_not_service import ServiceWhyNot, why_not_service
 from meshwright.report.answer import Answer, Fact, Facts, Heading, Paragraph, Piece, Table
 from meshwright.simulate.service import service_targets, service_traffic, simulate_service
@@ -45,6 +45,10 @@ from meshwright.spec.model import Model
 
 DRAFTED = {"accept": "--accept"}
 SIMULATED = {"is_simulated": "--simulate or --trace"}
+
+ASKED = "tensor=16,batch=64"
+CHANGED = (*(name for name in CHANGES if name not in JOB_CHANGES), "service.FIELD", "model.FIELD")
+"""An engine that may be asked about, and what may be changed."""
 
 SERVED_SHARE = 0.9
 """Share of the requests that arrive below which it is said that fewer end."""
@@ -87,6 +91,9 @@ class Given(PlannerOptions):
         "Simulate the first plan without pools: how its engines take prompts up.", needs=SIMULATED
     )
     slots: Path | None = option("Draw who holds which slot of the simulated engines when.", needs=SIMULATED)
+
+    why_nots = why_not_option(ASKED)
+    what_ifs = what_if_option(", ".join(CHANGED))
 
     @property
     def is_simulated(self) -> bool:
@@ -137,7 +144,7 @@ def command(given: Given) -> Answer:
         facts["simulated"] = msgspec.to_builtins(load_summary)
         pieces += _load_text(load_summary, plan, given)
         pictures[given.slots] = lambda: slots_chart(result, plan, record)
-    if answers := [why_not_service(result, parse_why_not(text)) for text in given.why_nots]:
+    if answers := [why_not_service(result, parse_why_not(text, ASKED)) for text in given.why_nots]:
         facts["why_not"] = [_why_not_facts(answer) for answer in answers]
         pieces += [piece for answer in answers for piece in why_not_text(result, answer)]
     for changed_answer in [_changed(result, text) for text in given.what_ifs]:
@@ -258,10 +265,10 @@ def _changed(result: ServiceResult, text: str) -> Answer:
         if section in fields:
             old_value = getattr(getattr(result.setting, section, result.service), field, None)
             fields[section][field] = _field_of(name, value, old_value)
-        elif name in ("batch", "seq"):
+        elif name in JOB_CHANGES:
             raise InputError(f"--what-if {name}: services have none. Change service.prompt_len or service.output_len.")
         else:
-            factor_by_name |= parse_what_if(f"{name}={value}")
+            factor_by_name |= parse_what_if(f"{name}={value}", CHANGED)
     setting, edits = changed_setting(result.setting, factor_by_name)
     setting = replace(setting, model=with_fields(setting.model, "model", fields["model"]))
     service = with_fields(result.service, "service", fields["service"])

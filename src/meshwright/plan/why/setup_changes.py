@@ -1,7 +1,7 @@
 """Changes of a setting by factors: of its chips, its links, the number of chips, the work of a step."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -16,13 +16,16 @@ _FACTOR = re.compile(r"(\d+(?:\.\d+)?|\d*\.\d+)x")
 MAX_FACTOR = 1000.0
 
 
-def parse_what_if(text: str) -> dict[str, float]:
-    """Parses ``"chip.flops=8x,network=0.1x"`` to quantity -> factor. Raises InputError for one that `CHANGES` lacks."""
+def parse_what_if(text: str, names: Collection[str] = ()) -> dict[str, float]:
+    """Parses ``"chip.flops=8x,network=0.1x"`` to quantity -> factor. Raises InputError for one that is not among the
+    ``names``, by default those of `CHANGES`."""
+    known_names = names or CHANGES
     factor_by_name: dict[str, float] = {}
     for change_text in text.split(","):
         name, separator, factor_text = (piece.strip() for piece in change_text.partition("="))
-        if name not in CHANGES:
-            raise InputError(f"--what-if {change_text.strip()!r}: {name!r} cannot be changed.{nearest(name, CHANGES)}")
+        if name not in known_names:
+            hint = nearest(name, known_names)
+            raise InputError(f"--what-if {change_text.strip()!r}: {name!r} cannot be changed.{hint}")
         match = _FACTOR.fullmatch(factor_text) if separator else None
         factor = float(match.group(1)) if match else 0.0
         if not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
@@ -274,3 +277,5 @@ CHANGES: dict[str, Callable[[Setting, float], tuple[Setting, str]]] = {
     "seq": _job_size("seq_len", "seq", "tokens", "tokens a sequence, as many sequences a step: {tokens} tokens"),
 }
 """Quantity -> the change that multiplies it, and returns the new setting and words for the old and the new value."""
+JOB_CHANGES = ("batch", "seq")
+"""Those of a job, which services have not."""
