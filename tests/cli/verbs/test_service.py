@@ -198,6 +198,7 @@ def test_a_service_is_explained(call, written):
     assert (said.code, said.err) == (0, "")
     assert all(len(line) <= 80 for line in said.out.splitlines())
     assert "o[B, T, N_tensor, H] = cached_attention(" in said.words
+    assert re.search(r"AllReduce_tensor\(.*?\) array of [\d.]+ [kM]B, ", said.words)
     assert "requests/s G x B / (output x TPOT + t_prompt) = " in said.words
     found = said.printed("json").json
     assert found["decode"]["pool"]["step_s"] == pytest.approx(found["decode"]["step_s"])

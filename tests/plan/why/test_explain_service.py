@@ -5,7 +5,9 @@ import re
 
 import pytest
 
-from meshwright.plan.why.explain_service import explain_service
+from meshwright.core.dims import COLLECTIVES
+from meshwright.cost.network.collectives import received_share
+from meshwright.plan.why.explain_service import STARTS, explain_service
 from tests.plan.test_service_file import planned
 from tests.tier import sampled
 
@@ -56,9 +58,27 @@ def test_each_phase_is_listed_and_adds_up(told):
         lines = [line for part in phase.blocks for line in part.lines]
         assert all(line.phase == "forward" for line in lines)
         assert {part.name for part in phase.parts} >= {"parameters", "KV", "FLOPs", "other"}
-        for part in phase.parts:
-            assert part.alone_s == pytest.approx(phase.pool.bounds_s[part.name]), part.name
+        alone_s = {part.name: part.alone_s for part in phase.parts}
+        if STARTS in alone_s:  # part of what the host takes
+            alone_s["host"] += alone_s.pop(STARTS)
+        for name, seconds in alone_s.items():
+            assert seconds == pytest.approx(phase.pool.bounds_s[name]), name
         assert sum(phase.memory.values()) == pytest.approx(sum(phase.pool.memory.values()))
+
+
+def test_bytes_of_the_network_are_what_a_chip_receives(told):
+    """Lines have the arrays of their collectives."""
+    for phase in told.phases:
+        sizes = [size for size in phase.pool.strategy.mesh.values() if size > 1]
+        if len(sizes) == 1:
+            received = sum(
+                repeat * line.num_bytes * received_share(line.op, sizes[0])
+                for part, repeat in zip(phase.blocks, phase.repeats, strict=True)
+                for line in part.lines
+                if line.op in COLLECTIVES
+            )
+            (amount,) = (part.amount for part in phase.parts if part.name == "network")
+            assert amount == pytest.approx(received)
 
 
 def test_parameters_and_caches_are_counted(told):

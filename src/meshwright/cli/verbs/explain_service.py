@@ -6,13 +6,14 @@ import msgspec
 
 from meshwright.cli.output import format_flop_count, say
 from meshwright.cli.verbs.plan_words import engine_lines, placement_words, service_words
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.cost.breakdown import term_words
 from meshwright.plan.plan_file import ServicePlan
 from meshwright.plan.serving.fleet import engine_words
 from meshwright.plan.serving.planner import service_notes
 from meshwright.plan.why.explain import Algorithm, ListedStep
-from meshwright.plan.why.explain_service import PhaseExplanation, ServiceExplanation, StepPart, explain_service
+from meshwright.plan.why.explain_service import STARTS, PhaseExplanation, ServiceExplanation, StepPart, explain_service
 from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Table, TableColumns
 
 
@@ -61,7 +62,7 @@ def _text(explanation: ServiceExplanation) -> Iterator[Piece]:
         yield Fact(
             name,
             f"{format_seconds(phase.step_s)} a step, most of it {top_part.name}: {format_seconds(top_part.alone_s)} by "
-            f"{'itself' if top_part.name != 'parameters' else 'themselves'}",
+            f"{'themselves' if top_part.name in ('parameters', STARTS) else 'itself'}",
         )
     if plan.num_drafts:
         yield Fact(
@@ -95,6 +96,8 @@ def _phase_text(phase: PhaseExplanation) -> Iterator[Piece]:
     yield Table.of(phase.parts, PARTS)
     yield "parameters: products with weights, with the rows that they read and write; KV: attention, with its queries"
     yield Table.of(phase.terms, TERMS)
+    if any(part.name == STARTS for part in phase.parts):
+        yield f"{STARTS} that do not hide count with the work that has them, or else with the host"
     yield Fact("step", _sum_words(phase))
     items_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in phase.memory.items())
     yield Fact("memory of a chip", f"{format_bytes(sum(phase.memory.values()))}: {items_text}")
@@ -107,8 +110,10 @@ def _sum_words(phase: PhaseExplanation) -> str:
     rest_s = phase.step_s - sum(repeat * seconds for repeat, seconds in listings)
     if rest_s < 0:
         return f"{format_seconds(phase.step_s)} = {runs_text} - {format_seconds(-rest_s)}, which overlaps"
-    host_text = f" + {format_seconds(rest_s)} of the host" * (rest_s > 1e-6 * phase.step_s)
-    return f"{format_seconds(phase.step_s)} = {runs_text}{host_text}"
+    host_s = sum(part.alone_s for part in phase.parts if part.name == "host")
+    rests = ((host_s, "of the host"), (rest_s - host_s, f"of {STARTS} that do not hide"))
+    rest_text = "".join(f" + {format_seconds(s)} {words}" for s, words in rests if s > 1e-6 * phase.step_s)
+    return f"{format_seconds(phase.step_s)} = {runs_text}{rest_text}"
 
 
 def _amount(part: StepPart, seconds: float = 0.0) -> str | None:
@@ -154,6 +159,13 @@ def algorithm_text(part: Algorithm) -> Iterator[Piece]:
 def _measures(line: ListedStep) -> str:
     """Returns FLOPs if there are any, bytes, seconds, and whether the step can overlap."""
     amount_texts = [format_flop_count(line.flops)] if line.flops else []
+    array_text = "array of " * (line.op in COLLECTIVES)  # what else is listed is of a chip
     times_text = {0.0: "not on the busiest device", 1.0: ""}.get(line.times, f"{line.times:,.4g} times")
-    texts = (*amount_texts, format_bytes(line.num_bytes), format_seconds(line.time_s), times_text, line.overlaps)
+    texts = (
+        *amount_texts,
+        array_text + format_bytes(line.num_bytes),
+        format_seconds(line.time_s),
+        times_text,
+        line.overlaps,
+    )
     return ", ".join(word for word in texts if word)

@@ -22,10 +22,13 @@ from meshwright.spec.strategy import sequence_shards
 
 AMOUNTS = ("FLOPs", "parameters", "KV", "network")
 """Parts of a step that are an amount: of FLOPs, or of bytes."""
+STARTS = "kernel starts"
+"""The part in which the host starts kernels one by one, which their work hides in part."""
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one of `BOUNDS` by itself, and the FLOPs or bytes of a chip behind them (None: neither)."""
+    """Seconds of one of `BOUNDS` by itself, and the FLOPs or bytes of a chip behind them (None: neither); of the host
+    without `STARTS`."""
 
     name: str
     amount: float | None
@@ -99,6 +102,7 @@ def _phase(plan: ServicePlan, phase: GenerationPhase) -> PhaseExplanation:
         block.name: f"one layer, {block.steps.repeat} of {num_layers} ({block.name})" if block.is_layer else block.name
         for block in blocks
     }
+    breakdown = Breakdown(priced)
     full_memory = dict(price_strategy(*plan.phase(phase)).estimate.memory)
     return PhaseExplanation(
         phase=phase,
@@ -107,26 +111,28 @@ def _phase(plan: ServicePlan, phase: GenerationPhase) -> PhaseExplanation:
         step_s=float(priced.estimate.step_s),
         blocks=tuple(algorithm(f"{phase}: {title_by_block[block.name]}", block.forward) for block in blocks),
         repeats=tuple(block.steps.repeat for block in blocks),
-        parts=tuple(_parts(priced)),
-        terms=Breakdown(priced).terms,
+        parts=tuple(_parts(priced, breakdown)),
+        terms=breakdown.terms,
         memory={name: float(num_bytes) for name, num_bytes in full_memory.items() if num_bytes},
     )
 
 
-def _parts(priced: PricedStrategy) -> Iterator[StepPart]:
+def _parts(priced: PricedStrategy, breakdown: Breakdown) -> Iterator[StepPart]:
     """Yields the parts of a step by what they wait for."""
     alone_s = {name: float(seconds[0]) for name, seconds in bounds_s(priced, 1).items()}
+    alone_s[STARTS] = float(priced.times.starts_s)
+    alone_s["host"] -= alone_s[STARTS]
     amount_of = dict.fromkeys(AMOUNTS, 0.0)
+    amount_of["network"] = sum(traffic.num_bytes for traffic in breakdown.traffic)
     for cost in priced.costs.all:
         if cost.step.is_collective:
-            amount_of["network"] += float(cost.network_bytes * cost.here)
             continue
         amount_of["FLOPs"] += float(cost.flops * cost.here)
         if (name := loads(cost)) in amount_of:
             amount_of[name] += float(cost.hbm_bytes * cost.here)
-    yield from (
-        StepPart(name=name, amount=amount_of.get(name), alone_s=alone_s[name]) for name in BOUNDS if alone_s[name] > 0
-    )
+    for name in (*BOUNDS, STARTS):
+        if alone_s[name] > 0:
+            yield StepPart(name=name, amount=amount_of.get(name), alone_s=alone_s[name])
 
 
 # -- the formulas -----------------------------------------------------------------------------------------
