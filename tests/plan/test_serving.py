@@ -254,8 +254,12 @@ def test_bounds_add_up_on_a_data_sheet():
 
 def test_refusals():
     given = setting("llama3-70b", "v5e:4x4")
-    with pytest.raises(ValueError, match=r"a prompt of 9,000 tokens is longer than the 8,192 positions of llama3-70b"):
-        plan_service(given, Service(prompt_len=9000, output_len=1))
+    message = (
+        r"a prompt of 9,000 tokens is longer than the 8,192 positions of llama3-70b\. Use at most 8,192 with its output, "
+        r"or --set model\.max_positions=9032\."
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_service(given, Service(prompt_len=9000, output_len=32))
     with pytest.raises(ValueError, match=r"a prompt with its output of 1,025 tokens is longer"):
         plan_service(setting("gpt2", "v5e:2x2"), Service(prompt_len=1000, output_len=25))
     with pytest.raises(ValueError, match=r"no engine of llama3-70b on v5e:4x4 has tensor=3"):

@@ -96,20 +96,21 @@ def _require_served(model: Model, service: Service) -> None:
     if model.encoder:
         if service.prefix_share or service.chunk_len:
             raise InputError(f"the encoder of {model.name} reads whole prompts. Leave out prefix hits and chunks.")
-        _require_positions(model, "an output", service.output_len, model.max_positions, "max_positions")
-        return _require_positions(model, "a prompt", service.prompt_len, model.encoder.length, "encoder.length")
-    max_positions, text_kind, num_positions = model.max_positions, "a prompt", service.prompt_len
-    if model.learned_positions and num_positions <= max_positions:
-        text_kind, num_positions = "a prompt with its output", service.max_len
-    return _require_positions(model, text_kind, num_positions, max_positions, "max_positions")
-
-
-def _require_positions(model: Model, text_kind: str, num_positions: int, limit: int, field: str) -> None:
-    if num_positions > limit:
-        raise InputError(
-            f"{text_kind} of {num_positions:,} tokens is longer than the {limit:,} positions of {model.name}. "
-            f"Use at most {limit:,}, or --set model.{field}={num_positions}."
-        )
+        limits = [
+            ("an output", service.output_len, model.max_positions, "max_positions", service.output_len),
+            ("a prompt", service.prompt_len, model.encoder.length, "encoder.length", service.prompt_len),
+        ]
+    elif model.learned_positions and service.prompt_len <= model.max_positions:
+        limits = [("a prompt with its output", service.max_len, model.max_positions, "max_positions", service.max_len)]
+    else:
+        limits = [("a prompt", service.prompt_len, model.max_positions, "max_positions", service.max_len)]
+    for text_kind, num_positions, limit, field, needed in limits:
+        if num_positions > limit:
+            output_text = " with its output" if needed > num_positions else ""
+            raise InputError(
+                f"{text_kind} of {num_positions:,} tokens is longer than the {limit:,} positions of {model.name}. "
+                f"Use at most {limit:,}{output_text}, or --set model.{field}={needed}."
+            )
 
 
 def _distinct(priced: PricedFleet, services: Services, order: np.ndarray) -> np.ndarray:
