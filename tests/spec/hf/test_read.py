@@ -269,6 +269,14 @@ def test_bad_values_are_refused_in_one_line(change, text):
     assert str(caught.value) == text
 
 
+def test_impossible_sizes_are_told_with_the_file(tmp_path):
+    """The model's name is that of its folder."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 0}))
+    with pytest.raises(InputError) as caught:
+        model_from_config(tmp_path)
+    assert str(caught.value) == f"{tmp_path / 'config.json'}: num_layers=0 must be at least 1."
+
+
 @pytest.mark.parametrize(
     ("key", "given", "text"),
     [

@@ -199,7 +199,11 @@ def _from_keys(keys: HfFields, name: str, what: str) -> Model:
     quantisation_of(keys, family=family, what=what)
     fields = _fields(_Config(keys, family=family, what=what))
     fields = {"name": name, "family": family, "weights_prefix": prefix or formats()[family].prefix, **fields}
-    return convert_fields(fields, Model, section=what)
+    try:
+        return convert_fields(fields, Model, section=what)
+    except InputError as error:
+        message = str(error)
+        raise InputError(what + message.removeprefix(name) if message.startswith(f"{name}:") else message) from None
 
 
 def _fields(config: _Config) -> HfFields:
