@@ -94,6 +94,10 @@ async def test_all_unknown_fields_are_named():
             "beams, stream_options.x, width are not fields that this server knows. Leave them out."
         )
         assert said.json()["error"]["param"] == "beams"
+        said = await b.complete("a", max_token=1)
+        assert said.json()["error"]["message"] == (
+            "max_token is not a field that this server knows. Did you mean 'max_tokens'? If not, leave it out."
+        )
         messages = [{"role": "user", "content": [{"type": "text", "text": "x"}], "mood": 1}, {"role": "user", "a": 1}]
         said = await b.post(CHAT, messages=messages, n=1, **{f"x{number}": 1 for number in range(9)})
         assert said.json()["error"]["message"].startswith(

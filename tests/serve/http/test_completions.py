@@ -320,7 +320,7 @@ async def test_special_tokens():
         ({"top_p": 0}, "top_p", "top_p"),
         ({"logprobs": 21}, "logprobs is 21: expected `int` <= 20", "logprobs"),
         ({"max_tokens": 0}, "max_tokens=0 must be at least 1, or 0 with echo", None),
-        ({"max_tokens": 512}, "has 512 positions; the prompt has 1 tokens and 512 more", "prompt"),
+        ({"max_tokens": 512}, "has 512 positions; the prompt has 1 token and 512 more", "prompt"),
         ({"max_tokens": "3"}, 'max_tokens is "3": expected `int | null`, got `str`', "max_tokens"),
         ({"max_tokens": 10**30}, "max_tokens", "max_tokens"),
         ({"min_tokens": 17}, "min_tokens=17 must be between 0 and max_tokens=16", None),

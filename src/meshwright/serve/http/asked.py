@@ -9,6 +9,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from meshwright.core.errors import InputError
+from meshwright.core.units import counted
 from meshwright.serve.drawing.grammar import GrammarKind
 from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.frontend import Frontend
@@ -263,8 +264,8 @@ def _max_tokens(body: GenerationBody, prompt_len: int, bounds: RequestBounds) ->
         num_tokens = min(COMPLETION_TOKENS, max(1, tokens_left))  # without room it is refused below
     if num_tokens > tokens_left:
         raise RequestError(
-            f"the model has {bounds.max_len:,} positions; the prompt has {prompt_len:,} tokens and {num_tokens:,} more "
-            "are asked for. Shorten the prompt, or lower max_tokens.",
+            f"the model has {bounds.max_len:,} positions; the prompt has {counted(prompt_len, 'token')} and "
+            f"{num_tokens:,} more are asked for. Shorten the prompt, or lower max_tokens.",
             param="messages" if isinstance(body, ChatBody) else "prompt",
             code="context_length_exceeded",
         )

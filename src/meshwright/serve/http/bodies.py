@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, inspect
 from starlette.requests import Request
 
+from meshwright.core.errors import nearest
 from meshwright.core.files import DAMAGED_JSON
 from meshwright.serve.http.errors import RequestError
 from meshwright.serve.request import MOST_LOGPROBS
@@ -228,8 +229,13 @@ def _misfit(error_text: str, body_type: type, raw_body: bytearray) -> RequestErr
         unknown_paths = [place_path for place_path, _, field_type in places if field_type is None]
         paths = unknown_paths or [f"{path}.{fault_text.split('`')[1]}".removeprefix(".")]
         rest = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
-        predicate, pronoun = ("are not fields", "them") if paths[1:] else ("is not a field", "it")
-        message = f"{', '.join(paths[:_MOST_NAMED])}{rest} {predicate} that this server knows. Leave {pronoun} out."
+        predicate, advice = (
+            ("are not fields", " Leave them out.") if paths[1:] else ("is not a field", " Leave it out.")
+        )
+        hint = nearest(paths[0], body_type.__struct_fields__) if not paths[1:] else ""
+        if hint.endswith("?"):
+            advice = f"{hint} If not, leave it out."
+        message = f"{', '.join(paths[:_MOST_NAMED])}{rest} {predicate} that this server knows.{advice}"
         return RequestError(message, param=paths[0])
     param = path.partition("[")[0] or None
     if fault_text.startswith("Object missing required field"):
