@@ -1,6 +1,6 @@
 """Tables for other programs."""
 
-from meshwright.report.answer import Paragraph, Table, as_csv, as_markdown
+from meshwright.report.answer import Paragraph, Table, as_csv, as_markdown, render
 
 TABLE = Table(["name", "size", "ratio"], [["a,b", 1000, 3.5], ["c|d", None, 1 / 3]])
 
@@ -31,4 +31,17 @@ def test_markdown_aligns_numbers_and_escapes():
         "| ---- | ----: | -----: |",
         "| a,b  | 1,000 |    3.5 |",
         "| c\\|d |     - | 0.3333 |",
+    ]
+
+
+def test_lines_of_a_cell_hang_where_they_wrap():
+    """Rich alone would begin a further line where the cell begins."""
+    rows = [["1 x 1 chip, batch 16,384\n  prefill on 6 x fsdp2 tp4", 1.5, "parameters"], ["8 x tp8\n  fp8", 2.5, "KV"]]
+    assert render(["engines", "TTFT", "bound by"], rows, 36).splitlines()[2:] == [
+        "1 x 1 chip, batch   1.5  parameters",
+        "  16,384",
+        "  prefill on 6 x",
+        "    fsdp2 tp4",
+        "8 x tp8             2.5  KV",
+        "  fp8",
     ]

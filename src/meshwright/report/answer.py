@@ -218,12 +218,14 @@ def render(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -
     It has no boxes; columns of quantities are right-aligned and do not wrap, columns of words wrap.
     """
     rich_table = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    texts = [[cell_text(cell) for cell in row] for row in rows]
+    texts, widths = [[cell_text(cell) for cell in row] for row in rows], list[int]()
     for index, header in enumerate(columns):
         column_texts = [row[index] for row in texts]
         known_texts = [cell for cell in column_texts if cell != "-"]
         is_number = bool(known_texts) and all(_QUANTITY.fullmatch(cell) for cell in known_texts)
         min_width = max([1, *map(len, header.split()), *map(len, column_texts)])
+        longest_line = max((len(line) for text in column_texts for line in text.split("\n")), default=0)
+        widths.append(min_width if is_number else max(longest_line, min(len(header), _WORD_WIDTH)))
         rich_table.add_column(
             # Rich would narrow every column that may wrap: a header over numbers is wrapped here instead.
             Text(fill(header, min_width) if is_number else header),
@@ -233,7 +235,7 @@ def render(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -
             # One bound for all columns of words: rich narrows the widest first, and never below it.
             min_width=min_width if is_number else min(max(min_width, len(header)), _WORD_WIDTH),
         )
-    for row in texts:
+    for row in _hanging(texts, widths, width):
         # Text, not str: rich would read the square brackets of the notation as markup.
         rich_table.add_row(*map(Text, row))
     needed_width = sum(column.min_width or 0 for column in rich_table.columns) + _GAP * (len(columns) - 1)
@@ -241,6 +243,20 @@ def render(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -
     with console.capture() as capture:
         console.print(rich_table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n") + "\n"
+
+
+def _hanging(texts: list[list[str]], widths: Sequence[int], width: int) -> Iterator[list[str]]:
+    """Yields the rows with the lines of cells that have several wrapped to the room that other columns leave, their
+    further lines indented, which rich does not do."""
+    rooms = [max(_WORD_WIDTH, width - sum(widths) + own - _GAP * (len(widths) - 1)) for own in widths]
+    for row in texts:
+        lines_of = [text.split("\n") for text in row]
+        yield [
+            "\n".join(filled(line, room, len(line) - len(line.lstrip()) + 2) for line in lines)
+            if lines[1:]
+            else lines[0]
+            for lines, room in zip(lines_of, rooms, strict=True)
+        ]
 
 
 def joined(cell: object) -> object:
