@@ -255,8 +255,8 @@ def test_bounds_add_up_on_a_data_sheet():
 def test_refusals():
     given = setting("llama3-70b", "v5e:4x4")
     message = (
-        r"a prompt of 9,000 tokens is longer than the 8,192 positions of llama3-70b\. Use at most 8,192 with its output, "
-        r"or --set model\.max_positions=9032\."
+        r"a prompt of 9,000 tokens is longer than the 8,192 positions of llama3-70b\. Use at most 8,192 with "
+        r"its output, or --set model\.max_positions=9032\."
     )
     with pytest.raises(ValueError, match=message):
         plan_service(given, Service(prompt_len=9000, output_len=32))

@@ -122,8 +122,8 @@ def meta_parameters(keys):
         model = auto_class(family).from_config(config)
     head = {"lm_head.weight": tuple(model.lm_head.weight.shape)} if keys.get("tie_word_embeddings") is False else {}
     # T5's class ties its head in any case, and unties it when it reads another
-    trained = {name: array for name, array in model.named_parameters() if array.requires_grad}
-    return {name: tuple(array.shape) for name, array in trained.items()} | head
+    arrays = {name: array for name, array in model.named_parameters() if not name.endswith("correction_bias")}
+    return {name: tuple(array.shape) for name, array in arrays.items()} | head
 
 
 def canonical(name):

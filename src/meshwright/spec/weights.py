@@ -295,8 +295,8 @@ def _rows(
     keys = ((key.split(), hf_name) for key, hf_name in form.weights.items())
     own_name_of = {name: hf_name for (name, *needs), hf_name in keys if facts_met.issuperset(needs)}
     layer_prefix = (form.encoder_layers if stored_prefix else form.layers) if layers else ""
-    replacement_by_field = {"{prefix}": model.weights_prefix, "{beside_gate}": "_1" * model.gated}
-
+    prefix = model.weights_prefix
+    replacement_by_field = {"{prefix}": prefix, "{outer}": head_prefix(prefix), "{beside_gate}": "_1" * model.gated}
     fixed_names = fixed_tables(model)
 
     def is_vector(name: str) -> bool:
@@ -325,6 +325,11 @@ def _rows(
         for name, dims_text, llama_name, part, needs in _tables()[table]
         if facts_met.issuperset(needs.split()) and (not layers or layers.get(name, layers[part]))
     ]
+
+
+def head_prefix(prefix: str) -> str:
+    """Returns the prefix of the head beside a decoder's: that of the module which holds both."""
+    return prefix.removesuffix("model.") if f".{prefix}".endswith(".model.") else ""
 
 
 def _encoder(model: Model) -> list[Weight]:

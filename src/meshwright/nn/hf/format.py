@@ -18,7 +18,7 @@ from meshwright.core.errors import InputError
 from meshwright.nn.hf.files import Tensor, Tensors
 from meshwright.spec.hf.families import formats
 from meshwright.spec.model import Model
-from meshwright.spec.weights import Weight, weight_table
+from meshwright.spec.weights import Weight, head_prefix, weight_table
 
 Box = tuple[slice, ...]
 
@@ -94,8 +94,8 @@ def _narrowed(axis: tuple[StoredDim, ...], box: Box) -> slice:
 
 
 PREFIXES = (
-    *("", "model.", "transformer.", "language_model.model.", "model.language_model."),
-    *("gpt_neox.", "decoder.", "model.decoder."),
+    *("", "model.", "transformer.", "language_model.model.", "model.language_model.", "model.text_model."),
+    *("thinker.model.", "thinker.model.language_model.", "gpt_neox.", "decoder.", "model.decoder."),
 )
 """Prefixes of tensor names in checkpoints, some of which omit the model's own prefix."""
 
@@ -136,6 +136,9 @@ def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
     own_prefix = model.weights_prefix
     embed_name = rows(model)["embed"].hf_name.removeprefix(own_prefix)
     prefix = next((p for p in (own_prefix, *PREFIXES) if p + embed_name in names), own_prefix)
+    own_head = head_prefix(own_prefix)
+    heads = (own_head, *(p for p in map(head_prefix, PREFIXES) if f"{p}lm_head.weight" in names))
+    head = heads[f"{own_head}lm_head.weight" not in names and len(heads) > 1]
     is_stacked = any(name.endswith(".experts.gate_up_proj") for name in names)
     renamed_parts = formats()[model.family].in_memory if is_stacked else {}
 
@@ -147,6 +150,8 @@ def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
             name = name.replace(published_part, part)
         if is_stacked and "{expert}" in name:
             name = name.partition(".experts.")[0] + ".experts." + _STACKED[weight.name.rpartition(".")[2]]
+        if weight.part == "unembedding":
+            return head + name.removeprefix(own_head)
         return prefix + name.removeprefix(own_prefix) if name.startswith(own_prefix) else name
 
     return name_of
@@ -199,7 +204,7 @@ def _stored_order(
 def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
     """Returns the stored parts by variable and leading indices; raises InputError as `load_params` does."""
     parts_of: dict[str, dict[tuple[int, ...], StoredPart]] = {}
-    for part in stored_parts(model, tensors):
+    for part in _as_they_lie(tensors, list(stored_parts(model, tensors))):
         if part.tensor not in tensors:
             suffixes = ("_blocks", "_scale_inv", ".qweight", ".SCB")
             if example := next((name for name in tensors if name.endswith(suffixes)), ""):
@@ -216,14 +221,20 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
 
 
 IGNORED = ("*.rotary_emb.*inv_freq", "*.e_score_correction_bias")
-"""Tensors that follow from the config, and corrections of routers, which only models with sigmoid routers read."""
+"""Tensors that follow from the config, and corrections of routers, which only models with one read."""
+_OTHER_PARTS = (
+    *("*vision_tower.*", "*vision_model.*", "visual.*", "model.visual.*", "*audio_tower.*", "*image_newline"),
+    *("*multi_modal_projector.*", "*mm_projector.*", "*connector.*", "thinker.visual.*", "talker.*", "*2wav.*"),
+)
+"""Parts of multimodal models beside the decoder of text, which is of one of these families."""
+_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma4", "glm4", "exaone4")
 IGNORED_OF = {
     **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode"), ("*.attn.bias", "*.attn.masked_bias")),  # the causal mask
     "gpt_neox": ("*.attention.bias", "*.attention.masked_bias"),
-    "gemma3": ("*vision_tower.*", "*multi_modal_projector.*"),
     **dict.fromkeys(("t5", "mt5"), ("*.EncDecAttention.relative_attention_bias.weight",)),  # early files have it
+    **dict.fromkeys(_DECODERS, _OTHER_PARTS),
     # layers for tokens after the next, if they are not asked for
-    **dict.fromkeys(("deepseek_v3", "glm4_moe", "hy_v3"), ("model.layers.{num_layers}.*",)),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "hy_v3"), ("*.layers.{num_layers}.*", *_OTHER_PARTS)),
     "exaone_moe": ("mtp.*",),
     "ernie4_5_moe": ("model.mtp*",),
 }
@@ -248,6 +259,15 @@ def _require_all_used(model: Model, tensors: Tensors, used_names: set[str]) -> N
         is_zero = name.endswith(".bias") and not tensors[name][box].any()  # AutoGPTQ writes such beside every matrix
         if not (is_zero or any(fnmatchcase(name, form) for form in ignored_forms)):
             raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Give its own config.")
+
+
+def _as_they_lie(tensors: Tensors, parts: list[StoredPart]) -> list[StoredPart]:
+    """Returns the parts, those of stacked experts with inputs before outputs if the shapes say so (Qwen 3 VL)."""
+    turned = {part: part._replace(axes=(part.axes[0], *part.axes[:0:-1])) for part in parts if len(part.axes) == 3}
+    stored_shapes = {part: tuple(tensors[part.tensor].shape) for part in turned if part.tensor in tensors}
+    if any(shape != part.shape and shape == turned[part].shape for part, shape in stored_shapes.items()):
+        return [turned.get(part, part) for part in parts]
+    return parts
 
 
 def mtp_copies(model: Model) -> dict[str, str]:

@@ -64,23 +64,27 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 @functools.cache
+def tables() -> HfFields:
+    """Returns the data file: a table for each family, and those that its first lines explain."""
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def formats() -> dict[str, Format]:
     """Returns the format of every family."""
-    with FILE.open("rb") as file:
-        tables = tomllib.load(file)
+    entries = tables()
 
     def laid_over_bases(name: str) -> HfFields:
-        entry = dict(tables[name])
-        fields: HfFields = {}
-        for table in (*map(laid_over_bases, entry.pop("base", ())), entry):
+        entry, fields = dict(entries[name]), dict[str, Any]()
+        shared = ["_every"] if name in FAMILIES else []
+        for table in (*map(laid_over_bases, [*shared, *entry.pop("base", ())]), entry):
             for part, value in table.items():
                 fields[part] = fields.get(part, {}) | value if isinstance(value, dict) else value
         return fields
 
     for name in FAMILIES:
-        if name not in tables:
+        if name not in entries:
             raise InputError(f"spec/data/families.toml has no table [{name}]. Add one with its keys.")
-        tables[name]["base"] = ["_every", *tables[name].get("base", ())]
     return {name: msgspec.convert(laid_over_bases(name), Format) for name in FAMILIES}
 
 
@@ -96,7 +100,7 @@ def config_fields() -> HfFields:
 @functools.cache
 def number_words() -> frozenset[str]:
     """Returns the words of keys that change numbers."""
-    return frozenset(tomllib.loads(FILE.read_text(encoding="utf-8"))["number_words"])
+    return frozenset(tables()["number_words"])
 
 
 @functools.cache

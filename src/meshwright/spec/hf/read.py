@@ -20,13 +20,8 @@ from meshwright.core.files import read_json
 from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, HfFields, aliases, config_fields, formats, number_words
 from meshwright.spec.hf.gguf import gguf_config, gguf_files, gguf_name, is_gguf
 from meshwright.spec.hf.published import CONFIG_KEYS, quantisation_of
+from meshwright.spec.hf.wrappers import as_family, text_half, wrapper_prefix
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
-
-SAME = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "kimi_k2": "deepseek_v3"}
-"""A ``model_type`` -> the family that it is another name of."""
-
-WRAPPED = {"gemma3": "language_model.model.", "gemma4": "model.language_model."}
-"""Multimodal family whose file nests its decoder -> prefix of the decoder's weights in published checkpoints."""
 
 MASK_KEYS = ("attention_mask", "attention_score")
 """Keys that transformers does not have: the fields of `Model` for a mask and a score rule by name."""
@@ -182,6 +177,9 @@ def model_from_config(config: str | Path | Mapping[str, Any], name: str | None =
     file = path / "config.json" if path.is_dir() else path
     folder_name = file.resolve().parent.name
     keys = read_json(file, "Give the path of a config.json or of its folder.")
+    if wrapper_prefix(keys):
+        warning = f"{file}: of this {keys['model_type']} the decoder of text is read; its other parts are left out."
+        warnings.warn(warning, FileWarning, stacklevel=2)
     return _from_keys(keys, name or (folder_name if file.name == "config.json" else file.stem), str(file))
 
 
@@ -189,10 +187,9 @@ def _from_keys(keys: HfFields, name: str, what: str) -> Model:
     family = keys.get("model_type")
     if not isinstance(family, str):
         raise InputError(f"{what}: the key 'model_type' is missing. Add one of: {', '.join(FAMILIES)}.")
-    prefix, family = "", SAME.get(family, family)
-    if family in WRAPPED and isinstance(keys.get("text_config"), Mapping):
-        quantisation_keys = {name: keys[name] for name in CONFIG_KEYS if name in keys}
-        keys, prefix = {**keys["text_config"], **quantisation_keys}, WRAPPED[family]
+    prefix = wrapper_prefix(keys)
+    keys = as_family(text_half(keys) if prefix else keys)
+    family = str(keys["model_type"])
     if family not in FAMILIES:
         hint = similar(family, FAMILIES) or f" Known: {', '.join(FAMILIES)}."
         raise InputError(f"{what}: model_type {family!r} is not known.{hint}")
@@ -389,7 +386,7 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
     if not isinstance(kind, str):
         raise InputError(f"{config.what}: rope_type is {kind!r}. Write {_NEEDS[str][1]} instead.")
     kind = "longrope" if kind == "su" or (kind == "yarn" and config.family == "phi3") else kind
-    if kind == "default":
+    if kind in ("default", "mrope"):  # the second is the first where no token is of an image
         return None
     if kind not in ROPE_KINDS:
         raise InputError(f"{config.what}: rope_type {kind!r} is not known.{nearest(kind, ROPE_KINDS)}")

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from meshwright.spec.hf.families import ROPE_KEYS, HfFields, formats
-from meshwright.spec.hf.read import MASK_KEYS, WRAPPED
+from meshwright.spec.hf.read import MASK_KEYS
 from meshwright.spec.model import Model, RopeScaling
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -26,7 +26,7 @@ def config_from_model(model: Model) -> HfFields:
     head_name = "MTModel" if model.family == "marian" else head_name
     config: HfFields = {
         "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel_name}{head_name}"],
-        "model_type": f"{model.family}_text" if model.family in WRAPPED else model.family,
+        "model_type": f"{model.family}_text" if model.family in ("gemma3", "gemma4") else model.family,
         # Left out, these would be the numbers of the published tokenizer.
         **dict.fromkeys(TOKEN_KEYS),
     }
