@@ -20,11 +20,15 @@ def printed(text):
     return digits * scale, Decimal(10) ** digits.as_tuple().exponent * scale
 
 
+WITHOUT_ENTRY = {"exaone_moe", "arcee"}
+"""Families whose published sizes are not all known."""
+
+
 def test_catalogue_holds_the_models_people_ask_for():
     names = catalogue.models()
     assert len(names) >= 25
     assert {"llama3-8b", "llama3-70b", "llama3-405b", "llama2-13b", "gpt3-175b", "tiny"} <= set(names)
-    assert {catalogue.load_model(name).family for name in names} == set(FAMILIES)
+    assert {catalogue.load_model(name).family for name in names} == set(FAMILIES) - WITHOUT_ENTRY
 
 
 @pytest.mark.parametrize("name", catalogue.models())
