@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from meshwright.core.errors import FileWarning, InputError
-from meshwright.spec.hf.families import FIELDS_FILE, config_fields, formats
+from meshwright.spec.hf.families import FIELDS_FILE, config_fields, formats, tables
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES
 from tests.nn.families import CONFIGS
@@ -83,13 +83,24 @@ def test_a_scaling_of_sliding_layers_is_refused():
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("lama", "llama"), ("GPT-OSS", "gpt_oss"), ("deepseek-v3", "deepseek_v3")]
-    + [(name, "") for name in ("bloom", "mpt", "gemma3n", "llama4", "ministral", "qwen3_next")],
+    + [(name, "") for name in ("bloom", "mpt", "gemma3n", "llama4", "ministral")],
 )
 def test_only_a_spelling_of_a_family_is_suggested(name, meant):
     with pytest.raises(InputError) as caught:
         model_from_config(LLAMA | {"model_type": name}, "toy")
     hint = f"Did you mean {meant!r}?" if meant else f"Known: {', '.join(FAMILIES)}."
     assert str(caught.value) == f"toy: model_type {name!r} is not known. {hint}"
+
+
+def test_a_family_whose_operation_is_missing_is_refused_by_that():
+    with pytest.raises(InputError) as caught:
+        model_from_config(LLAMA | {"model_type": "qwen3_next"}, "toy")
+    assert str(caught.value) == (
+        "toy: model_type 'qwen3_next' needs recurrent layers (gated delta nets), which this version does not have."
+    )
+    refused = [name for names in tables()["missing_operations"].values() for name in names]
+    assert len(set(refused)) == len(refused)
+    assert not {*FAMILIES, *tables()["text_halves"], *tables()["wrappers"]} & {*refused}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,16 @@ from typing import Any, get_args, get_origin, get_type_hints
 from meshwright.core.errors import FileWarning, InputError, nearest
 from meshwright.core.fields import convert_fields, figure_faults
 from meshwright.core.files import read_json
-from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, HfFields, aliases, config_fields, formats, number_words
+from meshwright.spec.hf.families import (
+    GROUP_KEYS,
+    ROPE_KEYS,
+    HfFields,
+    aliases,
+    config_fields,
+    formats,
+    number_words,
+    tables,
+)
 from meshwright.spec.hf.gguf import gguf_config, gguf_files, gguf_name, is_gguf
 from meshwright.spec.hf.published import CONFIG_KEYS, quantisation_of
 from meshwright.spec.hf.wrappers import as_family, text_half, wrapper_prefix
@@ -191,6 +200,9 @@ def _from_keys(keys: HfFields, name: str, what: str) -> Model:
     keys = as_family(text_half(keys) if prefix else keys)
     family = str(keys["model_type"])
     if family not in FAMILIES:
+        for operation, model_types in tables()["missing_operations"].items():
+            if family in model_types:
+                raise InputError(f"{what}: model_type {family!r} needs {operation}, which this version does not have.")
         hint = similar(family, FAMILIES) or f" Known: {', '.join(FAMILIES)}."
         raise InputError(f"{what}: model_type {family!r} is not known.{hint}")
     quantisation_of(keys, family=family, what=what)
