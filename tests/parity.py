@@ -115,6 +115,8 @@ def auto_class(family: str) -> Any:
     auto = transformers.models.auto.modeling_auto
     if family in auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
         return transformers.AutoModelForSpeechSeq2Seq
+    if family == "mistral4":  # counted among those of images
+        return transformers.AutoModelForMultimodalLM
     is_pair = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     return transformers.AutoModelForSeq2SeqLM if is_pair else transformers.AutoModelForCausalLM
 

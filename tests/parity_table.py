@@ -14,7 +14,7 @@ SHOWN = (
     *("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmo2", "smollm3", "glm4", "granite"),
     *("t5", "mt5", "umt5", "bart", "mbart", "marian", "whisper"),
     *("glm4_moe", "solar_open", "dots1", "exaone4", "exaone_moe", "hy_v3", "minimax_m2", "olmo3", "seed_oss"),
-    *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee"),
+    *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee", "ministral3", "mistral4"),
     *("starcoder2", "nemotron", "stablelm", "phi", "cohere", "cohere2", "gpt_neox", "falcon", "opt", "gpt_bigcode"),
     "gptj",
 )

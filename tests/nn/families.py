@@ -76,6 +76,7 @@ _GEMMA4 = {
     },
 }
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+_TEMPERED = _YARN | {"rope_theta": 1e6, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -212,6 +213,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"model_type": "hunyuan_v1_dense", "attention_bias": True, "tie_word_embeddings": True}
     | {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}},
     "hunyuan_v1_moe": _BASE | {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2, 2]},
+    "ministral3": _BASE | {"model_type": "ministral3", "sliding_window": 24, "rope_parameters": _TEMPERED},
+    "mistral4": _WITHOUT_HEAD_DIM
+    | _LATENT
+    | {"model_type": "mistral4", "num_experts_per_tok": 3, "rope_parameters": {**_TEMPERED, "rope_theta": 1e4}},
     "arcee": _BASE | {"model_type": "arcee", "mlp_bias": True, "rope_scaling": _YARN},
     "starcoder2": _LAYER_NORM | {"model_type": "starcoder2", "sliding_window": WINDOW, "tie_word_embeddings": False},
     "gpt_neox": _NEOX | {"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 40, "rotary_emb_base": 500},
@@ -249,7 +254,7 @@ FAMILIES: dict[str, Model] = {name: model_from_config(config, name) for name, co
 LLAMA = FAMILIES["llama"]
 BY_ROWS = (
     *("glm4_moe", "solar_open", "dots1", "exaone4", "exaone4-global", "exaone_moe", "hy_v3", "minimax_m2", "olmo3"),
-    *("seed_oss", "ernie4_5", "hunyuan_v1_moe", "arcee"),
+    *("seed_oss", "ernie4_5", "hunyuan_v1_moe", "arcee", "mistral4"),
     *(
         "starcoder2",
         "gpt_neox",

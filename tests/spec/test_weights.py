@@ -97,6 +97,8 @@ SMALL = {
     "mbart": _BART,
     "marian": _BART,
     "whisper": _BART | {"num_mel_bins": 20, "encoder_attention_heads": 2, "encoder_ffn_dim": 80},
+    "ministral3": _DENSE | {"head_dim": 20},
+    "mistral4": _DENSE | _MLA,
 }
 
 

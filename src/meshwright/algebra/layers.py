@@ -57,8 +57,9 @@ ATTENTION = """
     q~{n}[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm !wide_qk_norm !qk_norm_last
     q~{n}[B,T,N,H] = wide_rms_norm(q~[B,T,N,H], q_norm[N,H]) if wide_qk_norm
     q~{n}[B,T,N,H] = norm(q~[B,T,N,H], q_norm[N,H]) if head_qk_norm
-    q~{p}[B,T,N,H] = rope(q~[B,T,N,H], positions[B,T]) if rotates
+    q~{pq}[B,T,N,H] = rope(q~[B,T,N,H], positions[B,T]) if rotates
     q~r[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm_last
+    q~r[B,T,N,H] = tempered(q~[B,T,N,H], positions[B,T]) if query_temper
     k~{b}[B,T,K,H] = bias_add(k~[B,T,K,H], bk[K,H]) if qkv_bias key_bias
     v~[B,T,K,H] = unit_norm(k~[B,T,K,H]) if from_keys
     k~{n}[B,T,K,H] = rms_norm(k~[B,T,K,H], k_norm[H]) if qk_norm !wide_qk_norm !qk_norm_last
@@ -86,10 +87,11 @@ LATENT_ATTENTION = """
     kp~b[B,T,Hr] = bias_add(kp~[B,T,Hr], bk_rope[Hr]) if qkv_bias
     kn[B,T,N,Hn] = ckvn[B,T,Rkv] * wk_b[Rkv,N,Hn]
     v[B,T,N,Hv] = ckvn[B,T,Rkv] * wv_b[Rkv,N,Hv]
-    qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])
+    q~{pq}[B,T,N,H] = rope(q~[B,T,N,H], positions[B,T])
+    q~r[B,T,N,H] = tempered(q~[B,T,N,H], positions[B,T]) if query_temper
     kpr[B,T,Hr] = rope(kp~[B,T,Hr], positions[B,T])
     kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])
-    o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv]{others})
+    o[B,T,N,Hv] = attention(q~[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv]{others})
     a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]
 """
 """Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
@@ -275,9 +277,8 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
     data_text = "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
     if model.latent_attention:
         attribute_text = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
-        text = written(
-            model, LATENT_ATTENTION + AFTER_ATTENTION, others=data_text + attribute_text, **sums(model, "x1")
-        )
+        names = {"others": data_text + attribute_text, "pq": "p" if model.query_temper else "r", **sums(model, "x1")}
+        text = written(model, LATENT_ATTENTION + AFTER_ATTENTION, **names)
     else:
         text = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, data=data_text, rotates=rotates)
     if model.encoder:
@@ -392,6 +393,7 @@ def _attention(
         b="b" if has_qk_norm or rotates else "r",
         n="n" if rotates else "r",
         p="p" if model.qk_norm_last else "r",
+        pq="p" if model.qk_norm_last or model.query_temper else "r",
         rotates=rotates,
         others=operand_text + attribute_text,
         **sums(model, result_name),

@@ -61,6 +61,8 @@ Family = Literal[
     "mbart",
     "marian",
     "whisper",
+    "ministral3",
+    "mistral4",
 ]
 FAMILIES: tuple[str, ...] = get_args(Family)
 """Families that are counted and planned; `Model.runs_here` says whether a model of one also runs."""
@@ -295,6 +297,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     value_norm: bool = False  # values are divided by their root mean square
     layer_scale: bool = False  # the result of each layer is multiplied by a number, which is not trained
     attention_sinks: bool = False
+    query_temper: float = 0.0  # queries grow by this times ln(1 + floor(position / temper_length))
+    temper_length: int = 0
     query_pre_attn_scalar: float | None = None
     attention_multiplier: float | None = None  # on the attention scores, in place of 1 / sqrt(H)
     attention_softcap: float | None = None
@@ -338,11 +342,12 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Raises InputError for impossible sizes and figures."""
         count_fields = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
         may_be_zero = {*count_fields, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight", "start_token", "forced"}
-        may_be_zero.add("features")
+        may_be_zero |= {"features", "query_temper"}
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
         super().__post_init__()
         positive_fields = ["num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
         positive_fields += ["max_positions", "relative_distance", *["d_ff_expert"] * (self.num_experts > 0)]
+        positive_fields += ["temper_length"] * (self.query_temper > 0)
         if self.latent_attention or self.family.startswith("deepseek"):
             positive_fields += ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
         for field in positive_fields:

@@ -83,6 +83,8 @@ REQUIRED = {
     "opt": {"ffn_dim": 80},
     "gpt_bigcode": {},
     "gptj": {"rotary_dim": 8},
+    "ministral3": {"num_attention_heads": 8},
+    "mistral4": {"num_attention_heads": 32, **_ROUTED},
 }
 
 

@@ -226,6 +226,8 @@ def _fields(config: _Config) -> HfFields:
     fields |= {key: config.read(key, str) for key in MASK_KEYS if config.has(key)}
     fields.setdefault("d_ff", 4 * fields["d_model"])
     fields.setdefault("num_kv_heads", fields["num_heads"])
+    if beta := config.rope.get("llama_4_scaling_beta"):
+        fields |= {"query_temper": beta, "temper_length": config.read(ROPE_KEYS["original_max_positions"], int)}
     if family.startswith("hunyuan") and (alpha := config.rope.get("alpha")):  # longer contexts by a larger theta alone
         width = fields["head_dim"]
         fields |= {"rope_scaling": None, "rope_theta": fields["rope_theta"] * alpha ** (width / (width - 2))}

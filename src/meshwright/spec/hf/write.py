@@ -87,6 +87,9 @@ def _rope(model: Model) -> HfFields:
     if scaling is None:  # in a config of gpt-oss null means yarn
         return {"rope_scaling": {"rope_type": "default"} if model.family == "gpt_oss" else None}
     value_by_key = _scaling_table(scaling)
+    if model.query_temper:
+        own_keys = {"rope_theta": model.rope_theta, "llama_4_scaling_beta": model.query_temper}
+        return {"rope_parameters": {**value_by_key, **own_keys}}
     if model.family != "phi3" or scaling.kind != "longrope":
         return {"rope_scaling": value_by_key}
     # Phi-3 has the original length outside the scaling, and a factor only where it is not the quotient of lengths.
