@@ -80,6 +80,7 @@ CASES = {
     "prefix_lm": (mods.prefix_lm(PREFIX), lambda b, i, j: j <= i or j < PREFIX[b]),
     "document": (mods.document(DOCUMENTS), lambda b, i, j: DOCUMENTS[b, i] == DOCUMENTS[b, j]),
     "jagged": (mods.jagged(LENGTHS), lambda b, i, j: max(i, j) < LENGTHS[b]),
+    "padded": (mods.padded(LENGTHS), lambda b, i, j: j < LENGTHS[b]),
     "global_sliding": (
         mods.global_sliding(GLOBAL, 2),
         lambda b, i, j: j in range(i - 2, i + 3) or GLOBAL[b, i] or GLOBAL[b, j],

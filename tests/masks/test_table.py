@@ -29,6 +29,7 @@ RANGED = {
     "prefix_lm": mods.prefix_lm(np.array([9, 0], np.int32)),
     "document": mods.document(DOCUMENTS),
     "jagged": mods.jagged(np.array([31, 12], np.int32)),
+    "padded": mods.padded(np.array([31, 12], np.int32)),
     "global": mods.global_sliding((DOCUMENTS == 2).astype(np.int32), 3),
     "tree": mods.tree(*mods.tree_walk(np.maximum(np.arange(MOST) - RNG.integers(1, 5, (BATCH, MOST)), -1))),
     "neighbourhood": mods.neighbourhood(MOST, 9),

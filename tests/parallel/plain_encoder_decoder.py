@@ -67,6 +67,11 @@ def batch(model):
     return found
 
 
+def padded(model):
+    """The batch with rows of the encoder of several lengths."""
+    return batch(model) | {"encoder_lengths": np.array([24, 1, 5, 17, 23, 2, 9, 24], np.int32)}
+
+
 def plain_loss(model, params, given):
     """The mean loss of a batch."""
     heads, width = model.num_heads, model.head_dim
@@ -97,6 +102,9 @@ def plain_loss(model, params, given):
             rows, columns = scores.shape[-2:]
             numbers = [[t5_bucket(j - i, not causal, model) for j in range(columns)] for i in range(rows)]
             scores = scores + table[np.array(numbers)].transpose(2, 0, 1)
+        if not causal and "encoder_lengths" in given:
+            is_there = np.arange(scores.shape[-1]) < given["encoder_lengths"][:, None, None, None]
+            scores = jnp.where(is_there, scores, -1e30)
         if causal:
             scores = jnp.where(np.tri(scores.shape[-1], dtype=bool), scores, -1e30)
         mixed = (jax.nn.softmax(scores, -1) @ v).transpose(0, 2, 1, 3).reshape(*x.shape[:-1], -1)

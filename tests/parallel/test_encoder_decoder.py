@@ -7,14 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.algebra.layers import ProgramOptions
+from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.weights import init_params
 from meshwright.parallel.train_step import TrainStep
 from tests.logits import logits_fn
 from tests.parallel.cases import RELATIVE, keep_gradients, run, strategy_of
-from tests.parallel.plain_encoder_decoder import SHARED, T5, WHISPER, batch, plain_loss
+from tests.parallel.plain_encoder_decoder import SHARED, T5, WHISPER, batch, padded, plain_loss
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -27,10 +27,10 @@ def params_of(model):
 
 
 @lru_cache
-def plain(model):
+def plain(model, rows=batch):
     """Loss and gradients of plain JAX."""
     with jax.numpy_rank_promotion("allow"):
-        loss, gradients = jax.jit(jax.value_and_grad(partial(plain_loss, model)))(params_of(model), batch(model))
+        loss, gradients = jax.jit(jax.value_and_grad(partial(plain_loss, model)))(params_of(model), rows(model))
     return float(loss), {name: np.asarray(value) for name, value in gradients.items()}
 
 
@@ -56,10 +56,28 @@ SAMPLE = {T5: (), SHARED: ("one",), WHISPER: ()}
 )
 def test_loss_and_gradients_are_those_of_plain_jax(model, axes, choices):
     """The cotangent of the encoder's result is summed over the decoder's layers, then goes back through the encoder."""
-    step = TrainStep(model, strategy_of(axes, **choices), optimizer=keep_gradients())
+    assert_equals_plain(model, strategy_of(axes, **choices))
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "choices"),
+    [
+        pytest.param(T5, *STRATEGIES["one"], id="one"),
+        pytest.param(T5, *STRATEGIES["ulysses"], id="ulysses", marks=pytest.mark.slow),
+        pytest.param(WHISPER, *STRATEGIES["segments"], id="segments", marks=pytest.mark.slow),
+    ],
+)
+def test_padding_of_the_encoder_is_not_seen(model, axes, choices):
+    """By the encoder or by cross-attention, with any loss or gradient."""
+    assert_equals_plain(model, strategy_of(axes, **choices), rows=padded, options=ProgramOptions(encoder_lengths=True))
+
+
+def assert_equals_plain(model, strategy, *, rows=batch, options=PLAIN):
+    """Loss and every gradient."""
+    step = TrainStep(model, strategy, optimizer=keep_gradients(), options=options)
     params = jax.device_put(params_of(model), step.state_shardings.params)
-    loss, gradients = step.gradients(params, batch(model))
-    expected, of_plain = plain(model)
+    loss, gradients = step.gradients(params, rows(model))
+    expected, of_plain = plain(model, rows)
     assert abs(float(loss) / expected - 1) < RELATIVE
     assert gradients.keys() == of_plain.keys()
     for name, value in of_plain.items():

@@ -23,19 +23,26 @@ FULL = "_full"
 FEATURES = f"{ENCODER}features"
 """The variable of an encoder's features, in place of its tokens."""
 
+ENCODER_LENGTHS = f"{ENCODER}lengths"
+"""The input [B] that has the positions of each row of the encoder that are no padding, where any are."""
+PADDED = "padded"
+"""The mask that reads them."""
+
 _PRODUCT = re.compile(r"(\w+)\[(.*)\] = (\w+)\[(.*)\] \* (\w+)\[(.*)\]")
 
 
 class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a job that change the program of its model.
 
-    ``documents``: rows have several documents, and attention stays inside each. ``z_loss``, ``balance_loss`` and
+    ``documents``: rows have several documents, and attention stays inside each. ``encoder_lengths``: an encoder's rows
+    are padded, and their first ``encoder_lengths``[B] positions alone are attended to. ``z_loss``, ``balance_loss`` and
     ``router_z_loss`` are the weights of these losses beside the cross entropy. ``capacity_factor`` bounds the slots
     of an expert to that many times the mean load; 0 drops nothing. If the router has a correction, a step adds
     ``correction_rate`` to that of each expert below the mean load and subtracts it from that of each expert above.
     """
 
     documents: bool = False
+    encoder_lengths: bool = False
     z_loss: float = 0.0
     balance_loss: float = 0.0
     router_z_loss: float = 0.0
@@ -282,8 +289,9 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
     else:
         text = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, data=data_text, rotates=rotates)
     if model.encoder:
-        attribute_text = given_attributes(sees_all=True, softcap=model.attention_softcap)
-        text += written(model, CROSS_ATTENTION, given=attribute_text, **sums(model, "x1"))
+        mask, lengths_text = PADDED * options.encoder_lengths, f", {ENCODER_LENGTHS}[B]" * options.encoder_lengths
+        given_text = lengths_text + given_attributes(sees_all=True, softcap=model.attention_softcap, mask=mask)
+        text += written(model, CROSS_ATTENTION, given=given_text, **sums(model, "x1"))
     if not routed:
         return with_adapters(model, text + _dense(model) + written(model, LAYER_END))
     capacity_factor = options.capacity_factor
@@ -353,9 +361,9 @@ def with_adapters(model: Model, text: str) -> str:
     return _PRODUCT.sub(quantised, "".join(lines))
 
 
-def encoder_layer_text(model: Model) -> str:
+def encoder_layer_text(model: Model, options: ProgramOptions) -> str:
     """Returns the lines of one layer of the encoder: every position sees every other, and the feed-forward is dense."""
-    return _attention(model, "x1", causal=False) + _dense(model)
+    return _attention(model, "x1", data=", lengths[B]" * options.encoder_lengths, causal=False) + _dense(model)
 
 
 def _attention(
@@ -378,7 +386,7 @@ def _attention(
         sees_all=not causal,
         window=model.sliding_window if sliding else None,
         softcap=model.attention_softcap,
-        mask=_quoted(model.attention_mask) if causal else None,
+        mask=_quoted(model.attention_mask) if causal else PADDED * bool(data),
         score=_quoted(model.attention_score) if causal else None,
         distance=model.relative_distance if is_relative else None,
     )

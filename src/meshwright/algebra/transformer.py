@@ -13,6 +13,7 @@ from meshwright.algebra.layers import (
     BEFORE_MTP,
     ENCODED,
     ENCODER,
+    ENCODER_LENGTHS,
     FEATURES,
     FINAL_NORM,
     PLAIN,
@@ -114,7 +115,7 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
         is_split = weight.kind == "matrix" or len(weight.dims) > 1 or not {*weight.dims}.isdisjoint(_SPLIT_DIMS)
         role = "weight" if is_split and weight.part != "buffer" else "vector"
         variables[name] = Variable(name, weight.dims, role, weight.dtype, weight.inputs, weight.frozen)
-    encoder_blocks, stacks = _encoder(model, variables)
+    encoder_blocks, stacks = _encoder(model, variables, options)
     bias_blocks, bias_stacks = _bias_table(model, variables)
     names, norm_text, loss_lines = layer_names(model), written(model, FINAL_NORM), loss_text(model, options)
     kinds = (kind for kind in layer_kinds(model) if kind.layers != model.mtp_layers)
@@ -190,19 +191,23 @@ def _encoder_embed_text(model: Model) -> str:
     return written(model, CONVOLUTIONS) + embed_text(model).partition("\n")[2]
 
 
-def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:
+def _encoder(
+    model: Model, variables: dict[str, Variable], options: ProgramOptions
+) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:
     """Returns the blocks of an encoder and their stack, built from the decoder's lines, renamed, over positions S."""
     if model.encoder is None:
         return (), ()
     tokens, features = Variable(f"{ENCODER}tokens", ("B", "S"), "input"), Variable(FEATURES, ("B", "M", "Sf"), "input")
     positions = Variable(f"{ENCODER}positions", ("B", "S"), "position")
     variables |= {v.name: v for v in (features if model.encoder.features else tokens, positions)}
+    if options.encoder_lengths:
+        variables[ENCODER_LENGTHS] = Variable(ENCODER_LENGTHS, ("B",), "position")
     first_name, layer_name, last_name, x_name = (f"{ENCODER}{name}" for name in ("embed", "layer", "end", "x"))
     bias_blocks, bias_stacks = _bias_table(model, variables, ENCODER)
     shared_bias = _shared_bias(model, ENCODER)
     depth, texts = (
         model.encoder.num_layers,
-        (_encoder_embed_text(model), encoder_layer_text(model), written(model, FINAL_NORM)),
+        (_encoder_embed_text(model), encoder_layer_text(model, options), written(model, FINAL_NORM)),
     )
     embed_lines, layer_lines, end_lines = (_of_encoder(model, text) for text in texts)
     blocks = (

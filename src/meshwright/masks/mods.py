@@ -75,6 +75,11 @@ def jagged(lengths: AnyArray) -> Mask:
     return lambda b, h, q_idx, kv_idx: (q_idx < take(lengths, b)) & (kv_idx < take(lengths, b))
 
 
+def padded(lengths: AnyArray) -> Mask:
+    """Returns the mask of the keys that a padded row has, the first ``lengths``[b], for all queries."""
+    return lambda b, h, q_idx, kv_idx: (q_idx >= 0) & (kv_idx < take(lengths, b))
+
+
 def global_sliding(is_global: AnyArray, radius: int) -> Mask:
     """Returns Longformer's mask: keys within ``radius``, all keys of global queries, global keys of all queries;
     ``is_global`` is [B, T], not 0 where a token is global. Source: Beltagy et al., Longformer (2020)."""

@@ -39,6 +39,7 @@ MASKS: dict[str, NamedMask] = {
     "prefix_lm": _entry(mods.prefix_lm, "prefix", "", "causal, and a prefix that all see"),
     "document": _entry(mods.document, "documents", "", "pairs in one document"),
     "jagged": _entry(mods.jagged, "lengths", "", "the tokens that a padded row has"),
+    "padded": _entry(mods.padded, "lengths", "", "keys that a padded row has"),
     "global_sliding": _entry(mods.global_sliding, "is_global", "radius", "within RADIUS, or a global token"),
     "tree": _entry(mods.tree, "enter leave", "", "ancestors and the token itself"),
     "graph": _entry(mods.graph, "distances", "reach", "nodes at most REACH edges away"),

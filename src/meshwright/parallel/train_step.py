@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.layers import ENCODER, FEATURES, PLAIN, ProgramOptions, mask_data
+from meshwright.algebra.layers import ENCODER, ENCODER_LENGTHS, FEATURES, PLAIN, ProgramOptions, mask_data
 from meshwright.algebra.notation import ShardedArray, check
 from meshwright.algebra.program import LOSSES, Variable
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
@@ -252,6 +252,8 @@ class TrainStep:
             length = length or arrays[name.replace("positions", "tokens")].shape[1]
             positions = np.broadcast_to(np.arange(length, dtype=np.int32), (shape[0], length))
             arrays.setdefault(name, positions)
+        if ENCODER_LENGTHS in self.batch_specs:
+            arrays.setdefault(ENCODER_LENGTHS, np.full(shape[0], arrays[f"{ENCODER}positions"].shape[1], np.int32))
         if "documents" in mask_data(self.model, self.options):
             arrays.setdefault("documents", np.zeros(shape, np.int32))
         missing = [name for name in mask_data(self.model, self.options) if name not in arrays]

@@ -54,6 +54,7 @@ MASKS = {
     "windows of documents": "local(9) & document",
     "prefix": "prefix_lm",
     "jagged": "jagged",
+    "padded": "padded",
     "global": "global_sliding(5)",
     "tree": "tree",
     "graph": "graph(3)",

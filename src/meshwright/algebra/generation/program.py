@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.layers import CROSS, ENCODED, ENCODER_END, PLAIN, mask_data
+from meshwright.algebra.layers import CROSS, ENCODED, ENCODER_END, PLAIN, ProgramOptions, mask_data
 from meshwright.algebra.program import Block, Op, Program, Stack, Variable
 from meshwright.algebra.transformer import layer_kinds, parse_block, transformer
 from meshwright.core.errors import CannotRunError, InputError, nearest
@@ -114,11 +114,11 @@ def plain_program(model: Model, storage: Storage, *, joined: bool = False) -> Pr
 
 def plain_encoding(model: Model, storage: Storage) -> Program:
     """Returns the program that reads sources with the weights of products as the state has them."""
-    training = transformer(model)
+    training = transformer(model, ProgramOptions(encoder_lengths=True))
     writer, (stacks, (*_, decoder)) = _Writer(model, storage, training, joined=False), _parts(training)
     names = {name for stack in stacks for name in (stack.first, *stack.layers, stack.last)}
     blocks = (
-        *(writer.masked(block) for block in training.blocks if block.name in names),
+        *(block for block in training.blocks if block.name in names),
         *(writer.source_keys(block) for block in training.blocks if block.name in decoder.layers),
     )
     layers = tuple(f"{CROSS}{name}" for name in decoder.layers)
@@ -191,19 +191,6 @@ class _Writer:
             self._write(self._cache_name(letter, block), source_name, "encoder_slots", "Pg")
         name = f"{CROSS}{block.name}"
         return replace(block, name=name, ops=self._needed(set(self.outputs)), carry=ENCODED, result=ENCODED)
-
-    def masked(self, block: Block) -> Block:
-        """Returns a block of the encoder in which positions see those that their sources have."""
-        self.variables["encoder_lengths"] = Variable("encoder_lengths", ("B",), "position")
-
-        def within(op: Op) -> Op:
-            if op.kind != "attention":
-                return op
-            # before the parameters of heads, as all that a mask reads
-            inputs = *op.inputs[:3], "encoder_lengths", *op.inputs[3:]
-            return replace(op, inputs=inputs, attributes=(*op.attributes, ("mask", "jagged")))
-
-        return replace(block, ops=tuple(map(within, block.ops)))
 
     def _needed(self, names: set[str]) -> tuple[Op, ...]:
         """Returns the ops that make results of these names, in order."""

@@ -26,8 +26,8 @@ from meshwright.masks.user import is_users, table_of_user
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Details: ``sees_all`` says that every query sees every key, or all that ``mask`` leaves; ``window`` is in
-    positions, ``softcap`` bounds the scores, and ``ring`` has the mesh axes around which keys are sent. Else ``mask``
-    is the rule in place of causal; ``score`` is one for scores, as `layers` writes them. With a ``distance`` scores
+    positions, ``softcap`` bounds the scores, and ``ring`` has the mesh axes around which keys are sent. ``mask`` is
+    the rule in place of causal; ``score`` is one for scores, as `layers` writes them. With a ``distance`` scores
     have T5's learnt bias of each head for each bucket of distances, of which all from ``distance`` on share the last.
     """
 

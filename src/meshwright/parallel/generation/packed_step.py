@@ -197,7 +197,8 @@ class PackedStep(SourceStep):
         """Returns what divides the rows, sequences and rows with logits of a step whose sequences have up to so many
         rows."""
         declared_arrays = self._derived(longest).declared
-        num_parts = [self._parts_of(declared_arrays[name], "B") for name in ("x", "tokens", "q")]
+        names = ("x", "tokens", "q" if "q" in declared_arrays else "qr")  # the second has neither bias nor rope
+        num_parts = [self._parts_of(declared_arrays[name], "B") for name in names]
         return math.lcm(self.num_owners, *num_parts)
 
     def _derived(self, longest: int) -> Derived:

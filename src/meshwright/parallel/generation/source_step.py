@@ -50,7 +50,7 @@ class SourceStep(HeldArrays):
     @property
     def source_parts(self) -> tuple[int, int]:
         """What divides the sources that are read at once, and the positions that each has with its padding."""
-        arrays = [self.derived_sources.declared[name] for name in ("encoder_x", "encoder_tokens", "encoder_q")]
+        arrays = [self.derived_sources.declared[name] for name in ("encoder_x", "encoder_tokens", "encoder_o")]
         num_parts, position_parts = (math.lcm(*(self._parts_of(array, dim) for array in arrays)) for dim in "BS")
         return math.lcm(self.num_owners, num_parts), position_parts
 
