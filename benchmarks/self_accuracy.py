@@ -273,11 +273,13 @@ def stepper(name: str) -> Callable[[], float]:
     import jax
 
     from meshwright.profile.subjects import random_rows
-    from meshwright.train.settings import settings_from_table
+    from meshwright.train.settings import program_options, settings_from_table
     from meshwright.train.step import make_step
 
     model, _, job, strategy = parts_of(name)
-    step = make_step(model, strategy, settings_from_table({}), several_documents=False)
+    settings = settings_from_table({})
+    options = program_options(settings, strategy, several_documents=False)
+    step = make_step(model, strategy, settings, options=options)
     states = [step.init(0)]
     batch = step.place(random_rows(step, job, seed=0))
     compiled = step.compile.lower(states[0], batch).compile()

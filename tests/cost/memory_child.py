@@ -69,11 +69,13 @@ CASES: dict[str, Case] = {
 def main(name: str) -> None:
     """Print the bytes of the arguments and of the temporaries of a case's compiled step."""
     os.environ |= {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
-    from meshwright.train.settings import TrainSettings
+    from meshwright.train.settings import TrainSettings, program_options
     from meshwright.train.step import make_step
 
     model, strategy, batch_seqs, seq_len = CASES[name]
-    step = make_step(model, strategy, TrainSettings(balance_loss=0.0), several_documents=False)
+    settings = TrainSettings(balance_loss=0.0)
+    options = program_options(settings, strategy, several_documents=False)
+    step = make_step(model, strategy, settings, options=options)
     found: Any = step.lower(batch_seqs, seq_len).compile().memory_analysis()
     print(json.dumps([found.argument_size_in_bytes, found.temp_size_in_bytes]))
 

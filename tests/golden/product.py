@@ -238,11 +238,12 @@ def train_steps(
     """The step that a run of these settings takes, once for each batch, from the weights of seed 0."""
     import numpy as np
 
-    from meshwright.train.settings import TrainSettings
+    from meshwright.train.settings import TrainSettings, program_options
     from meshwright.train.step import make_step
 
     made = TrainSettings(**{"steps": len(batches), "warmup_steps": 1, "learning_rate": 1e-2, **settings})
-    step = make_step(model, chosen.strategy, made, several_documents="documents" in batches[0])
+    options = program_options(made, chosen.strategy, several_documents="documents" in batches[0])
+    step = make_step(model, chosen.strategy, made, options=options)
     state, found = step.init(0), []
     for batch in batches:
         state, metrics = step.step(state, batch)

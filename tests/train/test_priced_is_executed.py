@@ -15,7 +15,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import OPTIMIZERS, Job
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 from meshwright.train.optimizers import derived
-from meshwright.train.settings import TrainSettings
+from meshwright.train.settings import TrainSettings, program_options
 from meshwright.train.step import make_step
 from tests.nn import families
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN
@@ -44,7 +44,8 @@ def strategy_of(choices):
 
 def executed(model, strategy, optimizer):
     settings = TrainSettings(optimizer=optimizer, balance_loss=0.0)
-    return make_step(model, strategy, settings, several_documents=False)
+    options = program_options(settings, strategy, several_documents=False)
+    return make_step(model, strategy, settings, options=options)
 
 
 def cases():

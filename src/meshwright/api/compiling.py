@@ -90,11 +90,12 @@ def step_of(
     InputError if a training batch does not divide over them."""
     job = setting.job
     if job.trains:
-        from meshwright.train.settings import settings_from_table
+        from meshwright.train.settings import program_options, settings_from_table
         from meshwright.train.step import make_step, require_divides
 
         train_settings = settings_from_table(settings)
-        step = make_step(setting.model, strategy, train_settings, several_documents=False, mesh=mesh, form=form)
+        options = program_options(train_settings, strategy, several_documents=False)
+        step = make_step(setting.model, strategy, train_settings, options=options, mesh=mesh, form=form)
         require_divides(step, job)
         return step
     from meshwright.parallel.generation.packed_step import PackedStep

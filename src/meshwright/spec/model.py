@@ -387,6 +387,11 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"{self.name}: encoder.num_heads={self.encoder.num_heads} does not divide d_model={self.d_model}. "
                 f"Use a divisor of {self.d_model}."
             )
+        if self.encoder and not 0 <= self.encoder.start_token < self.vocab_size:
+            raise InputError(
+                f"{self.name}: encoder.start_token={self.encoder.start_token} is no token of the {self.vocab_size}. "
+                f"Use 0 to {self.vocab_size - 1}."
+            )
         self._check_rules()
         if self.encoder and self.learned_positions and self.encoder.length > (self.encoder.max_positions or MAX_SIZE):
             raise InputError(

@@ -36,6 +36,8 @@ _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("learning_rate", "max_grad_norm", "epsilon"), lambda n: 0 < n < math.inf, "be a number above 0"),
     (("beta1", "beta2", "momentum", "average", "held_out"), lambda n: 0 <= n < 1, "be at least 0 and less than 1"),
     (("decay_fraction",), lambda n: 0 < n <= 1, "be above 0 and at most 1"),
+    (("noise_density",), lambda n: 0 < n < 1, "be above 0 and less than 1"),
+    (("mean_span",), lambda n: 1 <= n < math.inf, "be at least 1"),
 )
 """Names of settings, the test of a value, and the words of its error."""
 
@@ -53,7 +55,9 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     for evaluation only. Records that are chats (``messages``), or a ``prompt`` and its ``completion``, stay whole: a
     row has as many as fit, or one without ``packing``, and a longer record is cut. ``loss_on`` says which of their
     tokens are predicted: "completion": completions, and all tokens of chats without one; "assistant": only what the
-    assistant says, by the template's ``{% generation %}``; or "all".
+    assistant says, by the template's ``{% generation %}``; or "all". An encoder reads the ``source`` of a record, or
+    its prompt, and the decoder predicts the ``target``, or completion. Of text it reads all but spans of noise, which
+    the decoder predicts: ``noise_density`` of the tokens in spans of ``mean_span`` on average.
 
     Rate: it rises over ``warmup_steps`` to ``learning_rate``, then follows ``schedule`` to
     ``min_learning_rate_ratio`` of that, which an update after the last would have; "wsd" stays at the top and falls
@@ -82,6 +86,8 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     packing: bool = True
     loss_on: LossOn = "completion"
     skip_bad_records: bool = False
+    noise_density: float = 0.15
+    mean_span: float = 3.0
     held_out: float = 0.05
     learning_rate: float = 3e-3
     schedule: ScheduleKind = "cosine"
@@ -183,11 +189,15 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
     return convert_fields(values, TrainSettings, section="train")
 
 
-def program_options(settings: TrainSettings, strategy: Strategy, *, several_documents: bool) -> ProgramOptions:
-    """Returns the options of the model's program. With one document per row attention needs no document numbers."""
+def program_options(
+    settings: TrainSettings, strategy: Strategy, *, several_documents: bool, is_padded: bool = False
+) -> ProgramOptions:
+    """Returns the options of the model's program. With one document per row attention needs no document numbers, and
+    with full rows of an encoder no lengths."""
     setting_names = ("z_loss", "balance_loss", "router_z_loss", "correction_rate")
     return ProgramOptions(
         documents=settings.packing and several_documents,
+        encoder_lengths=is_padded,
         capacity_factor=strategy.capacity_factor,
         **{name: getattr(settings, name) for name in setting_names},
     )

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from meshwright.algebra.transformer import rows
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
 from meshwright.masks.names import mask_named
 from meshwright.nn.hf.tokenizer import TOKENIZER
@@ -26,9 +26,10 @@ from meshwright.spec.strategy import Strategy
 from meshwright.spec.weights import frozen_base, without_mtp_words
 from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data.batches import Batches, Data, open_data
+from meshwright.train.data.pairs import PairForm
 from meshwright.train.data.sources import Source
 from meshwright.train.data.tokenizer import load_tokenizer
-from meshwright.train.settings import ADAPTER_RATE, TrainSettings, fine_tuning_rate
+from meshwright.train.settings import ADAPTER_RATE, TrainSettings, fine_tuning_rate, program_options
 from meshwright.train.step import batch_parts, make_step, require_divides
 
 
@@ -89,16 +90,32 @@ class Setup(NamedTuple):
     held_out: HeldOut | None
 
 
+def pair_form(model: Model, job: Job, settings: TrainSettings) -> PairForm | None:
+    """Returns how documents become pairs for an encoder and its decoder; None for a decoder alone."""
+    if model.encoder is None:
+        return None
+    return PairForm(
+        source_len=model.encoder.length,
+        target_len=job.seq_len,
+        start_token=model.encoder.start_token,
+        noise_density=settings.noise_density,
+        mean_span=settings.mean_span,
+    )
+
+
 def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings) -> Setup:
-    """Prepares a run. Raises InputError for inputs that do not fit together, CannotRunError for an encoder."""
-    if model.encoder:
-        raise CannotRunError(
-            f"{model.name} has an encoder, and this version cannot read data for one. plan, explain, verify and "
-            "profile take it; in Python, TrainStep trains it on batches with encoder_tokens."
-        )
+    """Prepares a run. Raises InputError for inputs that do not fit together."""
     mask_rule = mask_named(model.attention_mask) if model.attention_mask else None
-    data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens", mask=mask_rule)
-    step = make_step(model, strategy, settings, several_documents=data.several_documents)
+    form = pair_form(model, job, settings)
+    if form and mask_rule and mask_rule.data:
+        raise InputError(
+            f"attention_mask={model.attention_mask!r} reads {mask_rule.data[0]} of each record, which no row of an "
+            "encoder and a decoder has. Use a mask without data."
+        )
+    folder = cache_folder() / "tokens"
+    data = open_data(settings, vocab_size=model.vocab_size, folder=folder, mask=mask_rule, form=form)
+    rows = {"several_documents": data.several_documents, "is_padded": data.is_padded}
+    step = make_step(model, strategy, settings, options=program_options(settings, strategy, **rows))
     require_divides(step, job)
     token_order = step.token_order(job.seq_len)
     batches = Batches(data.train, batch_seqs=job.batch_seqs, seq_len=job.seq_len, seed=settings.seed, order=token_order)

@@ -4,13 +4,14 @@ import math
 
 from jax.sharding import AbstractMesh, Mesh
 
+from meshwright.algebra.layers import ProgramOptions
 from meshwright.core.errors import InputError
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Form, Strategy
 from meshwright.train.optimizers.table import make_optimizer
-from meshwright.train.settings import TrainSettings, program_options
+from meshwright.train.settings import TrainSettings
 
 
 def batch_parts(step: TrainStep, letter: str) -> tuple[tuple[str, ...], int]:
@@ -25,17 +26,18 @@ def make_step(
     strategy: Strategy,
     settings: TrainSettings,
     *,
-    several_documents: bool,
+    options: ProgramOptions,
     mesh: Mesh | AbstractMesh | None = None,
     form: Form = "shard_map",
 ) -> TrainStep:
-    """Returns the training step for these settings; the devices of ``mesh`` need not exist."""
+    """Returns the training step for these settings and their `program_options`; the devices of ``mesh`` need not
+    exist."""
     return TrainStep(
         model,
         strategy,
         optimizer=make_optimizer(model, settings, strategy.state),
         max_grad_norm=settings.max_grad_norm,
-        options=program_options(settings, strategy, several_documents=several_documents),
+        options=options,
         form=form,
         mesh=mesh,
     )

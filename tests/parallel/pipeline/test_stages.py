@@ -19,7 +19,7 @@ from meshwright.parallel.pipeline.stages import Pipeline, layer_rows, strategy_s
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.job import OPTIMIZERS
 from meshwright.spec.strategy import Strategy, make_mesh
-from meshwright.train.settings import TrainSettings
+from meshwright.train.settings import TrainSettings, program_options
 from meshwright.train.step import make_step
 from tests.parallel.cases import (
     DEEP,
@@ -123,7 +123,9 @@ def test_every_optimizer_leaves_layers_of_zeros_alone(optimizer):
     model, settings = msgspec.structs.replace(MODEL, num_layers=3), TrainSettings(optimizer=optimizer)
     found = []
     for axes in ({}, {"pipeline": 2, "fsdp": 2}):
-        step = make_step(model, strategy_of(axes, num_microbatches=2), settings, several_documents=False)
+        strategy = strategy_of(axes, num_microbatches=2)
+        options = program_options(settings, strategy, several_documents=False)
+        step = make_step(model, strategy, settings, options=options)
         state = step.init(0)
         for _ in range(3):
             state, _ = step.step(state, batch())

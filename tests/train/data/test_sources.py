@@ -46,7 +46,7 @@ def test_phases_of_other_lengths_repeat_and_skip_no_token_of_an_epoch(lengths, r
     store, drawn, seen = store_of(lengths, records=records), [], []
     for seq_len, seed, share in phases:
         draw = Draw(seq_len=seq_len, packing=packing, seed=seed)
-        samples = Samples(store, draw, drawn)
+        samples = Samples(Source(store), draw, drawn)
         first = not drawn or not len(samples.rest)
         count = int(share * (len(samples.rows) if first else len(samples.rest)))
         if drawn and first:
@@ -66,9 +66,9 @@ def test_phases_of_other_lengths_repeat_and_skip_no_token_of_an_epoch(lengths, r
 def test_after_what_was_left_whole_epochs_follow():
     store = store_of([7] * 12)
     drawn = [Draw(seq_len=4, packing=True, seed=0, samples=30)]  # an epoch of 21 rows, and 9 rows
-    samples = Samples(store, Draw(seq_len=12, packing=True, seed=1), drawn)
+    samples = Samples(Source(store), Draw(seq_len=12, packing=True, seed=1), drawn)
     assert len(samples.rest) == 4
-    before = Samples(store, drawn[0])
+    before = Samples(Source(store), drawn[0])
     nine = {token for i in range(21, 30) for token in tokens_of(*before.find(i))}
     four = {token for i in range(4) for token in tokens_of(*samples.find(i))}
     assert four == set(range(84)) - nine

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -13,11 +13,13 @@ from jax.sharding import Sharding
 from jaxtyping import Array
 from tokenizers import Tokenizer
 
+from meshwright.algebra.layers import ENCODER, ENCODER_LENGTHS
 from meshwright.core.errors import InputError
 from meshwright.masks.names import Rule
 from meshwright.parallel.second_labels import second_labels
 from meshwright.spec.model import MASK_DATA
-from meshwright.train.data.chat import open_chat_tokenizer
+from meshwright.train.data.chat import ChatTokenizer, open_chat_tokenizer
+from meshwright.train.data.pairs import Pair, PairForm, PairRows, SpanRows, open_pair_tokenizer, pair_arrays
 from meshwright.train.data.records import open_records, with_mask_data
 from meshwright.train.data.rows import RowPart, Rows, WholeRows
 from meshwright.train.data.sources import DataPhase, Draw, Samples, Source, SourcePattern
@@ -91,17 +93,29 @@ class Data(NamedTuple):
     @property
     def several_documents(self) -> bool:
         """True if a row may have more than one document."""
-        return any(source.store.num_documents > 1 for source in self.train + self.held_out)
+        return any(source.store.num_documents > 1 for source in self.train + self.held_out if not source.form)
+
+    @property
+    def is_padded(self) -> bool:
+        """True if rows of an encoder may have padding."""
+        forms = ((source.form, source.store.is_records) for source in self.train + self.held_out)
+        return any(
+            form and (is_records or form.spans_of(form.text_len).source_len < form.source_len)
+            for form, is_records in forms
+        )
 
 
-def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path, mask: Rule | None = None) -> Data:
+def open_data(
+    settings: TrainSettings, *, vocab_size: int, folder: Path, mask: Rule | None = None, form: PairForm | None = None
+) -> Data:
     """Opens ``settings.data``: tokenises texts and chats, once, and keeps their tokens in ``folder``.
 
     Without a tokenizer one is trained on the first source, for all of them. Many processes may call this at once: one
-    makes the store while the others wait. Where the ``mask`` reads a prefix, a row has one record. Raises InputError
-    for data or a tokenizer that cannot be read, with more tokens than ``vocab_size`` or without what the mask reads.
+    makes the store while the others wait. Where the ``mask`` reads a prefix, a row has one record; with a ``form`` a
+    row is a pair, of text one with spans of noise. Raises InputError for data or a tokenizer that cannot be read, with
+    more tokens than ``vocab_size`` or without what the mask or noise needs.
     """
-    packing = settings.packing and not (mask and "prefix" in mask.data)
+    packing = settings.packing and not form and not (mask and "prefix" in mask.data)
     path, num_skipped = Path(settings.tokenizer), 0
     encoder = open_tokenizer(path, vocab_size=vocab_size) if settings.tokenizer else None
     train_sources, held_sources = list[Source](), list[Source]()
@@ -115,13 +129,19 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path, mask: R
         if store is None:
             if not settings.tokenizer and (corpus.is_chat or (train_sources and not encoder)):
                 raise InputError(f"data {name!r} needs train.tokenizer: {NEEDS_TOKENIZER[corpus.is_chat]}.")
-            chats = open_chat_tokenizer(path, encoder, loss_on=settings.loss_on) if encoder and corpus.is_chat else None
-            opened_store = open_store(corpus, chats or encoder, vocab_size=vocab_size, folder=folder)
+            records: ChatTokenizer | None = None
+            if encoder and corpus.is_chat:
+                open_chats = partial(open_chat_tokenizer, path, loss_on=settings.loss_on)
+                records = open_pair_tokenizer(encoder) if form else open_chats(encoder)
+            num_free = form.spans_of(form.text_len).spans if form and not encoder else 0
+            opened_store = open_store(corpus, records or encoder, vocab_size=vocab_size - num_free, folder=folder)
             encoder, store = encoder or TextTokenizer(opened_store.tokenizer, opened_store.end_id), opened_store.store
             num_skipped += opened_store.skipped_records
-        store = with_mask_data(store, mask, name)
+        store, named_form = with_mask_data(store, mask, name), form
+        if form and not store.is_records:
+            named_form = form.with_tokens(encoder, name, vocab_size=vocab_size)
         for sources, part_store in zip((train_sources, held_sources), split(store, settings.held_out), strict=True):
-            sources.append(Source(part_store, packing, name, share))
+            sources.append(Source(part_store, packing, name, share, named_form))
     filled_held_sources = tuple(source for source in held_sources if len(source.store))
     return Data(encoder.tokenizer if encoder else None, tuple(train_sources), filled_held_sources, num_skipped)
 
@@ -144,13 +164,17 @@ class Batches:
         """Raises InputError where a source does not fill one row."""
         self.batch_seqs, self.seq_len, self.sources = batch_seqs, seq_len, sources
         self.order = np.arange(seq_len) if order is None else np.asarray(order, np.int64)
-        draw = Draw(seq_len=seq_len, packing=all(source.packing for source in sources), seed=seed)
+        self.form = next((source.form for source in sources), None)
+        text_len = max((s.form.text_len for s in sources if s.form and not s.store.is_records), default=0)
+        is_packed = all(source.packing for source in sources)
+        draw = Draw(seq_len=seq_len, packing=is_packed, seed=seed, text_len=text_len)
         share_by_name, num_tokens_by_name = {s.name: s.share for s in sources}, {s.name: len(s.store) for s in sources}
         self._begin(DataPhase(shares=share_by_name, tokens=num_tokens_by_name, draw=draw))
         for source, samples in zip(sources, self.samples, strict=True):
             if len(samples.rows):
                 continue
             num_tokens, suffix = len(source.store), f" of {source.name}" if source.name else ""
+            seq_len = samples.rows.seq_len
             if source.store.is_records:
                 raise InputError(
                     f"no record{suffix} has anything to predict in its first {seq_len} tokens. Raise seq_len."
@@ -164,7 +188,7 @@ class Batches:
     def _begin(self, phase: DataPhase) -> None:
         self.phase, self._mixture = phase, SourcePattern(list(phase.shares.values()))
         self.samples = [
-            Samples(source.store, phase.draw, phase.drawn.get(source.name, ()), number=source_index)
+            Samples(source, phase.draw, phase.drawn.get(source.name, ()), number=source_index)
             for source_index, source in enumerate(self.sources)
         ]
 
@@ -217,35 +241,57 @@ class Batches:
         part |= {name: np.stack([rows.mask_data(name, row, positions) for rows, row in drawn_rows]) for name in data}
         return part | second_labels(part, read(np.minimum(positions + 1, self.seq_len - 1))) if with_second else part
 
+    def pairs(self, first_sample: int, row_slice: slice = slice(None)) -> dict[str, np.ndarray]:
+        """Reads whole rows of an encoder and a decoder, see `pair_arrays`; what is of the decoder in its ``order``."""
+        assert self.form
+        pairs = list[Pair]()
+        for sample in range(first_sample, first_sample + self.batch_seqs)[row_slice]:
+            rows, row = self.find(sample)
+            assert isinstance(rows, PairRows | SpanRows)
+            pairs.append(rows.pair(row, (self.phase.draw.seed, sample)))
+        array_by_name = pair_arrays(pairs, self.form)
+        return array_by_name | {name: array_by_name[name][:, self.order] for name in ("tokens", "labels", "positions")}
+
     def num_labels(self, first_sample: int, *, skipped: int = 0) -> int:
         """Counts the labels of the whole global batch, without those of the first ``skipped`` positions of each
         document; reads no tokens."""
         return sum(rows.num_labels(row, skipped=skipped) for rows, row in self._found(first_sample))
 
     def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
-        """Makes the arrays that ``shardings`` names; each device reads its own rows and positions.
+        """Makes the arrays that ``shardings`` names; each device reads its own rows and positions, of pairs whole rows.
 
         ``tokens``, ``labels``, ``positions``, ``documents``, ``mtp_tokens`` and ``mtp_labels`` are int32
-        [batch_seqs, seq_len], as is what a mask reads of each token; what it reads of each row is [batch_seqs].
+        [batch_seqs, seq_len], as is what a mask reads of each token; what it reads of each row is [batch_seqs]. Arrays
+        of an encoder are those of `pair_arrays`.
         ``num_labels`` and ``num_mtp_labels`` are float32 scalars, the labels of the whole batch on every process.
         """
-        batch_shape, has_second = (self.batch_seqs, self.seq_len), "mtp_labels" in shardings
+        has_second = "mtp_labels" in shardings
         names = [name for name in MASK_DATA if name in shardings and name not in RowPart._fields]
         # All arrays, and replicas of a shard, share one read.
         read = lru_cache(maxsize=None)(
             lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d), with_second=has_second, data=names)
         )
 
+        read_pairs = lru_cache(maxsize=None)(lambda a, b: self.pairs(first_sample, slice(a, b)))
+
         def part(name: str, index: Any) -> np.ndarray:
             if name.startswith("num_"):
                 num_skipped = int(name == "num_mtp_labels")
                 return np.asarray(self.num_labels(first_sample, skipped=num_skipped), np.float32)
-            (a, b, _), (c, d, _) = (s.indices(n) for s, n in zip((*index, slice(None))[:2], batch_shape, strict=True))
-            return read(a, b, c, d)[name]
+            ends = [s.indices(n)[:2] for s, n in zip(index, shape(name), strict=True)]
+            if self.form:
+                return read_pairs(*ends[0])[name][(slice(None), *(slice(*end) for end in ends[1:]))]
+            return read(*ends[0], *(ends[1:] or [(0, self.seq_len)])[0])[name]
+
+        def shape(name: str) -> tuple[int, ...]:
+            if name.startswith("num_"):
+                return ()
+            row_len = self.form.source_len if self.form and name.startswith(ENCODER) else self.seq_len
+            is_of_rows = name == ENCODER_LENGTHS or MASK_DATA.get(name) == ("B",)
+            return (self.batch_seqs,) if is_of_rows else (self.batch_seqs, row_len)
 
         def whole(name: str, sharding: Sharding) -> Array:
-            array_shape = () if name.startswith("num_") else batch_shape[: len(MASK_DATA.get(name, batch_shape))]
-            return jax.make_array_from_callback(array_shape, sharding, lambda index: part(name, index))
+            return jax.make_array_from_callback(shape(name), sharding, lambda index: part(name, index))
 
         return {name: whole(name, sharding) for name, sharding in shardings.items()}
 

@@ -26,12 +26,19 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
     is_global: list[Literal[0, 1]] | None = None
 
 
+class PairRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a source and of its target."""
+
+    source: list[int]
+    target: list[int]
+
+
 def open_records(corpus: FileCorpus, rule: Rule | None, *, vocab_size: int) -> TokenStore:
     """Reads records of tokens into memory, with what the mask ``rule`` reads.
 
     A token is predicted by the token before it if it sees that one and is not seen by it: not in a prefix or in an
-    image, and not where another branch of a tree begins. Raises InputError for a record that is malformed or has too
-    large a token, unless the corpus leaves bad records out.
+    image, and not where another branch of a tree begins. Of a pair the source is the prefix. Raises InputError
+    for a record that is malformed or has too large a token, unless the corpus leaves bad records out.
     """
     records = list[dict[str, np.ndarray]]()
     for record, where in corpus.records():
@@ -50,7 +57,11 @@ def open_records(corpus: FileCorpus, rule: Rule | None, *, vocab_size: int) -> T
 
 def _read(fields: dict[str, Any], where: str, rule: Rule | None, vocab_size: int) -> dict[str, np.ndarray]:
     """Returns the tokens of a record, complements where they are not predicted, and what the mask reads of each."""
+    num_source = 0
     try:
+        if "tokens" not in fields and "source" in fields:
+            pair = msgspec.convert(fields, PairRecord)
+            fields, num_source = {"tokens": pair.source + pair.target, "prefix": len(pair.source)}, len(pair.source)
         record = msgspec.convert(fields, TokenRecord)
     except msgspec.ValidationError as error:
         raise InputError(f"{where}: {str(error)[0].lower()}{str(error)[1:]}. Mend it.") from None
@@ -58,14 +69,14 @@ def _read(fields: dict[str, Any], where: str, rule: Rule | None, vocab_size: int
     if bad_tokens or not seq_len:
         fault = f"has the token {bad_tokens[0]}" if bad_tokens else "has no tokens"
         raise InputError(f"{where} {fault}. Give tokens from 0 to {vocab_size - 1}, the vocabulary of the model.")
-    tokens, is_counted = np.array(record.tokens, np.int32), np.ones(seq_len, bool)
+    tokens, is_counted = np.array(record.tokens, np.int32), np.arange(seq_len) >= num_source
     if rule is None:
-        return {"tokens": tokens}
+        return {"tokens": np.where(is_counted, tokens, ~tokens)}
     columns = {name: _column(record, name, where) for name in rule.data if name in FIELDS}
     array_by_name = {"lengths": np.array([seq_len]), "documents": np.zeros((1, seq_len), np.int32)}
     array_by_name |= {name: column[:1] if name == "prefix" else column[None] for name, column in columns.items()}
     mask, positions = rule.make(*(array_by_name[name] for name in rule.data)), np.arange(seq_len - 1)
-    is_counted[1:] = mask(0, 0, positions + 1, positions) & ~mask(0, 0, positions, positions + 1)
+    is_counted[1:] &= mask(0, 0, positions + 1, positions) & ~mask(0, 0, positions, positions + 1)
     return {"tokens": np.where(is_counted, tokens, ~tokens), **columns}
 
 

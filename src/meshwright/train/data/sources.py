@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from meshwright.core.errors import InputError
+from meshwright.train.data.pairs import PairForm, PairRows, SpanRows
 from meshwright.train.data.rows import Rows, WholeRows
 from meshwright.train.data.token_store import TokenSpan, TokenStore
 
@@ -21,12 +22,14 @@ PATTERN = 1000
 
 
 class Draw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rows that a phase drew from a source: its first ``samples`` of this length in the order of ``seed``."""
+    """The rows that a phase drew from a source: its first ``samples`` of this length in the order of ``seed``;
+    ``text_len`` is the length of rows of text that get spans of noise."""
 
     seq_len: int
     packing: bool
     seed: int
     samples: int = 0
+    text_len: int = 0
 
 
 class DataPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,15 +67,25 @@ class DataPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Source(NamedTuple):
-    """Documents with their name and share of the samples; ``packing`` says how they are cut into rows."""
+    """Documents with their name and share of the samples; ``packing`` says how they are cut into rows, ``form`` how
+    into pairs for an encoder and a decoder."""
 
     store: TokenStore
     packing: bool = True
     name: str = ""
     share: float = 1.0
+    form: PairForm | None = None
 
-    def rows(self, seq_len: int) -> Rows:
-        """Returns the rows of ``seq_len`` tokens, of whole records or of text cut anywhere; there may be none."""
+    def rows(self, seq_len: int, text_len: int = 0) -> Rows:
+        """Returns the rows of ``seq_len`` tokens, of whole records or of text cut anywhere; there may be none. Pairs
+        are made of rows of ``text_len`` tokens of text, by default as many as fit."""
+        if self.form:
+            is_pairs, form = self.store.is_records, self.form
+            return (
+                PairRows(self.store, form, self.name)
+                if is_pairs
+                else SpanRows(self.store, form, text_len or form.text_len)
+            )
         return (WholeRows if self.store.is_records else Rows)(self.store, seq_len, packing=self.packing)
 
 
@@ -83,12 +96,13 @@ class Samples:
     shuffled order of its own.
     """
 
-    def __init__(self, store: TokenStore, draw: Draw, drawn: Sequence[Draw] = (), *, number: int = 0) -> None:
-        earlier_samples = Samples(store, drawn[-1], drawn[:-1], number=number) if drawn else None
+    def __init__(self, source: Source, draw: Draw, drawn: Sequence[Draw] = (), *, number: int = 0) -> None:
+        earlier_samples = Samples(source, drawn[-1], drawn[:-1], number=number) if drawn else None
         self._before = earlier_samples.epochs(drawn[-1].samples) if earlier_samples else 0.0
         spans_left = earlier_samples.left(drawn[-1].samples) if earlier_samples else ()
-        self.rest = Source(store.part(spans_left), draw.packing).rows(draw.seq_len)
-        self.rows = Source(store, draw.packing).rows(draw.seq_len)
+        store, source = source.store, source._replace(packing=draw.packing)
+        parts = (source._replace(store=part) for part in (store.part(spans_left), store))
+        self.rest, self.rows = (part.rows(draw.seq_len, draw.text_len) for part in parts)
         # Grain adds the epoch to the seed, so the seed is hashed first: epochs of neighbouring seeds would repeat.
         seed_sequence = np.random.SeedSequence(draw.seed, spawn_key=(number,) if number else ())
         self._seed = int(seed_sequence.generate_state(1)[0])

@@ -33,6 +33,8 @@ FIELD = "text"
 """Field of a JSON record, or column of a Parquet file, with its text, if ``data`` names no other."""
 CHAT_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 """Fields of a chat, or of a prompt with its completion: a record without `FIELD`, if ``data`` names no field."""
+PAIR_FIELDS = {"source", "target"}
+"""Fields of a record that has none of these: what an encoder reads and its decoder writes, as texts or as tokens."""
 TOKEN_FIELDS = ("tokens", "prefix", "parents", "spans", "is_global")
 """Fields of a record of tokens (`records.TokenRecord`), which has no field of a text or a chat."""
 RECORD_BYTES = 2**26
@@ -181,12 +183,14 @@ def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
 
 
 def _first_fields(files: list[Path], skip_bad: bool) -> set[str]:
-    """Returns which of `FIELD`, messages, prompt and tokens the first record has; with ``skip_bad``, the first that has
-    any."""
+    """Returns which of `FIELD`, messages, prompt and tokens the first record has, of pairs tokens or source; with
+    ``skip_bad``, the first that has any."""
     with suppress(InputError, CannotRunError, OSError, EOFError):  # raised again when the file is read
         for file in files:
             for record, _, _ in _records(file, "", set() if skip_bad else None):
                 known_fields = {FIELD, "messages", "prompt", "tokens"} & record.keys()
+                if not known_fields and record.keys() >= PAIR_FIELDS:
+                    known_fields = {"tokens" if isinstance(record["source"], list) else "source"}
                 if known_fields or not skip_bad:
                     return known_fields
     return set()

@@ -1,0 +1,227 @@
+"""Rows of an encoder and a decoder: sources with their targets, and text with spans of noise, as T5 is pre-trained on.
+
+Source of the noise: Raffel et al., Exploring the Limits of Transfer Learning (2020), section 3.1.4.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.train.data.chat import ChatTokenizer
+from meshwright.train.data.rows import NO_LABEL, PADDING, Rows, WholeRows
+from meshwright.train.data.token_store import TokenStore
+from meshwright.train.data.tokenizer import TextTokenizer, num_ids
+
+SENTINELS = "<extra_id_{}>", "▁<extra_id_{}>"
+"""Names of the tokens that T5's tokenizers have for spans of noise, from the end of the vocabulary downwards."""
+
+
+class Pair(NamedTuple):
+    """The tokens of a source and of its target, without padding."""
+
+    source: np.ndarray
+    target: np.ndarray
+
+
+class PairForm(NamedTuple):
+    """How documents become pairs. Sources have at most ``source_len`` tokens, targets ``target_len``, and the row of
+    the decoder is the target after ``start_token``.
+
+    Of text, ``noise_density`` is the share of tokens that are noise, in spans of ``mean_span`` tokens on average; it
+    needs ``sentinel``, the token that the first span leaves in the source (the next one leaves the token before that in
+    the vocabulary), and ``end_id``, which ends sources and targets.
+    """
+
+    source_len: int
+    target_len: int
+    start_token: int
+    noise_density: float
+    mean_span: float
+    sentinel: int = 0
+    end_id: int = 0
+
+    def spans_of(self, num_tokens: int) -> "Spans":
+        """Returns the spans of noise in a row of text."""
+        num_noise = min(max(round(num_tokens * self.noise_density), 1), num_tokens - 1)
+        num_spans = min(max(round(num_noise / self.mean_span), 1), num_tokens - num_noise)
+        return Spans(num_tokens, num_noise, num_spans)
+
+    @property
+    def text_len(self) -> int:
+        """The most tokens of text whose source and target both fit. Raises InputError where not even two do."""
+        return _text_len(self)
+
+    def with_tokens(self, encoder: TextTokenizer | None, name: str, *, vocab_size: int) -> "PairForm":
+        """Returns the form with the tokens that text needs, which ``encoder`` has or leaves free at the end of the
+        vocabulary. Raises InputError where there are too few."""
+        if encoder is None:
+            raise InputError(f"data {name!r} needs train.tokenizer: spans of noise need its end token.")
+        num_spans, first_id = self.spans_of(self.text_len).spans, vocab_size - 1
+        for text in SENTINELS:
+            ids = [encoder.tokenizer.token_to_id(text.format(number)) for number in (0, num_spans - 1)]
+            if ids[0] is not None and ids[1] == ids[0] - num_spans + 1:
+                return self._replace(sentinel=ids[0], end_id=encoder.end_id)
+        num_used = num_ids(encoder.tokenizer)
+        if num_used + num_spans > vocab_size:
+            raise InputError(
+                f"rows of {self.source_len} and {self.target_len} have {num_spans} spans of noise, and the {num_used} "
+                f"tokens of the tokenizer leave {max(0, vocab_size - num_used)} of vocab_size={vocab_size} for them. "
+                f"Set model.vocab_size={num_used + num_spans} or more, or a longer train.mean_span."
+            )
+        return self._replace(sentinel=first_id, end_id=encoder.end_id)
+
+
+class Spans(NamedTuple):
+    """Tokens of a row of text, how many of them are noise, and how many spans these are in."""
+
+    tokens: int
+    noise: int
+    spans: int
+
+    @property
+    def source_len(self) -> int:
+        """Tokens of the source: what is no noise, a sentinel for each span, the end."""
+        return self.tokens - self.noise + self.spans + 1
+
+    @property
+    def target_len(self) -> int:
+        """Tokens of the target: each span after its sentinel, the end."""
+        return self.noise + self.spans + 1
+
+
+@lru_cache(maxsize=64)
+def _text_len(form: PairForm) -> int:
+    num_tokens = 1
+    while (
+        spans := form.spans_of(num_tokens + 1)
+    ).source_len <= form.source_len and spans.target_len <= form.target_len:
+        num_tokens += 1
+    if num_tokens == 1:
+        raise InputError(
+            f"rows of {form.source_len} and {form.target_len} hold no text with a span of noise. Use more."
+        )
+    return num_tokens
+
+
+def corrupted(tokens: np.ndarray, form: PairForm, seed: tuple[int, int]) -> Pair:
+    """Returns text as a source without its spans of noise, and these as the target. Text and noise begin with the text
+    and alternate; their lengths are drawn by ``seed``, all as likely."""
+    spans, generator = form.spans_of(len(tokens)), np.random.default_rng(seed)
+
+    def lengths(num_tokens: int) -> np.ndarray:
+        cuts = generator.permutation(np.arange(num_tokens - 1) < spans.spans - 1)
+        return np.diff([0, *np.flatnonzero(cuts) + 1, num_tokens])
+
+    span_lens = np.stack([lengths(spans.tokens - spans.noise), lengths(spans.noise)], axis=1)
+    parts, sentinels = np.split(tokens, np.cumsum(span_lens)[:-1]), form.sentinel - np.arange(spans.spans)[:, None]
+    kept, noise = (list(zip(*pair, strict=True)) for pair in ((parts[::2], sentinels), (sentinels, parts[1::2])))
+    source, target = (np.concatenate([*(x for pair in sides for x in pair), [form.end_id]]) for sides in (kept, noise))
+    return Pair(source, target)
+
+
+class SpanRows(Rows):
+    """Text in rows of ``text_len`` tokens, regardless of documents, with spans of noise that each sample draws anew."""
+
+    def __init__(self, store: TokenStore, form: PairForm, text_len: int) -> None:
+        super().__init__(store, text_len, packing=False)
+        self.form = form
+
+    def pair(self, number: int, seed: tuple[int, int]) -> Pair:
+        """Returns a row, with the noise of a ``seed``."""
+        positions = number * self.seq_len + np.arange(self.seq_len)
+        return corrupted(self.store.read(positions), self.form, seed)
+
+    def num_labels(self, number: int, *, skipped: int = 0) -> int:
+        return self.form.spans_of(self.seq_len).target_len - skipped
+
+
+class PairRows(WholeRows):
+    """A source and its target in each row, both cut to their lengths. Of a document the target begins with the first
+    token that counts in the loss; a document without one is left out."""
+
+    def __init__(self, store: TokenStore, form: PairForm, name: str = "") -> None:
+        self.store, self.seq_len, self.form, self.packing = store, form.target_len, form, False
+        doc_edges = np.concatenate([[0], store.boundaries(0, len(store))])
+        self._starts, self._stops = doc_edges[:-1], doc_edges[1:]
+        counted_indices = np.append(np.flatnonzero(store.read(np.arange(len(store))) >= 0), len(store))
+        self._targets = np.minimum(counted_indices[np.searchsorted(counted_indices, self._starts)], self._stops)
+        if (self._targets == self._starts).any():
+            raise InputError(
+                f"data {name!r} has records without a source, which the encoder reads. Give source and target, or "
+                "prompt and completion."
+            )
+        used_docs = np.flatnonzero(self._targets < self._stops)
+        self._rows, self._length = [[int(doc)] for doc in used_docs], len(used_docs)
+        sides = (self._targets - self._starts, form.source_len), (self._stops - self._targets, form.target_len)
+        fills, cuts = zip(*(_filled(lens[used_docs], row_len) for lens, row_len in sides), strict=True)
+        self.summary = (
+            f"{len(used_docs)} pairs in rows of {form.source_len} and {form.target_len}, {fills[0]:.0%} and "
+            f"{fills[1]:.0%} filled; {cuts[0]} sources and {cuts[1]} targets cut"
+        )
+
+    def pair(self, number: int, seed: tuple[int, int]) -> Pair:
+        """Returns a row, whatever the ``seed``."""
+        (doc,) = self._rows[number]
+        start, target, stop = (int(edges[doc]) for edges in (self._starts, self._targets, self._stops))
+        source_end, target_end = min(target, start + self.form.source_len), min(stop, target + self.form.target_len)
+        # a token without a loss is stored as its complement
+        return Pair(~self.store.read(np.arange(start, source_end)), self.store.read(np.arange(target, target_end)))
+
+    def num_labels(self, number: int, *, skipped: int = 0) -> int:
+        (doc,) = self._rows[number]
+        return max(0, min(int(self._stops[doc] - self._targets[doc]), self.form.target_len) - skipped)
+
+
+def _filled(lengths: np.ndarray, row_len: int) -> tuple[float, int]:
+    """Returns the share of rows that is filled, and how many do not fit."""
+    return float(np.minimum(lengths, row_len).sum() / max(1, len(lengths) * row_len)), int((lengths > row_len).sum())
+
+
+def pair_arrays(pairs: Iterable[Pair], form: PairForm) -> dict[str, np.ndarray]:
+    """Returns the arrays of a batch, int32: ``tokens`` (the targets after the start token), ``labels`` and
+    ``positions`` [rows, target_len], ``encoder_tokens`` and ``encoder_positions`` [rows, source_len], and
+    ``encoder_lengths`` [rows]."""
+    rows = list(pairs)
+    sources, targets, inputs = [pair.source for pair in rows], [pair.target for pair in rows], list[np.ndarray]()
+    inputs = [np.concatenate([[form.start_token], target[:-1]]) for target in targets]
+    positions = {"positions": form.target_len, "encoder_positions": form.source_len}
+    return {
+        "tokens": _padded(inputs, form.target_len, PADDING),
+        "labels": _padded(targets, form.target_len, NO_LABEL),
+        "encoder_tokens": _padded(sources, form.source_len, PADDING),
+        "encoder_lengths": np.array([len(source) for source in sources], np.int32),
+        **{name: np.tile(np.arange(size, dtype=np.int32), (len(rows), 1)) for name, size in positions.items()},
+    }
+
+
+def _padded(rows: list[np.ndarray], row_len: int, value: int) -> np.ndarray:
+    return np.stack([np.pad(row, (0, row_len - len(row)), constant_values=value) for row in rows]).astype(np.int32)
+
+
+class PairTokenizer(ChatTokenizer):
+    """Encodes the source and the target of a record, each with the special tokens that the tokenizer adds, and an end
+    token if it adds none; tokens of the source have no loss."""
+
+    def _tokens(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
+        texts = [
+            record.get(name, record.get(other)) for name, other in (("source", "prompt"), ("target", "completion"))
+        ]
+        if not all(isinstance(text, str) for text in texts):
+            raise InputError(
+                f"{where} is no pair for an encoder and a decoder. Give source and target, or prompt and completion, "
+                "as texts."
+            )
+        source_ids, target_ids = (self.tokenizer.encode(text).ids for text in texts)
+        source_ids, target_ids = (ids + [self.end_id] * (ids[-1:] != [self.end_id]) for ids in (source_ids, target_ids))
+        return [*(~token for token in source_ids), *target_ids]
+
+
+def open_pair_tokenizer(given: TextTokenizer) -> PairTokenizer:
+    """Returns the tokenizer for records of pairs."""
+    digest = hashlib.sha256(f"pairs {given.identity}".encode()).hexdigest()
+    return PairTokenizer(given.tokenizer, given.end_id, None, "completion", Path(), digest)
