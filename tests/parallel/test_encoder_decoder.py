@@ -7,14 +7,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import PLAIN, ProgramOptions
+from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.algebra.transformer import transformer
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import InputError
 from meshwright.nn.weights import init_params
+from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.parallel.train_step import TrainStep
+from meshwright.spec.strategy import held_dims
 from tests.logits import logits_fn
 from tests.parallel.cases import RELATIVE, keep_gradients, run, strategy_of
-from tests.parallel.plain_encoder_decoder import SHARED, T5, WHISPER, batch, padded, plain_loss
+from tests.parallel.plain_encoder_decoder import BATCH_SEQS, SEQ_LEN, SHARED, T5, WHISPER, batch, padded, plain_loss
+from tests.traffic import pipeline_traffic
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -41,6 +46,11 @@ STRATEGIES = {
     "ulysses": ({"fsdp": 2, "context": 2, "tensor": 2}, {"remat": "selective", "context_attention": "ulysses"}),
     "segments": ({"context": 4, "tensor": 2}, {"remat": "every-2", "context_attention": "ring"}),
     "ahead": (MESH, {"prefetch": True, "collective_matmul": "one-way"}),
+    "stages": ({"pipeline": 2, "data": 2, "tensor": 2}, {"num_microbatches": 2}),
+    "uneven-stages": ({"pipeline": 4, "context": 2}, {"num_microbatches": 4, "schedule": "gpipe"}),
+    "chunks": ({"pipeline": 2, "fsdp": 2}, {"num_microbatches": 4, "schedule": "interleaved", "chunks": 2}),
+    "split": ({"pipeline": 2, "tensor": 2}, {"num_microbatches": 4, "schedule": "zb-h1", "remat": "block"}),
+    "both-ways": ({"pipeline": 2, "tensor": 2}, {"num_microbatches": 4, "schedule": "dualpipe"}),
 }
 SAMPLE = {T5: (), SHARED: ("one",), WHISPER: ()}
 """The rest of the grid is slow."""
@@ -65,6 +75,7 @@ def test_loss_and_gradients_are_those_of_plain_jax(model, axes, choices):
         pytest.param(T5, *STRATEGIES["one"], id="one"),
         pytest.param(T5, *STRATEGIES["ulysses"], id="ulysses", marks=pytest.mark.slow),
         pytest.param(WHISPER, *STRATEGIES["segments"], id="segments", marks=pytest.mark.slow),
+        pytest.param(T5, *STRATEGIES["stages"], id="stages", marks=pytest.mark.slow),
     ],
 )
 def test_padding_of_the_encoder_is_not_seen(model, axes, choices):
@@ -75,8 +86,9 @@ def test_padding_of_the_encoder_is_not_seen(model, axes, choices):
 def assert_equals_plain(model, strategy, *, rows=batch, options=PLAIN):
     """Loss and every gradient."""
     step = TrainStep(model, strategy, optimizer=keep_gradients(), options=options)
-    params = jax.device_put(params_of(model), step.state_shardings.params)
+    params = jax.device_put(step.from_canonical(params_of(model)), step.state_shardings.params)
     loss, gradients = step.gradients(params, rows(model))
+    gradients = step.to_canonical(gradients)
     expected, of_plain = plain(model, rows)
     assert abs(float(loss) / expected - 1) < RELATIVE
     assert gradients.keys() == of_plain.keys()
@@ -99,6 +111,17 @@ def test_compiled_collectives_are_the_derived_ones():
     assert derived.full_bytes - compiled.full_bytes == table_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stages", "split"])
+def test_stages_have_exactly_the_derived_collectives(name):
+    axes, choices = STRATEGIES[name]
+    strategy = strategy_of(axes, **choices)
+    found = run(T5, strategy, given=batch(T5))
+    derived, tables = derive(transformer(T5), strategy), tick_tables(strategy_schedule(strategy))
+    dims = {**held_dims(T5.dims, strategy.mesh), "B": BATCH_SEQS, "T": SEQ_LEN}
+    assert found.compiled == pipeline_traffic(derived, tables, dims, strategy.mesh, width=4)
+
+
 def test_logits_see_the_whole_row_of_the_encoder_and_nothing_later_of_their_own():
     given = batch(T5)
     logits = jax.jit(logits_fn(T5))
@@ -113,8 +136,6 @@ def test_logits_see_the_whole_row_of_the_encoder_and_nothing_later_of_their_own(
 
 
 def test_what_does_not_run_says_so():
-    with pytest.raises(CannotRunError, match="encoder with a decoder does not run in a pipeline"):
-        TrainStep(T5, strategy_of({"pipeline": 2}, num_microbatches=2))
     with pytest.raises(InputError, match="have one document each"):
         transformer(T5, ProgramOptions(documents=True))
     with pytest.raises(InputError, match=r"encoder\.length is 0, give a positive number"):

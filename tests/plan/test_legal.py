@@ -250,9 +250,11 @@ def test_few_places_for_layers_stay_empty():
     )
 
 
-def test_stages_need_one_stack_and_training():
+def test_stages_need_streams_from_the_first_and_training():
     both = msgspec.structs.replace(TINY, encoder=Encoder(num_layers=3, length=96))
-    assert refusals({"pipeline": 2, "fsdp": 4}, **EIGHT | {"model": both}) == {"stacks": NO_PIPELINE}
+    assert refusals({"pipeline": 2, "fsdp": 4}, **EIGHT | {"model": both}) == {}
+    second = msgspec.structs.replace(catalogue.load_model("deepseek-v3"), mtp_weight=0.1)
+    assert refusals({"pipeline": 2, "fsdp": 4}, **EIGHT | {"model": second})["stacks"] == NO_PIPELINE
     generates = EIGHT | {"job": Job(kind="decode", batch_seqs=8, seq_len=64)}
     found = refusals({"pipeline": 2, "fsdp": 4}, **generates)
     assert list(found) == ["stacks"]

@@ -11,7 +11,7 @@ from meshwright.algebra.program import LOSSES, Block, Program, layers_dim
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.rewrites.frozen import needed_steps, trained
 from meshwright.algebra.rewrites.fused_head import with_fused_head
-from meshwright.algebra.rewrites.pipeline import boundary, ends, require_one_stack
+from meshwright.algebra.rewrites.pipeline import boundary, ends, require_stages
 from meshwright.algebra.rewrites.remat import SavedSet, in_segments
 from meshwright.algebra.rewrites.repeated_heads import repeating
 from meshwright.algebra.rewrites.split_backward import with_split_backward
@@ -39,9 +39,9 @@ def derive(
     stays but those of ``without`` (used only then), and the cost model fills in sizes, also arrays of them.
     Without ``fused_head`` a chunked loss head computes its logits in both passes, as other software does.
     ``optimizer`` is the op that updates the weights. Raises InputError for an assignment, remat or optimizer that
-    cannot work (two dims on one axis, a norm over a split D), and CannotRunError for several stacks in a pipeline.
+    cannot work (two dims on one axis, a norm over a split D), and CannotRunError for stacks that no pipeline runs.
     """
-    require_one_stack(program, strategy)
+    require_stages(program, strategy)
     program = repeating(program, strategy)
     kept_axes = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes
     shardings = Shardings(program, strategy, kept_axes)

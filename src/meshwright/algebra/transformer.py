@@ -76,6 +76,11 @@ def layer_names(model: Model) -> tuple[str, ...]:
     return tuple(block_of_layer[layer] for layer in range(model.num_layers))
 
 
+def stage_names(model: Model) -> tuple[str, ...]:
+    """Returns the block of every layer that stages of a pipeline share out, those of an encoder first."""
+    return (f"{ENCODER}layer",) * (model.encoder.num_layers if model.encoder else 0) + layer_names(model)
+
+
 def local_name(weight: Weight) -> str:
     """Returns the name of a weight inside its block: ``layers.wq`` -> ``wq``, ``layers.experts.w_up`` ->
     ``experts_w_up``, ``encoder.wq`` -> ``encoder_wq``."""

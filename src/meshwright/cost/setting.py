@@ -14,7 +14,7 @@ from meshwright.algebra.generation.program import AS_WRITTEN, Storage
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
 from meshwright.algebra.sizes import Number
-from meshwright.algebra.transformer import layer_names, transformer
+from meshwright.algebra.transformer import stage_names, transformer
 from meshwright.core.fields import Checked
 from meshwright.cost.arrays import total
 from meshwright.cost.memory.chip import MEMORY_MARGINS, memory_limit
@@ -201,7 +201,7 @@ class Setting(Checked, frozen=True, dict=True):
     def pipeline(self, strategy: Strategy) -> PipelineCost:
         """Returns the pipeline of a strategy."""
         return strategy_pipeline(
-            strategy, in_lockstep=self.assumptions.traits.is_compiled, names=layer_names(self.model)
+            strategy, in_lockstep=self.assumptions.traits.is_compiled, names=stage_names(self.model)
         )
 
     def require_runnable(self, strategy: Strategy) -> None:

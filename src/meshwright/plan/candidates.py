@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.notation import product
-from meshwright.algebra.transformer import layer_names
+from meshwright.algebra.transformer import stage_names
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.memory.chip import total_bytes
@@ -188,7 +188,7 @@ def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b
         chunks=chunks,
         microbatches=found.microbatches,
         in_lockstep=space.setting.assumptions.traits.is_compiled,
-        names=layer_names(space.setting.model),
+        names=stage_names(space.setting.model),
         sums_last=space.template.gradient_sync != "overlapped",
     )
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 
 import msgspec
@@ -16,7 +16,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.dispatch import ROOM, is_bounded
 from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.ops.route import ROUTING_ROWS
-from meshwright.algebra.rewrites.pipeline import stage_layers
+from meshwright.algebra.rewrites.pipeline import SplitBackward, stage_layers
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings, weights_of
 from meshwright.algebra.rewrites.torus import CrossedLeg, crossed_legs
@@ -182,18 +182,33 @@ def steps_in_text(derived: Derived, tables: TickTables) -> Iterator[tuple[BlockS
     runs_twice, num_stages = tables.has_whole and tables.has_split, tables.schedule.num_virtual_stages
     for block in derived.blocks:
         num_layers = _layers(derived, block, tables)
+        ends_stack = not block.block.carry and derived.program.block_role(block.name) == "last"
         num_layers_again = num_layers if block.rerun is None else round(block.rerun.times(num_layers, num_stages))
         for step in block.forward:
-            yield block, step, tables.num_ticks * num_layers
+            num_runs = 1 + _times_read_again(derived, block, tables) if ends_stack else num_layers
+            yield block, step, tables.num_ticks * num_runs
         for step_index, step in enumerate(block.backward):
-            num_ticks = tables.num_ticks * (2 if runs_twice and block.is_layer else 1)
+            num_ticks = tables.num_ticks * (2 if runs_twice and (block.is_layer or ends_stack) else 1)
             yield block, step, num_ticks * (num_layers_again if step_index < block.num_again else num_layers)
+
+
+def _times_read_again(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
+    """Returns how many backward passes of a tick read what ends a stack, and so compute it again."""
+    name = block.block.ops[-1].out
+    readers = [b for b in derived.blocks if name in derived.program.inputs_from_earlier_stacks(b.name)]
+
+    def is_read(places_of: Callable[[SplitBackward], Iterable[int]]) -> bool:
+        pairs = ((reader, place) for reader in readers if reader.split for place in places_of(reader.split))
+        return any(derived.shared[name].given in reader.backward[place].inputs for reader, place in pairs)
+
+    is_read_first, is_read_last = is_read(lambda split: split.inputs), is_read(lambda split: split.weights)
+    return tables.has_whole * (is_read_first or is_read_last) + tables.has_split * (is_read_first + is_read_last)
 
 
 def _layers(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
     """Returns the number of layers of a block that a virtual stage runs, layers of zeros among them; 1 for an end."""
-    (stack,) = derived.program.stacks
-    pattern = stage_layers(stack.layers, tables.schedule.num_virtual_stages).pattern
+    names = tuple(name for stack in derived.program.stacks for name in stack.layers)
+    pattern = stage_layers(names, tables.schedule.num_virtual_stages).pattern
     return pattern.count(block.block.name) if block.block.carry else 1
 
 

@@ -15,10 +15,7 @@ from meshwright.algebra.tape import Shardings
 from meshwright.core.errors import CannotRunError
 from meshwright.spec.strategy import Strategy
 
-NO_PIPELINE = (
-    "an encoder with a decoder does not run in a pipeline in this version, nor does a model with mtp_weight. "
-    "Use pipeline=1."
-)
+NO_PIPELINE = "a model with mtp_weight does not run in a pipeline in this version. Use pipeline=1."
 
 
 class SplitBackward(msgspec.Struct, frozen=True):
@@ -74,34 +71,35 @@ def _places(names: Sequence[str], stages: int, pattern: Sequence[str], *, even: 
     return tuple(layers_by_stage) if next_layer == len(names) else ()
 
 
-def is_one_stack(program: Program) -> bool:
-    """True if all layers are of one stack, as a pipeline needs them."""
-    return len(program.stacks) < 2
+def fits_stages(program: Program) -> bool:
+    """True if stages can hold the layers: the stream of every stack begins in the stack itself, so that all streams
+    enter the first stage."""
+    return all(stack.first or not stack.carry for stack in program.stacks)
 
 
-def require_one_stack(program: Program, strategy: Strategy) -> None:
-    """Raises CannotRunError for several stacks in a pipeline."""
-    if not is_one_stack(program) and strategy.mesh.get("pipeline", 1) > 1:
+def require_stages(program: Program, strategy: Strategy) -> None:
+    """Raises CannotRunError for a pipeline of stacks of which one goes on with the stream of another."""
+    if not fits_stages(program) and strategy.mesh.get("pipeline", 1) > 1:
         raise CannotRunError(NO_PIPELINE)
 
 
 def boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
-    """Returns the steps that send the stream to the next stage and its cotangent back; () without stages.
+    """Returns the steps that send the stream of each stack to the next stage and its cotangent back; () without stages.
 
-    If the stream is whole over ``tensor``, each device of that axis sends a part, which the next stage gathers.
+    If a stream is whole over ``tensor``, each device of that axis sends a part, which the next stage gathers.
     """
-    stream_name = next((block.carry for block in program.blocks if block.carry), "")
-    if not _has_stages(program, shardings) or not stream_name:
+    stream_names = dict.fromkeys(block.carry for block in program.blocks if block.carry)
+    if not _has_stages(program, shardings) or not stream_names:
         return ()
     steps: list[Step] = []
-    phase_streams: tuple[tuple[Phase, ShardedArray], ...] = (
-        ("forward", shardings.declared(stream_name)),
-        ("backward", shardings.cotangent(stream_name)),
-    )
+    phase_streams: list[tuple[Phase, ShardedArray]] = [
+        *(("forward", shardings.declared(name)) for name in stream_names),
+        *(("backward", shardings.cotangent(name)) for name in stream_names),
+    ]
     for phase, stream_array in phase_streams:
-        sent_array = stream_array
-        if "tensor" in shardings.axes and "tensor" not in stream_array.spread and "T" in stream_array.dims:
-            sent_array = stream_array.resharded({"T": (*stream_array.axes_of("T"), "tensor")})
+        sent_array, dim = stream_array, next((dim for dim in stream_array.dims if dim in ("T", "S")), "")
+        if dim and "tensor" in shardings.axes and "tensor" not in stream_array.spread:
+            sent_array = stream_array.resharded({dim: (*stream_array.axes_of(dim), "tensor")})
         send = Step(op="permute", inputs=(sent_array,), result=sent_array, axes=("pipeline",))
         for step in (send, *reshard(sent_array, stream_array)):
             steps.append(replace(step, block="stage", phase=phase, critical=True))
@@ -122,4 +120,4 @@ def ends(program: Program, shardings: Shardings) -> tuple[Step, ...]:
 
 
 def _has_stages(program: Program, shardings: Shardings) -> bool:
-    return "pipeline" in shardings.axes and is_one_stack(program)
+    return "pipeline" in shardings.axes and fits_stages(program)

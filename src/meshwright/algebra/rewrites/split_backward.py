@@ -91,11 +91,13 @@ def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:
 
 def meetings(derived: Derived) -> tuple[Step, ...]:
     """Returns the permutes of a pipeline with two copies of the weights, in which each device has the layers of two
-    stages: weights are sent to the device at the other end of the pipeline before a step, and their gradients, summed
-    in float32, and router counts are sent back after it."""
+    stages, and what ends stacks between them: weights are sent to the device at the other end of the pipeline before a
+    step, and their gradients, summed in float32, and router counts are sent back after it."""
     gradient_of = gradient_arrays(derived)
     sent_arrays: list[tuple[ShardedArray, Phase]] = []
-    for name in dict.fromkeys(n for block in derived.blocks if block.is_layer for n in weights_of(derived, block)):
+    block_role = derived.program.block_role
+    sent_blocks = [block for block in derived.blocks if block.is_layer or block_role(block.name) == "last"]
+    for name in dict.fromkeys(name for block in sent_blocks for name in weights_of(derived, block)):
         sent_arrays.append((derived.declared[name], "update"))
         sent_arrays += [(gradient_of[name], "backward")] if name in gradient_of else []
     for block in derived.blocks:
@@ -119,9 +121,10 @@ def with_split_backward(derived: Derived) -> Derived:
 
 
 def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
-    """Splits a backward pass: first the steps that the cotangent of the stream needs, then the others, in derived
-    order."""
-    needed_arrays = {cotangent_of(derived, block.block.carry)}
+    """Splits a backward pass: first the steps that the cotangents of the stream and of earlier stacks' results need,
+    then the others, in derived order."""
+    shared = [derived.shared[name] for name in derived.program.inputs_from_earlier_stacks(block.name)]
+    needed_arrays = {cotangent_of(derived, block.block.carry), *(result.cotangent for result in shared)}
     input_places, weight_places = list(range(block.num_again)), list[int]()
     for place, step in reversed(list(enumerate(block.backward))[block.num_again :]):
         if step.scope == "step":
@@ -134,6 +137,7 @@ def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
     steps = [block.backward[place] for place in weight_places]
     # not handed over: results of the second part, declared weights, and inputs of the microbatch
     known_arrays = {array for step in steps for array in step.results}
+    known_arrays |= {result.given for result in shared}
     known_arrays |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
     gradient_of = gradient_arrays(derived)
     arrays = [*(a for step in steps for a in step.inputs), *(gradient_of[name] for name in trained_of(derived, block))]

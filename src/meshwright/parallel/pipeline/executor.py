@@ -28,8 +28,8 @@ from meshwright.parallel.gradients import at_most_once, barrier
 from meshwright.parallel.held import Tree
 
 AXIS = "pipeline"
-Stream = Array
-"""The activation that one virtual stage sends to the next, [B, T, D] on a device; or its cotangent."""
+Stream = Tree
+"""The activations that one virtual stage sends to the next, [B, T, D] on a device for each stack; or the cotangents."""
 
 
 def as_it_is(value: Tree) -> Tree:
@@ -49,8 +49,8 @@ class StageFunctions:
 
     A B without a W of its own runs ``backward``. Another runs ``input_backward`` -> dx, handed, and its W runs
     ``weight_backward(layers, inputs, handed)`` -> gradients. The sums over the microbatch are a pytree with the loss.
-    Where devices of a group have the same stream, ``send`` takes a part and ``receive`` gathers it; ``send_back`` and
-    ``receive_back`` do so with cotangents.
+    Of the last stage's stream ``to_head`` is what the head reads. Where devices of a group have the same stream,
+    ``send`` takes a part and ``receive`` gathers it; ``send_back`` and ``receive_back`` do so with cotangents.
     """
 
     embed: Callable[..., Tree]
@@ -61,6 +61,7 @@ class StageFunctions:
     weight_backward: Callable[..., Tree]
     head_forward: Callable[..., Tree]
     head_backward: Callable[..., Tree]
+    to_head: Callable[[Stream], Array] = as_it_is
     send: Callable[[Stream], Stream] = as_it_is
     receive: Callable[[Stream], Stream] = as_it_is
     send_back: Callable[[Stream], Stream] = as_it_is
@@ -135,8 +136,9 @@ class TickExecutor:
         batch, stage_layers = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, weights.layers, 0)
         self.stream = jax.eval_shape(stages.embed, weights.ends, batch)
         y, self.saved = jax.eval_shape(stages.forward, stage_layers, batch, self.stream)
-        assert (y.shape, y.dtype) == (self.stream.shape, self.stream.dtype), f"a stage turns {self.stream} into {y}"
-        self.sums, head_saved = jax.eval_shape(stages.head_forward, weights.ends, batch, y)
+        assert str(y) == str(self.stream), f"a stage turns {self.stream} into {y}"
+        self.head_stream = jax.eval_shape(stages.to_head, y)
+        self.sums, head_saved = jax.eval_shape(stages.head_forward, weights.ends, batch, self.head_stream)
         self.sent = jax.eval_shape(stages.send, y)
         self.sent_back = jax.eval_shape(stages.send_back, y)
         self.handed: Tree = None
@@ -162,7 +164,7 @@ class TickExecutor:
         return TickState(
             x=zeros(self.sent, max(slots.x, 1)),  # every tick writes a slot, if only what is in it
             dx=zeros(self.sent_back, max(slots.dx, 1)),
-            head=zeros(self.stream, slots.head),
+            head=zeros(self.head_stream, slots.head),
             stash=zeros(self.saved, slots.stash),
             handed=zeros(self.handed, slots.handed),
             grads=StageWeights(layer_grads, zeros(self.grads.ends, dtype=jnp.float32)),
@@ -217,7 +219,8 @@ class TickExecutor:
             y, saved_arrays = stages.forward(self._piece(weights, row.chunk), inputs, x)
             if not self.tables.has_backward:
                 return y, stash_buffer, head_buffer
-            return y, write(stash_buffer, row.stash_slot, saved_arrays), write_if_named(head_buffer, row.head_slot, y)
+            head_stream = write_if_named(head_buffer, row.head_slot, stages.to_head(y))
+            return y, write(stash_buffer, row.stash_slot, saved_arrays), head_stream
 
         y, stash_buffer, head_buffer = at_most_once(
             row.microbatch >= 0, run, (self.weights.layers, inputs, x), zeros(self.stream), state.stash, state.head
@@ -226,7 +229,10 @@ class TickExecutor:
         if not self.tables.has_backward:
             # Where no backward pass follows, the loss head runs in F of the last virtual stage.
             sums = lax.cond(
-                row.is_last > 0, lambda total: add(total, stages.head_forward(ends, inputs, y)[0]), as_it_is, sums
+                row.is_last > 0,
+                lambda total: add(total, stages.head_forward(ends, inputs, stages.to_head(y))[0]),
+                as_it_is,
+                sums,
             )
         return state._replace(stash=stash_buffer, head=head_buffer, sums=sums), stages.send(y)
 

@@ -17,14 +17,15 @@ from meshwright.algebra.rewrites.split_backward import counts_of
 from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import TickTables, forward_tables, tick_tables
-from meshwright.algebra.steps import Phase
+from meshwright.algebra.steps import Phase, Step
 from meshwright.core.errors import CannotRunError
 from meshwright.nn.context import Context
 from meshwright.nn.order import zeros_after
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
+from meshwright.parallel.blocks import Inputs, apply_collectives
 from meshwright.parallel.passes import Passes
-from meshwright.parallel.pipeline.executor import AXIS, StageFunctions, StageWeights, Stream, Tree, run_schedule
+from meshwright.parallel.pipeline.executor import AXIS, StageFunctions, StageWeights, Stream, run_schedule
+from meshwright.parallel.pipeline.stacks import StagePasses
 from meshwright.spec.strategy import Strategy
 
 
@@ -61,8 +62,7 @@ class Pipeline:
     @property
     def _names(self) -> tuple[str, ...]:
         """The blocks of the model's layers, in order."""
-        (stack,) = self.context.derived.program.stacks
-        return stack.layers
+        return tuple(name for stack in self.context.derived.program.stacks for name in stack.layers)
 
     @cached_property
     def _rows_of(self) -> dict[str, np.ndarray]:
@@ -134,7 +134,9 @@ class Pipeline:
         The loss is 0 without the head. Collectives of scope "step" have not run. Router counts are among the gradients.
         """
         loss, grads = self._run(tick_tables(self.schedule), params, inputs, dloss)
-        return loss, self._of_layers(grads.layers) | grads.ends
+        between = {name: grads.layers[name].sum(0) for name in self._passes.between}
+        layer_grads = {name: grad for name, grad in grads.layers.items() if name not in between}
+        return loss, self._of_layers(layer_grads) | grads.ends | between
 
     def loss(self, params: Params, inputs: Inputs) -> Array:
         """Returns the summed loss alone; 0 on stages without the loss head."""
@@ -143,42 +145,37 @@ class Pipeline:
     def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: Array) -> tuple[Array, StageWeights]:
         layer_params = {name: array for name, array in params.items() if name in self.stacked}
         end_params = {name: array for name, array in params.items() if name not in self.stacked}
+        num_runs = self.schedule.num_chunks // self.schedule.weight_copies
+        for name in self._passes.between:  # every run of layers has them
+            layer_params[name] = jnp.broadcast_to(params[name], (num_runs, *params[name].shape))
         num_parts = self.schedule.num_microbatches
         microbatches = {n: a.reshape(num_parts, a.shape[0] // num_parts, *a.shape[1:]) for n, a in inputs.items()}
         return run_schedule(tables, self.stages(dloss), StageWeights(layer_params, end_params), microbatches)
 
+    @cached_property
+    def _passes(self) -> StagePasses:
+        """The passes of one virtual stage."""
+        pattern = stage_layers(self._names, self.schedule.num_virtual_stages).pattern
+        stacks = Passes(self.context).stacks
+        names = (tuple(name for name in pattern if name in stack.stack.layers) for stack in stacks)
+        return StagePasses(tuple(replace(stack, names=own) for stack, own in zip(stacks, names, strict=True)))
+
     def stages(self, dloss: Array) -> StageFunctions:
         """Returns the passes of one virtual stage; ``dloss`` is the cotangent of the summed loss."""
-        passes = Passes(self.context, stage_layers(self._names, self.schedule.num_virtual_stages).pattern)
+        passes = self._passes
         (send, receive), (send_back, receive_back) = (
             _boundary(self.context.derived, phase) for phase in ("forward", "backward")
         )
-
-        def embed_backward(ends: Params, inputs: Inputs, dx: Stream) -> Params:
-            saved_arrays = passes.embed.forward(ends, inputs, None)[1] if passes.embed.steps.kept else ()
-            return passes.embed.backward(ends, inputs, saved_arrays, Cotangents(dx, {}))[1]
-
-        def head_backward(ends: Params, inputs: Inputs, saved: tuple[Array, ...]) -> tuple[Stream, Params]:
-            dy, saved = lax.optimization_barrier((dloss, saved))  # else exponentials are kept for both passes
-            cotangents, grads = passes.head.backward(ends, inputs, saved, Cotangents(dy, {}))
-            return cotangents.stream, grads
-
-        def of_stream(backward_pass: Callable[..., tuple[Cotangents, Tree]]) -> Callable[..., tuple[Stream, Tree]]:
-            def run(layers: Params, inputs: Inputs, saved: Tree, dy: Stream) -> tuple[Stream, Tree]:
-                cotangents, grads_or_operands = backward_pass(layers, inputs, saved, Cotangents(dy, {}))
-                return cotangents.stream, grads_or_operands
-
-            return run
-
         return StageFunctions(
-            embed=lambda ends, inputs: passes.embed.forward(ends, inputs, None)[0],
-            embed_backward=embed_backward,
-            forward=passes.layers_forward,
-            backward=of_stream(passes.layers_backward),
-            input_backward=of_stream(passes.input_backward),
+            embed=passes.embed,
+            embed_backward=passes.embed_backward,
+            forward=passes.forward,
+            backward=passes.backward,
+            input_backward=passes.input_backward,
             weight_backward=passes.weight_backward,
-            head_forward=passes.head.forward,
-            head_backward=head_backward,
+            head_forward=passes.head_forward,
+            head_backward=passes.head_backward(dloss),
+            to_head=passes.to_head,
             send=send,
             receive=receive,
             send_back=send_back,
@@ -203,8 +200,17 @@ def layer_rows(schedule: Schedule, names: tuple[str, ...]) -> dict[str, np.ndarr
 
 
 def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream], Callable[[Stream], Stream]]:
-    """Returns (send, receive): ``send`` takes a device's part of the stream if devices of its group hold copies of it,
-    ``receive`` restores the stream from the part."""
-    sending_step, *receive_steps = (step for step in derived.boundary if step.phase == phase)
-    send_steps = reshard(receive_steps[-1].result if receive_steps else sending_step.result, sending_step.result)
-    return lambda stream: apply_collectives(send_steps, stream), lambda part: apply_collectives(receive_steps, part)
+    """Returns (send, receive) for the streams of all stacks: ``send`` takes a device's part of a stream if devices of
+    its group hold copies of it, ``receive`` restores the stream from the part."""
+    steps_by_stream: dict[str, list[Step]] = {}
+    for step in (step for step in derived.boundary if step.phase == phase):
+        steps_by_stream.setdefault(step.result.name.removeprefix("d" if phase == "backward" else ""), []).append(step)
+
+    def send(streams: Stream) -> Stream:
+        ends = {name: (steps[-1].result, steps[0].result) for name, steps in steps_by_stream.items()}
+        return {name: apply_collectives(reshard(*ends[name]), stream) for name, stream in streams.items()}
+
+    def receive(parts: Stream) -> Stream:
+        return {name: apply_collectives(steps_by_stream[name][1:], part) for name, part in parts.items()}
+
+    return send, receive
