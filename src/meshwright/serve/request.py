@@ -1,14 +1,15 @@
 """What an engine is asked for, and what it says of each token."""
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 from llguidance import LLMatcher
 from msgspec.structs import replace
 
-from meshwright.algebra.generation.cache import source_len
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import counted
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
@@ -19,6 +20,23 @@ Finish = Literal["stop", "length"]
 
 MOST_LOGPROBS = 20
 """Likeliest tokens that are reported beside one, at most: OpenAI's limit for chats."""
+
+
+class SourceFeatures:
+    """What an encoder of features reads: an array [features, 2 positions] of floats. Equal arrays are one source."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = np.ascontiguousarray(values, np.float32)
+        self.digest = hashlib.sha256(self.values.tobytes()).digest()
+
+    def __len__(self) -> int:
+        return self.values.shape[1] // 2
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SourceFeatures) and self.digest == other.digest
 
 
 class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +58,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     grammar: LLMatcher | None = None
     adapter: str = ""
-    source: tuple[int, ...] = ()
+    source: tuple[int, ...] | SourceFeatures = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -57,19 +75,23 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class RequestBounds(NamedTuple):
     """What requests an engine can run: tokens below ``vocab_size``, at most ``max_len`` positions, some adapters. An
-    encoder reads at most ``source_len`` positions, and its decoder begins with ``start_tokens``."""
+    encoder reads at most ``source_len`` positions, of tokens or all of them of ``features``, and its decoder begins
+    with ``start_tokens``."""
 
     vocab_size: int
     max_len: int
     adapters: Collection[str] = ()
     source_len: int = 0
     start_tokens: tuple[int, ...] = ()
+    features: int = 0
 
     @classmethod
     def of(cls, model: Model, max_len: int, adapters: Collection[str] = ()) -> "RequestBounds":
         """Returns the bounds of an engine of a model."""
         encoder = model.encoder
-        return cls(model.vocab_size, max_len, adapters, source_len(model), encoder.start if encoder else ())
+        if encoder is None:
+            return cls(model.vocab_size, max_len, adapters)
+        return cls(model.vocab_size, max_len, adapters, encoder.length, encoder.start, encoder.features)
 
     def room(self, prompt_len: int) -> int:
         """Returns the positions left for an answer."""
@@ -77,7 +99,7 @@ class RequestBounds(NamedTuple):
 
     def resolved(self, request: TokenRequest) -> TokenRequest:
         """Returns the request whose prompt is the decoder's, with its source if the model has an encoder."""
-        if not self.source_len or request.source:
+        if not self.source_len or request.source or self.features:
             return request
         return replace(request, source=request.prompt, prompt=self.start_tokens)
 
@@ -97,7 +119,9 @@ class RequestBounds(NamedTuple):
             hint = nearest(request.adapter, list(self.adapters)) if self.adapters else " Give --adapters NAME=FOLDER."
             raise InputError(f"this engine has no adapter {request.adapter!r}.{hint}")
         num_in, vocab = len(request.prompt), self.vocab_size
-        known_tokens = *request.prompt, *request.source
+        self._check_form(request)
+        source_tokens = () if isinstance(request.source, SourceFeatures) else request.source
+        known_tokens = *request.prompt, *source_tokens
         if wrong_tokens := [token for token in (min(known_tokens), max(known_tokens)) if not 0 <= token < vocab]:
             raise InputError(f"the prompt has token {wrong_tokens[0]}, outside of V={vocab}. Give 0 to {vocab - 1}.")
         if num_in + request.max_tokens > self.max_len:
@@ -109,6 +133,17 @@ class RequestBounds(NamedTuple):
         for token in (*request.stop_tokens, *(token for token, _ in request.sampling.logit_bias)):
             if not 0 <= token < vocab:
                 raise InputError(f"token {token} is outside of V={vocab}. Use the model's own tokenizer.")
+
+    def _check_form(self, request: TokenRequest) -> None:
+        """Raises InputError for tokens in place of features, features of another shape, and the reverse."""
+        shape = request.source.values.shape if isinstance(request.source, SourceFeatures) else ()
+        if self.features and shape != (self.features, 2 * self.source_len):
+            raise InputError(
+                f"the encoder reads features [{self.features}, {2 * self.source_len}], and the source is "
+                f"{list(shape) or 'tokens'}. Give a request with SourceFeatures of that shape."
+            )
+        if shape and not self.features:
+            raise InputError("the encoder reads tokens, and the source is of features. Give tokens.")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):

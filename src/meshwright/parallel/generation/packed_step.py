@@ -144,8 +144,6 @@ class PackedStep(SourceStep):
         model = without_mtp(model)
         require_runnable(model)
         require_runnable_strategy(strategy, trains=False)
-        if model.encoder and model.encoder.features:
-            raise CannotRunError(f"{model.name} reads features, and generation reads tokens alone in this version.")
         if max_len < 1 or max_seqs < 1:
             raise InputError(f"max_len={max_len} and max_seqs={max_seqs} must be at least 1.")
         if model.learned_positions and max_len > model.max_positions:

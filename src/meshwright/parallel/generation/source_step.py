@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
+from meshwright.algebra.layers import FEATURES
 from meshwright.algebra.notation import ShardedArray
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
@@ -22,13 +23,13 @@ from meshwright.parallel.mesh import GivenOptions, compiler_options, lower, part
 class SourceRows(NamedTuple):
     """Arrays of sources that `SourceStep.encode` reads, on the host."""
 
-    tokens: Any
+    contents: Any
     lengths: Any
     slots: Any
 
 
-SOURCE_INPUTS = ("encoder_tokens", "encoder_lengths", "encoder_slots", "encoder_positions")
-"""Inputs of the program that reads sources: the fields of `SourceRows`, and positions."""
+SOURCE_INPUTS = ("encoder_lengths", "encoder_slots", "encoder_positions")
+"""Inputs of the program that reads sources, beside their tokens or features."""
 
 
 class SourceStep(HeldArrays):
@@ -50,15 +51,23 @@ class SourceStep(HeldArrays):
     @property
     def source_parts(self) -> tuple[int, int]:
         """What divides the sources that are read at once, and the positions that each has with its padding."""
-        arrays = [self.derived_sources.declared[name] for name in ("encoder_x", "encoder_tokens", "encoder_o")]
+        names = "encoder_x", self.source_name, "encoder_o"
+        arrays = [self.derived_sources.declared[name] for name in names]
         num_parts, position_parts = (math.lcm(*(self._parts_of(array, dim) for array in arrays)) for dim in "BS")
         return math.lcm(self.num_owners, num_parts), position_parts
 
     def encode(self, params: Params, cache: Cache, rows: SourceRows) -> Cache:
-        """Returns the cache with keys and values of sources: ``tokens``[B, S], of which each has the first
-        ``lengths``[B], in ``slots``[B, S] of all pages, beyond them for padding. Each shape is compiled once."""
-        arrays = [np.asarray(array, np.int32) for array in rows]
-        return self.compiled_sources(*arrays[0].shape)(params, cache, arrays)
+        """Returns the cache with keys and values of sources: ``contents`` as `empty_sources` has them, of which each
+        has the first ``lengths``[B], in ``slots``[B, S] of all pages, beyond them for padding. Each shape is compiled
+        once."""
+        return self.compiled_sources(*rows.slots.shape)(params, cache, list(rows))
+
+    def empty_sources(self, num_sources: int, length: int) -> np.ndarray:
+        """Returns tokens [B, S], or features [B, M, 2 S] in the dtype of the stream, all 0."""
+        num_features = self.model.encoder.features if self.model.encoder else 0
+        if num_features:
+            return np.zeros((num_sources, num_features, 2 * length), self.dtype)
+        return np.zeros((num_sources, length), np.int32)
 
     def compiled_sources(self, num_sources: int, length: int) -> jax.stages.Compiled:
         """Returns the program that reads so many sources of so many positions; compiles it once."""
@@ -70,8 +79,10 @@ class SourceStep(HeldArrays):
 
     def _lower_sources(self, num_sources: int, length: int) -> jax.stages.Lowered:
         params, cache = (jax.eval_shape(self.by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))
-        shapes = SourceRows((num_sources, length), (num_sources,), (num_sources, length))
-        rows = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+        contents = self.empty_sources(num_sources, length)
+        shapes = (num_sources,), (num_sources, length)
+        rows = [jax.ShapeDtypeStruct(contents.shape, contents.dtype)]
+        rows += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
         param_specs, cache_specs = (self.by_layer(specs) for specs in (self.param_specs, self.cache_specs))
         declared_arrays, replication = self.derived_sources.declared, NamedSharding(self.mesh, PartitionSpec())
         mapped_run = jax.shard_map(
@@ -84,7 +95,7 @@ class SourceStep(HeldArrays):
 
         def encode(params: Params, cache: Cache, rows: Sequence[Array]) -> Cache:
             positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (num_sources, length))
-            inputs = dict(zip(SOURCE_INPUTS, (*rows, positions), strict=True))
+            inputs = dict(zip((self.source_name, *SOURCE_INPUTS), (*rows, positions), strict=True))
             return mapped_run(params, cache, {name: inputs[name] for name in self.source_inputs})
 
         program = jax.jit(
@@ -100,4 +111,9 @@ class SourceStep(HeldArrays):
     @property
     def source_inputs(self) -> list[str]:
         """The inputs of the program that reads sources."""
-        return [name for name in SOURCE_INPUTS if name in self.derived_sources.declared]
+        return [name for name in (self.source_name, *SOURCE_INPUTS) if name in self.derived_sources.declared]
+
+    @property
+    def source_name(self) -> str:
+        """The input that has what is read."""
+        return FEATURES if FEATURES in self.derived_sources.declared else "encoder_tokens"

@@ -8,6 +8,7 @@ import numpy as np
 from meshwright.parallel.generation.packed_step import NO_SLOT, PackedRows, PackedShape, PackedStep, slots_of
 from meshwright.parallel.generation.source_step import SourceRows
 from meshwright.serve.drawing.drawer import OutputRow
+from meshwright.serve.request import SourceFeatures
 from meshwright.serve.sequences.live import Live, Tables
 from meshwright.serve.sequences.step_shapes import SourceShapes
 
@@ -91,12 +92,16 @@ def rows_of_sources(
         num_each, length = shapes.fitting(longest, max(map(len, unread)))
         shape = num_each * step.num_owners, length
         # a source of nobody has a position, which goes nowhere
-        rows = SourceRows(np.zeros(shape, np.int32), np.ones(shape[0], np.int32), np.full(shape, NO_SLOT, np.int32))
+        rows = SourceRows(step.empty_sources(*shape), np.ones(shape[0], np.int32), np.full(shape, NO_SLOT, np.int32))
         for owner_id, own_seqs in enumerate(unread):
             for row, seq in enumerate(own_seqs[:num_each], start=owner_id * num_each):
                 source, positions = seq.request.source, np.arange(len(seq.request.source))
                 pages = np.array(seq.owner.pages.sources[source].pages)[None]
-                rows.lengths[row], rows.tokens[row, positions] = len(source), source
+                rows.lengths[row] = len(source)
+                if isinstance(source, SourceFeatures):
+                    rows.contents[row] = source.values
+                else:
+                    rows.contents[row, positions] = source
                 rows.slots[row, positions] = slots_of(positions, pages, 0 * positions, step.storage.page_len)
         unread = [own_seqs[num_each:] for own_seqs in unread]
         yield rows

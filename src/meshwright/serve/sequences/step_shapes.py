@@ -106,7 +106,9 @@ class SourceShapes:
     def __init__(self, step: PackedStep, budget: int) -> None:
         num_parts, position_parts = step.source_parts
         self._each, self._num_owners, self._budget = num_parts // step.num_owners, step.num_owners, budget
-        self._lengths = _divisible(sizes_up_to(source_len(step.model), least=16), position_parts)
+        most = source_len(step.model)
+        has_features = step.model.encoder is not None and step.model.encoder.features > 0  # all positions of a source
+        self._lengths = [most] if has_features else _divisible(sizes_up_to(most, least=16), position_parts)
 
     def fitting(self, longest: int, most: int) -> tuple[int, int]:
         """Returns how many sources of each owner a shape has, where any has at most so many, and their positions."""
