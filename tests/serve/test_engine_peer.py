@@ -22,12 +22,11 @@ MARGIN = 1e-4
 """Two likeliest logits may be so close that rounding decides: texts are compared up to there."""
 
 
-READ_TOKENS = [name for name, model in FAMILIES.items() if not (model.encoder and model.encoder.features)]
 START = 0
 """Token that the text of a decoder beside an encoder begins with."""
 
 
-@pytest.mark.parametrize("case", [c if c == "gemma2" else pytest.param(c, marks=pytest.mark.slow) for c in READ_TOKENS])
+@pytest.mark.parametrize("case", [c if c == "gemma2" else pytest.param(c, marks=pytest.mark.slow) for c in FAMILIES])
 def test_greedy_tokens_are_those_of_transformers(case):
     """Prompts of three lengths in chunks beside decoding rows, or sources; each alone in transformers."""
     theirs, model = parity.their_model(parity.config_of(case)), parity.model_of(case)
