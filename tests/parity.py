@@ -31,6 +31,8 @@ from tests.parallel.generate_cases import engine_on, logits_after
 __all__ = ["FAMILIES", "MESHES", "SHAPES", "Outcome", "run"]
 
 ROWS, LENGTH, PROMPT, NUM_TOKENS, NUM_STEPS = 8, 32, 20, 6, 3
+START = 0
+"""Token that the text of a decoder beside an encoder begins with."""
 ADAMW = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
 RATE = 1e-3
 
@@ -186,7 +188,9 @@ def theirs_of(config: Mapping[str, Any], model: Model) -> Theirs:
     with torch.no_grad():
         logits, text = logits_of(0, batches[0, :, :-1]).numpy(), prompts
         length = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
-        if not model.encoder:
+        if model.encoder:
+            prompts, length["decoder_start_token_id"] = sources[0].get("encoder_tokens", prompts).long(), START
+        if "encoder_features" not in sources[0]:
             text = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, **length)
     beta = (ADAMW["b1"], ADAMW["b2"])
     step = torch.optim.AdamW(
@@ -200,7 +204,7 @@ def theirs_of(config: Mapping[str, Any], model: Model) -> Theirs:
         loss.backward()
         step.step()
         losses.append(float(loss.detach()))
-    return Theirs(weights, logits, text[:, PROMPT:].tolist(), losses, state_of(theirs))
+    return Theirs(weights, logits, text[:, -NUM_TOKENS:].tolist(), losses, state_of(theirs))
 
 
 def difference(found: Any, expected: Any) -> float:
@@ -257,14 +261,16 @@ def _generated(model: Model, strategy: Strategy, theirs: Theirs, outcome: Outcom
         given = {name: jnp.asarray(array) for name, array in sources_of(model, 0).items()}
         alone = difference(jax.jit(logits_fn(model))(params, jnp.asarray(tokens[:, :-1]), **given), theirs.logits)
     if model.encoder:
-        return outcome._replace(logits=None if strategy.active_axes else alone)
+        outcome = outcome._replace(logits=None if strategy.active_axes else alone)
+    if model.encoder and model.encoder.features:
+        return outcome
     storage = Storage(cache_dtype="fp32", page_len=8)
     step = PackedStep(model, strategy, max_len=LENGTH + 8, max_seqs=ROWS, storage=storage)
     placed = step.place(params)
+    prompts = sources_of(model, 0)["encoder_tokens"] if model.encoder else tokens[:, :PROMPT]
+    text = generate(engine_on(step, placed), as_requests(prompts.tolist(), max_tokens=NUM_TOKENS)).completions
+    outcome = outcome._replace(is_same_text=[list(one.tokens) for one in text] == theirs.text)
+    if model.encoder:
+        return outcome
     found = logits_after(step, placed, tokens[:, :-1])
-    requests = as_requests([row[:PROMPT].tolist() for row in tokens], max_tokens=NUM_TOKENS)
-    text = generate(engine_on(step, placed), requests).completions
-    return outcome._replace(
-        logits=max(alone, difference(found, theirs.logits[:, -1])),
-        is_same_text=[list(one.tokens) for one in text] == theirs.text,
-    )
+    return outcome._replace(logits=max(alone, difference(found, theirs.logits[:, -1])))
