@@ -151,3 +151,37 @@ def test_plans_have_no_pipeline():
     found = rank_plans(Setting(BOTH, parse_cluster("v5e:2x4"), JOB))
     assert found.plans
     assert all(one.strategy.mesh.get("pipeline", 1) == 1 for one in found.plans)
+
+
+def test_layers_add_to_the_cotangent_of_one_table_of_biases():
+    """It is summed over sequences once for all layers, in the block that prepares the table."""
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    found = derive(transformer(load_model("t5-11b")), Strategy(mesh=mesh))
+    for prefix, layer_name in (("", "layer"), ("encoder_", "encoder_layer")):
+        steps_of = {one.block.name: one for one in found.blocks}
+        made = [step for step in steps_of[layer_name].backward if step.result.name == f"d{prefix}shared_bias"]
+        assert [(step.op, step.accumulates) for step in made] == [("copy", True)]
+        assert {step.op for step in steps_of[f"{prefix}bias"].backward if step.axes} == {"all_reduce"}
+        assert not [s for s in steps_of[layer_name].forward if s.axes and "bias" in s.result.name]
+
+
+def test_convolutions_are_products_that_tensor_splits():
+    """The width between them is split, and the second one's sum is scattered over positions."""
+    mesh = make_mesh({"fsdp": 2, "context": 2, "tensor": 2})
+    found = derive(transformer(load_model("whisper-large-v3")), Strategy(mesh=mesh, remat="none"))
+    steps = [step for step in found.blocks[0].forward if "_c" in step.result.name]
+    assert [str(s.result) for s in steps if s.op == "einsum"] == [
+        "encoder_c1[B_fsdp, Sf, Dc_tensor]",
+        "encoder_c2[B_fsdp, S_context, D]{U_tensor}",
+    ]
+    assert [s.op for s in steps if s.result.name == "encoder_c2"] == ["einsum", "reduce_scatter"]
+    assert not any(step.result.name == "dencoder_features" for step in found.blocks[0].backward)
+
+
+@pytest.mark.parametrize("name", ["t5-11b", "bart-large", "whisper-large-v3", "opus-mt-en-de"])
+def test_published_models_are_planned(name):
+    model = load_model(name)
+    setting = Setting(model, parse_cluster("v5p:2x2x4"), Job(batch_seqs=64, seq_len=256))
+    best = rank_plans(setting, top=1).plans[0]
+    assert best.strategy.num_chips == 16
+    assert 0 < best.predicted.mfu < 1

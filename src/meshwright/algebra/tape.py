@@ -63,9 +63,9 @@ class Shardings:
         variable = self.program.variables[name]
         role, dims = weight_role if variable.role == "weight" else variable.role, variable.dims
         rules = self.strategy.rules(role)
-        # dims of an encoder are split as a decoder's are
-        like = {dim: ALIKE[dim] for dim in dims if dim in ALIKE and dim not in rules and ALIKE[dim] in rules}
-        rules = {**rules, **{dim: rules[other_dim] for dim, other_dim in like.items()}}
+        # dims of an encoder are split as a decoder's are, and before others where those are
+        alias_of = {ALIKE[dim]: dim for dim in dims if dim in ALIKE and dim not in rules}
+        rules = {dim: axes for rule_dim, axes in rules.items() for dim in (alias_of.get(rule_dim, rule_dim), rule_dim)}
         group_rules = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}
         rules = {**group_rules, **rules}  # groups of entries are split as the entries are
         array_name = f"d{name}" if weight_role == "grad" else name
