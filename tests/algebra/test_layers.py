@@ -135,6 +135,18 @@ def test_gradients_are_those_of_the_function(name):
             assert (found[f"d{name}"] * direction).sum() == pytest.approx(slope, rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.parametrize("name", ["command-r-plus", "falcon-40b"])
+def test_a_parallel_block_gathers_and_reduces_once_for_attention_and_feed_forward(name):
+    layer = derived_on(small(name), {"tensor": 2}, remat="none").blocks[1]
+    streams = [step for step in (*layer.forward, *layer.backward) if step.is_collective and "T" in step.result.dims]
+    found = [(step.op, step.result.name) for step in streams]
+    norms = ["h"] if name == "command-r-plus" else ["h", "h1"]
+    assert found[: len(norms) + 1] == [*(("all_gather", norm) for norm in norms), ("reduce_scatter", "a")]
+    assert sorted(found[len(norms) + 1 :]) == sorted(
+        [("all_gather", "da"), *(("reduce_scatter", f"d{norm}") for norm in norms)]
+    )
+
+
 def expert_rules(**experts):
     """The product's assignment with expert rules written out: ``E`` and ``C`` of slots, ``Fe`` of an expert's width."""
     rules = {role: dict(found) for role, found in standard_assignment().items()}

@@ -106,10 +106,10 @@ LATENT_ATTENTION = """
 Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1."""
 
 AFTER_ATTENTION = """
-    a~b[B,T,D] = bias_add(a~[B,T,D], bo[D]) if out_bias
+    a~b[B,T,D] = bias_add(a~[B,T,D], bo[D]) if out_bias !joins
     a~n[B,T,D] = norm(a~[B,T,D], post_attn_norm[D]) if post_norms
-    a~s[B,T,D] = scaled(a~[B,T,D]; by={residual}) if scales
-    {sum}[B,T,D] = add(x[B,T,D], a~[B,T,D])
+    a~s[B,T,D] = scaled(a~[B,T,D]; by={residual}) if scales !joins
+    {sum}[B,T,D] = add(x[B,T,D], a~[B,T,D]) if !joins
     {x1}[B,T,D] = norm({sum}[B,T,D], attn_norm[D]) if sum_norms
 """
 
@@ -137,13 +137,16 @@ DENSE = """
     u~b[B,T,F] = bias_add(u~[B,T,F], b_up[F]) if mlp_bias
     m[B,T,F] = {activation}_mul(g~[B,T,F], u~[B,T,F]) if gated
     m[B,T,F] = gelu(u~[B,T,F]) if !gated
-    y[B,T,D] = m[B,T,F] * w_down[F,D]
-    y~b[B,T,D] = bias_add(y~[B,T,D], b_down[D]) if mlp_bias
-    y~n[B,T,D] = norm(y~[B,T,D], post_mlp_norm[D]) if post_norms
-    y~s[B,T,D] = scaled(y~[B,T,D]; by={residual}) if scales
-    {sum}[B,T,D] = add(x1[B,T,D], y~[B,T,D])
+    {y}[B,T,D] = m[B,T,F] * w_down[F,D]
+    {y}~o[B,T,D] = bias_add({y}~[B,T,D], bo[D]) if joins out_bias
+    {y}~b[B,T,D] = bias_add({y}~[B,T,D], b_down[D]) if mlp_bias
+    {y}~n[B,T,D] = norm({y}~[B,T,D], post_mlp_norm[D]) if post_norms
+    {y}~s[B,T,D] = scaled({y}~[B,T,D]; by={residual}) if scales
+    {sum}[B,T,D] = add({before}[B,T,D], {y}~[B,T,D])
     {x2}[B,T,D] = norm({sum}[B,T,D], mlp_norm[D]) if sum_norms
 """
+"""Where it ``joins`` attention, whose input it has, the last products of both make one result, ``a``: partial sums over
+devices are reduced once for both."""
 
 EXPERTS = """
     h1[B,T,D] = norm({mlp_x}[B,T,D], mlp_norm[D]) if pre_norms !shared_norm
@@ -282,18 +285,21 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
     """Returns the lines of one layer from x to x2: ``sliding`` limits its attention to the window, ``routed`` makes its
     feed-forward experts, ``rotates`` adds rope."""
     data_text = "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
+    # norms and adapters come between the products and their sum
+    joins = model.parallel_block and not (routed or model.post_norms or model.sum_norms or model.lora or model.encoder)
     if model.latent_attention:
         attribute_text = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
         names = {"others": data_text + attribute_text, "pq": "p" if model.query_temper else "r", **sums(model, "x1")}
-        text = written(model, LATENT_ATTENTION + AFTER_ATTENTION, **names)
+        text = written(model, LATENT_ATTENTION + AFTER_ATTENTION, **names, joins=joins)
     else:
-        text = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, data=data_text, rotates=rotates)
+        result_name = "" if joins else "x0" if model.encoder else "x1"
+        text = _attention(model, result_name, sliding=sliding, data=data_text, rotates=rotates)
     if model.encoder:
         mask, lengths_text = PADDED * options.encoder_lengths, f", {ENCODER_LENGTHS}[B]" * options.encoder_lengths
         given_text = lengths_text + given_attributes(sees_all=True, softcap=model.attention_softcap, mask=mask)
         text += written(model, CROSS_ATTENTION, given=given_text, **sums(model, "x1"))
     if not routed:
-        return with_adapters(model, text + _dense(model) + written(model, LAYER_END))
+        return with_adapters(model, text + _dense(model, joins) + written(model, LAYER_END))
     capacity_factor = options.capacity_factor
     is_corrected = model.router_correction
     correction_rate = options.correction_rate if is_corrected and not has_frozen_matrices(model) else 0.0
@@ -363,7 +369,8 @@ def with_adapters(model: Model, text: str) -> str:
 
 def encoder_layer_text(model: Model, options: ProgramOptions) -> str:
     """Returns the lines of one layer of the encoder: every position sees every other, and the feed-forward is dense."""
-    return _attention(model, "x1", data=", lengths[B]" * options.encoder_lengths, causal=False) + _dense(model)
+    attention_text = _attention(model, "x1", data=", lengths[B]" * options.encoder_lengths, causal=False)
+    return attention_text + _dense(model, joins=False)
 
 
 def _attention(
@@ -375,7 +382,8 @@ def _attention(
     causal: bool = True,
     rotates: bool = True,
 ) -> str:
-    """Returns the lines of attention from the stream x to the stream ``result_name``; qr, kr and v enter attention."""
+    """Returns the lines of attention from the stream x to the stream ``result_name``, or to its last product if that is
+    empty; qr, kr and v enter attention."""
     # where neither bias nor norm nor rope follows, the products themselves have the names that policies keep
     has_qk_norm = model.qk_norm or model.head_qk_norm
     rotates = rotates and model.rotated_width > 0
@@ -405,6 +413,7 @@ def _attention(
         rotates=rotates,
         others=operand_text + attribute_text,
         **sums(model, result_name),
+        joins=not result_name,
     )
 
 
@@ -413,8 +422,10 @@ def _quoted(rule: str) -> str:
     return rule.replace(" ", "").replace(",", ":")
 
 
-def _dense(model: Model) -> str:
-    return written(model, DENSE, activation=_activation(model), **sums(model, "x3" if model.layer_scale else "x2"))
+def _dense(model: Model, joins: bool) -> str:
+    names = {"y": "a", "before": "x"} if joins else {"y": "y", "before": "x1"}
+    names |= sums(model, "x3" if model.layer_scale else "x2")
+    return written(model, DENSE, activation=_activation(model), joins=joins, **names)
 
 
 def sums(model: Model, result_name: str) -> dict[str, str]:

@@ -105,6 +105,7 @@ class Tape:
         self.steps: list[Step] = []
         self.producers: dict[ShardedArray, Step] = {}
         self.contributions: dict[str, list[ShardedArray]] = {}
+        self.parts: dict[str, list[ShardedArray]] = {}
         self.left: set[ShardedArray] = set()
 
     def at(self, op: Op) -> "Tape":
@@ -174,6 +175,15 @@ class Tape:
         self.steps.append(emitted_step)
         self.available.update(step.results)
 
+    def complete(self, product: ShardedArray) -> None:
+        """Reshards the product of the op to its result as declared. Products of several ops that have one result are
+        summed first: the last of them does it."""
+        makers, parts = [op for op in self.block.ops if op.out == self.op.out], self.parts.setdefault(self.op.out, [])
+        if product not in parts:
+            parts.append(product)
+        if self.op is makers[-1]:
+            self._sum(parts, self.out)
+
     def need(self, *arrays: ShardedArray) -> None:
         """Adds the forward steps that remake arrays which are not kept, and the steps that those need."""
         for array in arrays:
@@ -212,6 +222,15 @@ class Tape:
             target = target.replace(unreduced=axes_left.pop())
         if all(op.out != name for op in self.block.ops):
             self.left.add(target)
+        self._sum(addends, target)
+        # the backward pass of the first block that uses a weight (tied embeddings have two) is the last to add to it
+        is_first_user = self.shardings.first_use.get(name) == self.block.name
+        if addends and is_first_user and is_weight:
+            for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
+                self._emit(step, self.phase, scope="step")
+
+    def _sum(self, addends: Iterable[ShardedArray], target: ShardedArray) -> None:
+        """Adds the steps that reshard arrays to a target, and adds them as soon as their shardings agree."""
         moves_of = {a: reshard(a, target) for a in addends}
         while unfinished_moves := {a: steps for a, steps in moves_of.items() if steps}:
             source_array = max(unfinished_moves, key=lambda a: len(unfinished_moves[a]))
@@ -222,11 +241,6 @@ class Tape:
                 step = replace(step, accumulates=True)
             self._emit(step, self.phase)
             moves_of[step.result] = reshard(step.result, target)
-        # the backward pass of the first block that uses a weight (tied embeddings have two) is the last to add to it
-        is_first_user = self.shardings.first_use.get(name) == self.block.name
-        if addends and is_first_user and is_weight:
-            for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
-                self._emit(step, self.phase, scope="step")
 
 
 def axes_beside(array: ShardedArray, other: ShardedArray) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """A product of two arrays by the rules of one sharded einsum; its gradients are products too."""
 
-from meshwright.algebra.einsum import einsum_steps, product_steps
+from meshwright.algebra.einsum import product_steps
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import Number, OpSizes
@@ -11,7 +11,9 @@ from meshwright.algebra.tape import Tape
 def forward(tape: Tape) -> None:
     """Multiplies by the rules of one sharded einsum."""
     lhs, rhs = tape.inputs
-    tape.add(*einsum_steps(lhs, rhs, tape.out, slice_axes=tape.slice_axes))
+    steps = product_steps(lhs, rhs, tape.out, slice_axes=tape.slice_axes)
+    tape.add(*steps)
+    tape.complete(steps[-1].result)
 
 
 def backward(tape: Tape) -> None:
