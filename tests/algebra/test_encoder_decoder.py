@@ -147,12 +147,6 @@ def _without_inputs(program):
     return msgspec.structs.replace(program, stacks=stacks)
 
 
-def test_plans_have_no_pipeline():
-    found = rank_plans(Setting(BOTH, parse_cluster("v5e:2x4"), JOB))
-    assert found.plans
-    assert all(one.strategy.mesh.get("pipeline", 1) == 1 for one in found.plans)
-
-
 def test_layers_add_to_the_cotangent_of_one_table_of_biases():
     """It is summed over sequences once for all layers, in the block that prepares the table."""
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
