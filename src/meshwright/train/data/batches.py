@@ -19,7 +19,7 @@ from meshwright.masks.names import Rule
 from meshwright.parallel.second_labels import second_labels
 from meshwright.spec.model import MASK_DATA
 from meshwright.train.data.chat import ChatTokenizer, open_chat_tokenizer
-from meshwright.train.data.pairs import Pair, PairForm, PairRows, SpanRows, open_pair_tokenizer, pair_arrays
+from meshwright.train.data.pairs import PairForm, PairRows, SpanRows, TokenPair, open_pair_tokenizer, pair_arrays
 from meshwright.train.data.records import open_records, with_mask_data
 from meshwright.train.data.rows import RowPart, Rows, WholeRows
 from meshwright.train.data.sources import DataPhase, Draw, Samples, Source, SourcePattern
@@ -244,7 +244,7 @@ class Batches:
     def pairs(self, first_sample: int, row_slice: slice = slice(None)) -> dict[str, np.ndarray]:
         """Reads whole rows of an encoder and a decoder, see `pair_arrays`; what is of the decoder in its ``order``."""
         assert self.form
-        pairs = list[Pair]()
+        pairs = list[TokenPair]()
         for sample in range(first_sample, first_sample + self.batch_seqs)[row_slice]:
             rows, row = self.find(sample)
             assert isinstance(rows, PairRows | SpanRows)

@@ -21,7 +21,7 @@ SENTINELS = "<extra_id_{}>", "▁<extra_id_{}>"
 """Names of the tokens that T5's tokenizers have for spans of noise, from the end of the vocabulary downwards."""
 
 
-class Pair(NamedTuple):
+class TokenPair(NamedTuple):
     """The tokens of a source and of its target, without padding."""
 
     source: np.ndarray
@@ -108,7 +108,7 @@ def _text_len(form: PairForm) -> int:
     return num_tokens
 
 
-def corrupted(tokens: np.ndarray, form: PairForm, seed: tuple[int, int]) -> Pair:
+def corrupted(tokens: np.ndarray, form: PairForm, seed: tuple[int, int]) -> TokenPair:
     """Returns text as a source without its spans of noise, and these as the target. Text and noise begin with the text
     and alternate; their lengths are drawn by ``seed``, all as likely."""
     spans, generator = form.spans_of(len(tokens)), np.random.default_rng(seed)
@@ -121,7 +121,7 @@ def corrupted(tokens: np.ndarray, form: PairForm, seed: tuple[int, int]) -> Pair
     parts, sentinels = np.split(tokens, np.cumsum(span_lens)[:-1]), form.sentinel - np.arange(spans.spans)[:, None]
     kept, noise = (list(zip(*pair, strict=True)) for pair in ((parts[::2], sentinels), (sentinels, parts[1::2])))
     source, target = (np.concatenate([*(x for pair in sides for x in pair), [form.end_id]]) for sides in (kept, noise))
-    return Pair(source, target)
+    return TokenPair(source, target)
 
 
 class SpanRows(Rows):
@@ -131,7 +131,7 @@ class SpanRows(Rows):
         super().__init__(store, text_len, packing=False)
         self.form = form
 
-    def pair(self, number: int, seed: tuple[int, int]) -> Pair:
+    def pair(self, number: int, seed: tuple[int, int]) -> TokenPair:
         """Returns a row, with the noise of a ``seed``."""
         positions = number * self.seq_len + np.arange(self.seq_len)
         return corrupted(self.store.read(positions), self.form, seed)
@@ -164,13 +164,13 @@ class PairRows(WholeRows):
             f"{fills[1]:.0%} filled; {cuts[0]} sources and {cuts[1]} targets cut"
         )
 
-    def pair(self, number: int, seed: tuple[int, int]) -> Pair:
+    def pair(self, number: int, seed: tuple[int, int]) -> TokenPair:
         """Returns a row, whatever the ``seed``."""
         (doc,) = self._rows[number]
         start, target, stop = (int(edges[doc]) for edges in (self._starts, self._targets, self._stops))
         source_end, target_end = min(target, start + self.form.source_len), min(stop, target + self.form.target_len)
         # a token without a loss is stored as its complement
-        return Pair(~self.store.read(np.arange(start, source_end)), self.store.read(np.arange(target, target_end)))
+        return TokenPair(~self.store.read(np.arange(start, source_end)), self.store.read(np.arange(target, target_end)))
 
     def num_labels(self, number: int, *, skipped: int = 0) -> int:
         (doc,) = self._rows[number]
@@ -182,7 +182,7 @@ def _filled(lengths: np.ndarray, row_len: int) -> tuple[float, int]:
     return float(np.minimum(lengths, row_len).sum() / max(1, len(lengths) * row_len)), int((lengths > row_len).sum())
 
 
-def pair_arrays(pairs: Iterable[Pair], form: PairForm) -> dict[str, np.ndarray]:
+def pair_arrays(pairs: Iterable[TokenPair], form: PairForm) -> dict[str, np.ndarray]:
     """Returns the arrays of a batch, int32: ``tokens`` (the targets after the start token), ``labels`` and
     ``positions`` [rows, target_len], ``encoder_tokens`` and ``encoder_positions`` [rows, source_len], and
     ``encoder_lengths`` [rows]."""
