@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from meshwright.algebra.transformer import rows
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
 from meshwright.masks.names import mask_named
 from meshwright.nn.hf.tokenizer import TOKENIZER
@@ -91,9 +91,15 @@ class Setup(NamedTuple):
 
 
 def pair_form(model: Model, job: Job, settings: TrainSettings) -> PairForm | None:
-    """Returns how documents become pairs for an encoder and its decoder; None for a decoder alone."""
+    """Returns how documents become pairs for an encoder and its decoder; None for a decoder alone. An encoder of
+    features raises CannotRunError."""
     if model.encoder is None:
         return None
+    if model.encoder.features:
+        raise CannotRunError(
+            f"the encoder of {model.name} reads features, and this version reads no data with such. In Python, "
+            "TrainStep trains it on batches with encoder_features."
+        )
     return PairForm(
         source_len=model.encoder.length,
         target_len=job.seq_len,
