@@ -112,13 +112,13 @@ def test_compiled_collectives_are_the_derived_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["stages", "split"])
-def test_stages_have_exactly_the_derived_collectives(name):
+@pytest.mark.parametrize(("model", "name"), [(T5, "stages"), (SHARED, "stages"), (T5, "split")])
+def test_stages_have_exactly_the_derived_collectives(model, name):
     axes, choices = STRATEGIES[name]
     strategy = strategy_of(axes, **choices)
-    found = run(T5, strategy, given=batch(T5))
-    derived, tables = derive(transformer(T5), strategy), tick_tables(strategy_schedule(strategy))
-    dims = {**held_dims(T5.dims, strategy.mesh), "B": BATCH_SEQS, "T": SEQ_LEN}
+    found = run(model, strategy, given=batch(model))
+    derived, tables = derive(transformer(model), strategy), tick_tables(strategy_schedule(strategy))
+    dims = {**held_dims(model.dims, strategy.mesh), "B": BATCH_SEQS, "T": SEQ_LEN}
     assert found.compiled == pipeline_traffic(derived, tables, dims, strategy.mesh, width=4)
 
 
