@@ -289,15 +289,17 @@ def decode_plan(file: TomlFile, kind: Any = Plan) -> Any:
 
 def _unknown_names(plan: Plan | ServicePlan) -> Iterator[tuple[KeyPath, str]]:
     """Yields the key and the fault of every name in a strategy that is no mesh axis, or no dim of a model's arrays."""
-    strategy_of = {(name, "strategy"): getattr(plan, name).strategy for name in POOLS if isinstance(plan, ServicePlan)}
+    strategy_of: dict[KeyPath, Strategy] = {("strategy",): plan.strategy} if isinstance(plan, Plan) else {}
+    if isinstance(plan, ServicePlan):
+        strategy_of = {(name, "strategy"): getattr(plan, name).strategy for name in POOLS}
     dims = {
         *plan.model.dims,
         *"BTSC",
         *REPEATED_HEADS,
         *(dim for rules in DEFAULT_ASSIGNMENT.values() for dim in rules),
     }
-    for key, strategy in (strategy_of or {("strategy",): plan.strategy}).items():
-        axes = [((*key, "mesh", axis), axis) for axis in strategy.mesh]
+    for key, strategy in strategy_of.items():
+        axes: list[tuple[KeyPath, str]] = [((*key, "mesh", axis), axis) for axis in strategy.mesh]
         for role, rules in strategy.assignment.items():
             role_key = (*key, "assignment", role)
             axes += [((*role_key, dim), axis) for dim, dim_axes in rules.items() for axis in dim_axes]

@@ -217,7 +217,7 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body]) -> _
         raise RequestError(f"the body is not JSON in UTF-8: {error}. Send a JSON object.") from None
 
 
-def _misfit(error_text: str, body_type: type, raw_body: bytearray) -> RequestError:
+def _misfit(error_text: str, body_type: type[msgspec.Struct], raw_body: bytearray) -> RequestError:
     """Returns the error for what msgspec says of a body: "Expected `int`, got `str` - at `$.n`"."""
     fault_text, _, path = error_text.partition(" - at `")
     path = path.removesuffix("`").removeprefix("$").removeprefix(".")
