@@ -245,8 +245,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mbart": _BART | {"model_type": "mbart", "scale_embedding": True},
     "whisper": _BART
     | {"model_type": "whisper", "num_mel_bins": 10, "max_source_positions": 24, "max_target_positions": 40}
-    | {"encoder_attention_heads": 2, "encoder_ffn_dim": 40},
-    "marian": _BART | {"model_type": "marian", "scale_embedding": True, "activation_function": "swish"},
+    | {"encoder_attention_heads": 2, "encoder_ffn_dim": 40, "decoder_start_token_id": 3},
+    "marian": _BART
+    | {"model_type": "marian", "scale_embedding": True, "activation_function": "swish", "decoder_start_token_id": 3},
 }
 """Name of a case -> its config.json."""
 

@@ -63,7 +63,8 @@ class _Config:
         self.keys = self.form.defaults | {aliases().get(key, key): value for key, value in given.items()}
         for key, followed_key in self.form.follows.items():
             if self.keys.get(key) is None:
-                self.keys[key] = self.keys.get(followed_key)
+                followed = self.keys.get(followed_key)
+                self.keys[key] = self.form.defaults.get(followed_key) if followed is None else followed
         self.rope = self._rope()
         self.keys |= {key: value for key, value in self.rope.items() if value is not None}
 
