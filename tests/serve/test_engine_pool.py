@@ -23,7 +23,7 @@ class CheckedStep:
 
     def __init__(self, num_pages: int, batch_invariant: bool, num_owners: int = 1, window_pages: int = 0) -> None:
         self.storage = SimpleNamespace(page_len=PAGE_LEN, adapters=0, window_pages=window_pages)
-        self.model = SimpleNamespace(vocab_size=50, sliding_window=WINDOW)
+        self.model = SimpleNamespace(vocab_size=50, sliding_window=WINDOW, encoder=None)
         self.has_windows, self.in_windows = window_pages > 0, np.full((window_pages * PAGE_LEN, 2), -1)
         self.cache_sizes = {"Pg": num_pages, "Bp": MAX_LEN // PAGE_LEN}
         self.num_owners, self.max_seqs, self.num_pages = num_owners, SLOTS * num_owners, num_pages
