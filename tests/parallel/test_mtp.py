@@ -157,9 +157,9 @@ def test_a_step_that_does_not_ask_has_no_second_prediction():
 
 
 def test_what_does_not_run_says_so():
-    with pytest.raises(CannotRunError, match="nor does a model with mtp_weight"):
+    with pytest.raises(CannotRunError, match="a model with mtp_weight does not run in a pipeline"):
         step_of({"pipeline": 2}, num_microbatches=2)
-    with pytest.raises(InputError, match=r"mtp_weight=0\.1 needs a deepseek_v3 with num_mtp_layers=1"):
+    with pytest.raises(InputError, match=r"mtp_weight=0\.1 needs a deepseek_v3 or a glm4_moe with num_mtp_layers=1"):
         replace(SMALL, mtp_weight=0.1)
     with pytest.raises(InputError, match="with 2"):
         replace(MODEL, num_mtp_layers=2)

@@ -25,7 +25,7 @@ class CheckedStep:
         self.storage = SimpleNamespace(page_len=PAGE_LEN, adapters=0, window_pages=window_pages)
         self.model = SimpleNamespace(vocab_size=50, sliding_window=WINDOW, encoder=None)
         self.has_windows, self.in_windows = window_pages > 0, np.full((window_pages * PAGE_LEN, 2), -1)
-        self.cache_sizes = {"Pg": num_pages, "Bp": MAX_LEN // PAGE_LEN}
+        self.cache_sizes = {"Pg": num_pages, "Bp": MAX_LEN // PAGE_LEN, "Bx": 0}
         self.num_owners, self.max_seqs, self.num_pages = num_owners, SLOTS * num_owners, num_pages
         self.batch_invariant, self.programs = batch_invariant, ProgramStore(None, None)
         self.written = np.full(num_pages * PAGE_LEN, -1)
