@@ -147,4 +147,4 @@ def test_stacked_experts_are_read_with_inputs_before_outputs():
 
 def test_every_wrapper_is_compared_but_those_with_another_in_them():
     """Whole Omni models have the thinker of the case in them; Kimi VL's code is not in transformers."""
-    assert tables()["wrappers"].keys() - WRAPPED.keys() == {"qwen2_5_omni", "qwen3_omni_moe", "kimi_vl"}
+    assert tables()["wrappers"].keys() - WRAPPED.keys() == {"qwen2_5_omni", "qwen3_omni_moe", "kimi_vl", "gemma4"}
