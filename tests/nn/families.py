@@ -216,7 +216,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ministral3": _BASE | {"model_type": "ministral3", "sliding_window": 24, "rope_parameters": _TEMPERED},
     "mistral4": _WITHOUT_HEAD_DIM
     | _LATENT
-    | {"model_type": "mistral4", "num_experts_per_tok": 3, "rope_parameters": {**_TEMPERED, "rope_theta": 1e4}},
+    | {
+        "model_type": "mistral4",
+        "num_experts_per_tok": 3,
+        "q_lora_rank": 16,
+        "rope_parameters": {**_TEMPERED, "rope_theta": 1e4},
+    },
     "arcee": _BASE | {"model_type": "arcee", "mlp_bias": True, "rope_scaling": _YARN},
     "starcoder2": _LAYER_NORM | {"model_type": "starcoder2", "sliding_window": WINDOW, "tie_word_embeddings": False},
     "gpt_neox": _NEOX | {"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 40, "rotary_emb_base": 500},

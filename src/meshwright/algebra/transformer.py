@@ -248,6 +248,8 @@ def _of_encoder(model: Model, text: str) -> str:
 def layer_dims(model: Model) -> dict[str, int]:
     """Returns the sizes of the dims that count layers, and layers times experts, of each kind of layer."""
     num_by_dim = {layers_dim(kind.block): len(kind.layers) for kind in layer_kinds(model)}
+    if model.encoder:
+        num_by_dim[layers_dim(f"{ENCODER}layer")] = model.encoder.num_layers
     return num_by_dim | {f"{dim}E": num * max(model.num_experts, 1) for dim, num in num_by_dim.items()}
 
 
