@@ -96,7 +96,9 @@ def test_gradients_are_those_of_transformers(family):
     expected_loss.backward()
     stored = theirs.state_dict()  # has no buffer that is made anew, such as gemma's scale of the embeddings
     buffers = ((name, torch.zeros_like(buffer)) for name, buffer in theirs.named_buffers() if name in stored)
-    gradients = arrays((*((name, p.grad) for name, p in theirs.named_parameters()), *buffers))
+    fixed = ((name, torch.zeros_like(p)) for name, p in theirs.named_parameters() if not p.requires_grad)
+    moved = ((name, p.grad) for name, p in theirs.named_parameters() if p.requires_grad)
+    gradients = arrays((*moved, *fixed, *buffers))
     expected = {n: array for n, array in read_params(model, gradients).items() if n in trained}
 
     rows = {"tokens": jnp.asarray(TOKENS), "labels": jnp.asarray(LABELS)} | sources_of(model)

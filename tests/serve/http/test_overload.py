@@ -130,7 +130,7 @@ def test_what_is_cancelled_frees_its_pages_within_a_step(folder):
                     await goes.take()
                     assert engine.state().running == 3
                 after = asyncio.get_running_loop().create_future()
-                frontend.command(lambda to: frontend._post(to.set_result, engine.state()), after)
+                frontend.command(lambda to=after: frontend._post(to.set_result, engine.state()))
                 state = await after
                 assert (state.running, state.waiting) == (1, 0)
                 assert state.pages_used <= 256 // 16
