@@ -1,15 +1,20 @@
 """An engine of an encoder and a decoder: the likeliest tokens of the training program, from a source that
 is read once for all who share it."""
 
+import base64
+import io
+import json
 from functools import lru_cache
 
 import httpx
 import jax
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from meshwright.algebra.generation.program import Storage
+from meshwright.api.running import TextOptions, generate_text
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.core.errors import InputError
 from meshwright.parallel.generation.packed_step import PackedStep
@@ -17,13 +22,16 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.app import make_app
 from meshwright.serve.http.served import ServedModel
-from meshwright.serve.model_folder import Text
-from meshwright.serve.request import TokenRequest
+from meshwright.serve.model_folder import Text, open_model
+from meshwright.serve.offline.bulk import USUAL, read_prompts
+from meshwright.serve.request import SourceFeatures, TokenRequest
 from meshwright.spec.model import Encoder
 from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
 from tests.logits import logits_fn
+from tests.nn.families import CONFIGS
 from tests.parallel.generate_cases import float_params
 from tests.parallel.plain_encoder_decoder import T5, WHISPER
+from tests.parity import their_model
 from tests.serve.http.fake import in_loop
 
 START, NUM_TOKENS, PAGE_LEN = 3, 7, 4
@@ -137,6 +145,70 @@ async def test_a_prompt_over_http_is_the_source():
         assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (16, 15)
         for change in ({"max_tokens": 16}, {"prompt": [*source, 1]}, {"echo": True, "logprobs": 1}):
             assert (await client.post("/v1/completions", json=body | change)).status_code == 400
+
+
+def npy(values):
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+@in_loop
+async def test_a_file_of_features_over_http_is_the_source():
+    """In base64; the answer begins with the model's start tokens."""
+    model = replace(WHISPER, encoder=replace(WHISPER.encoder, features=6))
+    shape = 6, 2 * model.encoder.length
+    values, other = np.random.default_rng(2).normal(size=(2, *shape)).astype(np.float32)
+    engine = engine_of(model, float_params(model))
+    (expected,) = tokens_of(engine, [TokenRequest(prompt=(START,), source=SourceFeatures(values), max_tokens=5)])
+    served = ServedModel(name="speech", text=Text(), vocab_size=model.vocab_size)
+    app = make_app(Frontend(engine), served)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=600) as client,
+    ):
+        texts = [base64.b64encode(npy(array)).decode() for array in (values, other[None], np.asfortranarray(values))]
+        body = {"model": "speech", "prompt": texts, "temperature": 0, "max_tokens": 5}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert [choice["text"] for choice in answer["choices"]][::2] == [" ".join(map(str, expected))] * 2
+        for prompt, words in (
+            ("hello!", "not base64"),
+            ([3, 4], "not base64"),
+            (texts[0][:-8], "float32"),
+            (base64.b64encode(npy(values[:, 1:])).decode(), "reads features"),
+            (base64.b64encode(b"RIFF....WAVE").decode(), "no NumPy file"),
+            (base64.b64encode(npy(np.full(shape, np.nan))).decode(), "not finite"),
+        ):
+            refused = await client.post("/v1/completions", json=body | {"prompt": prompt})
+            assert (refused.status_code, words in refused.text) == (400, True), refused.text
+        echoed = await client.post("/v1/completions", json=body | {"echo": True})
+        assert (echoed.status_code, echoed.json()["error"]["param"]) == (400, "echo")
+
+
+def test_a_file_of_features_is_a_prompt(tmp_path):
+    """Of `generate`, by its name, also on a line of a file of prompts."""
+    theirs = their_model(CONFIGS["whisper"])
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"forced_decoder_ids": [[2, 7], [1, 9], [4, 8]]}))
+    opened, shape = open_model(tmp_path), (10, 48)
+    assert opened.model.encoder.start == (3, 9, 7, 8)
+    values = np.random.default_rng(2).normal(size=shape).astype(np.float32)
+    (tmp_path / "a.npy").write_bytes(npy(values))
+    prompt = str(tmp_path / "a.npy")
+    found = generate_text(tmp_path, [prompt, prompt], TextOptions(max_tokens=4))
+    assert found.texts[0] == found.texts[1]
+    tokens = [*opened.model.encoder.start]
+    for _ in range(4):
+        with torch.no_grad():
+            given = {"input_features": torch.tensor(values[None]), "decoder_input_ids": torch.tensor([tokens])}
+            tokens.append(int(theirs(**given).logits[0, -1].argmax()))
+    assert list(found.generated.completions[0].tokens) == tokens[-4:]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt}))
+    (line,) = read_prompts(opened, lambda _: None, tmp_path / "a.jsonl", USUAL)
+    assert line.request.source == SourceFeatures(values)
+    for name, words in (("b.npy", "No such file"), ("config.json", "no NumPy file")):
+        with pytest.raises(InputError, match=words):
+            opened.encode(str(tmp_path / name))
 
 
 def test_what_could_never_run_is_refused():

@@ -138,7 +138,7 @@ def generate_text(
 
     start_s = time.perf_counter()
     source = open_model(Path(folder), options.adapters or {})
-    prompt_ids = [source.text.encode(text) for text in prompts]
+    prompt_ids = [source.encode(text) for text in prompts]
     sampling = fitted(options.sampling or LIKELIEST, type(LIKELIEST), "TextOptions.sampling")
     requests = as_requests(prompt_ids, max_tokens=options.max_tokens, sampling=sampling, end_tokens=source.end_tokens)
     max_positions, num_new = source.model.max_positions, options.max_tokens

@@ -111,7 +111,8 @@ def with_usual(options: EngineOptions, platform: str, dtype: str, strategy: Stra
 
 def usual_mesh(model: Model, num_devices: int) -> dict[str, int]:
     """Returns the mesh for devices that no plan is for: tensor as far as it divides heads and widths, else data."""
-    tensor_size = math.gcd(num_devices, *(model.dims[dim] for dim in ("N", "K", "F", "Fe", "Fs") if dim in model.dims))
+    split_dims = ("N", "K", "F", "Fe", "Fs", "Nx", "Kx", "Fx")
+    tensor_size = math.gcd(num_devices, *(model.dims[dim] for dim in split_dims if dim in model.dims))
     return {"data": num_devices // tensor_size, "tensor": tensor_size}
 
 

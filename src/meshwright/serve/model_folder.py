@@ -13,6 +13,7 @@ from meshwright.nn.hf.adapter import ADAPTER_CONFIG, adapted_model, base_folder,
 from meshwright.nn.hf.beside import files_beside
 from meshwright.nn.hf.gguf import as_folder, open_files
 from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, TOKENIZER, end_tokens, read_tokenizer, start_tokens
+from meshwright.serve.request import Prompt, SourceFeatures
 from meshwright.spec.hf.published import folder_weights
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
@@ -57,9 +58,22 @@ class ModelFolder(NamedTuple):
     adapters: Mapping[str, Path] = {}
     notes: tuple[str, ...] = ()
 
-    def context_of(self, prompt: Sequence[int]) -> Sequence[int]:
+    def encode(self, prompt: str) -> Prompt:
+        """Returns the tokens of a text, or what the NumPy file of that name has where an encoder reads features. Raises
+        InputError for another file."""
+        if not (self.model.encoder and self.model.encoder.features):
+            return self.text.encode(prompt)
+        try:
+            return SourceFeatures.read(Path(prompt).expanduser().read_bytes(), prompt)
+        except OSError as error:
+            raise InputError(
+                f"{self.model.name} reads features, and {prompt[:80]!r} is no file of them ({error.strerror}). Give a "
+                "NumPy file's name as the prompt."
+            ) from None
+
+    def context_of(self, prompt: Prompt) -> Sequence[int]:
         """Returns what a text goes on from: the prompt, which an encoder reads apart."""
-        return () if self.model.encoder else prompt
+        return () if self.model.encoder or isinstance(prompt, SourceFeatures) else prompt
 
     def served(self, weights: str, platform: str) -> "ModelFolder":
         """Returns the folder as it is loaded. Every weight is widened if ``weights`` of another dtype are made of them,

@@ -1,9 +1,11 @@
 """What an engine is asked for, and what it says of each token."""
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from io import BytesIO
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -29,6 +31,28 @@ class SourceFeatures:
         self.values = np.ascontiguousarray(values, np.float32)
         self.digest = hashlib.sha256(self.values.tobytes()).digest()
 
+    @classmethod
+    def read(cls, npy: bytes, name: str) -> "SourceFeatures":
+        """Returns the features of a NumPy file, [features, 2 positions] or [1, features, 2 positions] of floats, as
+        Whisper's feature extractors make them. Raises InputError for other files; ``name`` is what it calls them."""
+        advice = "Save log-mel features by numpy.save, floats [bins, frames]."
+        file = BytesIO(npy)
+        try:
+            version = np.lib.format.read_magic(file)
+            read_header = (
+                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            )
+            shape, is_fortran, dtype = read_header(file)
+        except ValueError:
+            raise InputError(f"{name} is no NumPy file of an array. {advice}") from None
+        shape = shape[1:] if shape[:1] == (1,) else shape
+        if dtype.kind != "f" or len(shape) != 2 or len(npy) - file.tell() != math.prod(shape) * dtype.itemsize:
+            raise InputError(f"{name} has {dtype} {list(shape)} in {len(npy):,} bytes. {advice}")
+        values = np.frombuffer(npy, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran else "C")
+        if not np.isfinite(values).all():
+            raise InputError(f"{name} has values that are not finite. {advice}")
+        return cls(values)
+
     def __len__(self) -> int:
         return self.values.shape[1] // 2
 
@@ -39,6 +63,10 @@ class SourceFeatures:
         return isinstance(other, SourceFeatures) and self.digest == other.digest
 
 
+Prompt = Sequence[int] | SourceFeatures
+"""What is gone on from: tokens, or what an encoder of features reads."""
+
+
 class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to go on from. A request ends before a token of ``stop_tokens``, once it has ``min_tokens``, or after
     ``max_tokens``. ``logprobs``: how many of the likeliest tokens are reported beside each (0: its own log-probability
@@ -46,8 +74,8 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     be 0. With a ``grammar``, the state of an answer without a token, the output is one of its texts, unless
     ``max_tokens`` cuts it off. ``adapter`` is the name of one of the engine's, "" for none. An engine of an encoder and
     a decoder takes the prompt of a request without ``source`` as what the encoder reads, and begins its answer with the
-    model's start tokens; with ``source`` the answer goes on from the prompt. Raises InputError for what no engine could
-    run."""
+    model's start tokens; with ``source`` the answer goes on from the prompt, or from these where it is empty. Raises
+    InputError for what no engine could run."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -60,8 +88,15 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     source: tuple[int, ...] | SourceFeatures = ()
 
+    @classmethod
+    def of(cls, prompt: "Prompt", **fields: Any) -> "TokenRequest":
+        """Returns the request of a prompt, which is the source where it is of features."""
+        if isinstance(prompt, SourceFeatures):
+            return cls(prompt=(), source=prompt, **fields)
+        return cls(prompt=tuple(prompt), **fields)
+
     def __post_init__(self) -> None:
-        if not self.prompt:
+        if not self.prompt and not self.source:
             raise InputError("the prompt is empty. Give at least one word or token.")
         if self.max_tokens < (0 if self.echo else 1):
             raise InputError(f"max_tokens={self.max_tokens} must be at least 1, or 0 with echo.")
@@ -99,14 +134,14 @@ class RequestBounds(NamedTuple):
 
     def resolved(self, request: TokenRequest) -> TokenRequest:
         """Returns the request whose prompt is the decoder's, with its source if the model has an encoder."""
-        if not self.source_len or request.source or self.features:
+        if not self.source_len or (request.source and request.prompt):
             return request
-        return replace(request, source=request.prompt, prompt=self.start_tokens)
+        return replace(request, source=request.source or request.prompt, prompt=self.start_tokens)
 
     def check(self, request: TokenRequest) -> None:
         """Raises InputError for a request that could never run."""
         if request.source and not self.source_len:
-            raise InputError("this model has no encoder, and a source is given. Give it as the prompt.")
+            raise InputError("this model has no encoder, and a source is given. Give a prompt alone.")
         if self.source_len and request.echo and not request.source:
             raise InputError("an encoder reads the prompt, which is no part of the answer. Leave echo out.")
         request = self.resolved(request)
@@ -140,7 +175,7 @@ class RequestBounds(NamedTuple):
         if self.features and shape != (self.features, 2 * self.source_len):
             raise InputError(
                 f"the encoder reads features [{self.features}, {2 * self.source_len}], and the source is "
-                f"{list(shape) or 'tokens'}. Give a request with SourceFeatures of that shape."
+                f"{list(shape) or 'tokens'}. Give a NumPy file of an array of that shape."
             )
         if shape and not self.features:
             raise InputError("the encoder reads tokens, and the source is of features. Give tokens.")

@@ -1,5 +1,6 @@
 """Reads the tokenizer of a Hugging Face folder, its special tokens and those that end a text."""
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,14 @@ def end_token(tokenizer: Tokenizer, name: str | None) -> int | None:
 
 def start_tokens(folder: Path, usual: int) -> tuple[int, ...]:
     """Returns the tokens that the decoder beside an encoder begins with: ``decoder_start_token_id`` of a folder's
-    generation config or config, else the ``usual`` one, then its ``forced_bos_token_id``."""
+    generation config or config, else the ``usual`` one, then its ``forced_bos_token_id`` or what ``forced_decoder_ids``
+    has without a gap, as Whisper's for English has."""
     configs = [read_table(folder / file, remedy="fetch it again") for file in (GENERATION, CONFIG)]
     names = "decoder_start_token_id", "forced_bos_token_id"
     starts, forced = ([config[name] for config in configs if config.get(name) is not None] for name in names)
-    return (*(starts or [usual])[:1], *forced[:1])
+    places = next((places for config in configs if (places := config.get("forced_decoder_ids"))), list[Any]())
+    told = takewhile(lambda token: token is not None, (token for _, token in sorted(places)))
+    return (*(starts or [usual])[:1], *(forced[:1] or told))
 
 
 def end_tokens(folder: Path, tokenizer: Tokenizer | None) -> list[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from base64 import b64decode
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from meshwright.serve.http.bodies import (
 )
 from meshwright.serve.http.errors import RequestError
 from meshwright.serve.http.served import ServedModel
-from meshwright.serve.request import RequestBounds, TokenRequest
+from meshwright.serve.request import Prompt, RequestBounds, SourceFeatures, TokenRequest
 
 COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that does not say it, as OpenAI has it; a chat may go on to the model's limit."""
@@ -57,10 +58,16 @@ async def asked_of_completion(body: CompletionBody, served: ServedModel, fronten
     special = body.add_special_tokens is not False
     inputs = _prompts("" if body.prompt is None else body.prompt)
     _require_room(len(inputs) * (body.n or 1), frontend)
-    for item in inputs:  # all of them before any is encoded, which takes longer
-        if isinstance(item, str):
-            _require_length(item, "prompt", served, frontend)
-    prompts = [tuple(await encoded(served, item, special)) if isinstance(item, str) else tuple(item) for item in inputs]
+    if body.echo and frontend.bounds.source_len:
+        raise RequestError("an encoder reads the prompt, which is no part of the answer. Leave echo out.", param="echo")
+    prompts: list[Prompt]
+    if frontend.bounds.features:
+        prompts = [_features(item) for item in inputs]
+    else:
+        for item in inputs:  # all of them before any is encoded, which takes longer
+            if isinstance(item, str):
+                _require_length(item, "prompt", served, frontend)
+        prompts = [await encoded(served, item, special) if isinstance(item, str) else item for item in inputs]
     asked_text = _asked(body, served, frontend, prompts, body.logprobs, await _grammar(body, served))
     if body.echo:
         decode = served.text_of(body.skip_special_tokens).decode
@@ -78,7 +85,7 @@ async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend)
     effort_variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     text = await chat_text(served, body.messages, body.tools, effort_variables | template_variables(body))
     _require_length(text, "messages", served, frontend)
-    prompt = tuple(await encoded(served, text, bool(body.add_special_tokens)))
+    prompt = await encoded(served, text, bool(body.add_special_tokens))
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _asked(body, served, frontend, [prompt], num_logprobs, await _grammar(body, served))
 
@@ -214,11 +221,24 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     return prompt
 
 
+def _features(prompt: str | list[int]) -> SourceFeatures:
+    """Returns the features that a prompt has as a NumPy file in base64. Raises RequestError for anything else."""
+    try:
+        if not isinstance(prompt, str):
+            raise ValueError("tokens")
+        return SourceFeatures.read(b64decode(prompt, validate=True), "prompt")
+    except InputError as error:
+        raise RequestError(str(error), param="prompt") from None
+    except ValueError:
+        fault = "the encoder reads features, and prompt is not base64"
+        raise RequestError(f"{fault}. Send a NumPy file of log-mel features in base64.", param="prompt") from None
+
+
 def _asked(
     body: GenerationBody,
     served: ServedModel,
     frontend: Frontend,
-    prompts: list[tuple[int, ...]],
+    prompts: Sequence[Prompt],
     num_logprobs: int | None,
     grammar: LLMatcher | None,
 ) -> AskedText:
@@ -234,11 +254,12 @@ def _asked(
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32  # clients send 64 signed bits
     requests, scores_prompts = list[TokenRequest](), is_echoed and num_logprobs is not None
     for prompt in prompts:
-        require_tokens(prompt, vocab_size, "prompt")
+        if not isinstance(prompt, SourceFeatures):
+            require_tokens(prompt, vocab_size, "prompt")
         max_tokens = _max_tokens(body, len(prompt), frontend.bounds)
         requests += (
-            TokenRequest(
-                prompt=prompt,
+            TokenRequest.of(
+                prompt,
                 max_tokens=max_tokens,
                 min_tokens=body.min_tokens or 0,
                 sampling=sampling_of(body, vocab_size, seed=seed, number=sequence_index),

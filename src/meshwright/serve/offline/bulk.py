@@ -15,7 +15,7 @@ from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
 from meshwright.serve.model_folder import ModelFolder
-from meshwright.serve.request import TokenRequest
+from meshwright.serve.request import SourceFeatures, TokenRequest
 
 AHEAD = 4
 """Requests in the engine at most, times those that run at once."""
@@ -120,9 +120,8 @@ def read_prompts(
     for line_number, fields in json_rows(path, read_text(path, "Give a file with a JSON object on each line."), _LIKE):
         try:
             line = _prompt_line(fields)
-            tokens = source.text.encode(line.prompt) if isinstance(line.prompt, str) else line.prompt
-            request = TokenRequest(
-                prompt=tuple(tokens),
+            request = TokenRequest.of(
+                source.encode(line.prompt) if isinstance(line.prompt, str) else line.prompt,
                 max_tokens=usual.max_tokens if line.max_tokens is None else line.max_tokens,
                 sampling=line.sampling or usual.sampling,
                 stop_tokens=source.end_tokens,
@@ -148,7 +147,9 @@ def _prompt_line(fields: dict[str, Any]) -> PromptLine:
 
 
 def _digest(source: ModelFolder, request: TokenRequest) -> str:
-    facts = source.model.name, request.prompt, request.max_tokens, request.sampling, request.adapter
+    features = request.source.digest.hex() if isinstance(request.source, SourceFeatures) else ""
+    prompt = request.prompt or features
+    facts = source.model.name, prompt, request.max_tokens, request.sampling, request.adapter
     return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
 

@@ -1,13 +1,13 @@
 """Prompts through an engine, all at once."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
-from meshwright.serve.request import Finish, TokenEngine, TokenRequest
+from meshwright.serve.request import Finish, Prompt, TokenEngine, TokenRequest
 
 OnToken = Callable[[int, int], None]
 """Called with the index of a prompt and its next token, except for the end token."""
@@ -37,7 +37,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def as_requests(
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     *,
     max_tokens: int,
     sampling: Sampling | Sequence[Sampling] = LIKELIEST,
@@ -51,14 +51,15 @@ def as_requests(
     if not prompts:
         raise InputError("there is no prompt. Give at least one.")
     samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-    last_copy_of_prompt, requests = dict[tuple[int, ...], int](), list[TokenRequest]()
-    for prompt_number, (prompt, base_sampling) in enumerate(zip(map(tuple, prompts), samplings, strict=True), start=1):
-        if not prompt:
+    last_copy_of_prompt, requests = dict[Hashable, int](), list[TokenRequest]()
+    for prompt_number, (prompt, base_sampling) in enumerate(zip(prompts, samplings, strict=True), start=1):
+        if not len(prompt):
             raise InputError(f"prompt {prompt_number} is empty. Give at least one word or token.")
-        copy_number = last_copy_of_prompt[prompt] = last_copy_of_prompt.get(prompt, -1) + 1
+        request = TokenRequest.of(prompt, max_tokens=max_tokens, stop_tokens=frozenset(end_tokens))
+        key = request.prompt, request.source
+        copy_number = last_copy_of_prompt[key] = last_copy_of_prompt.get(key, -1) + 1
         own_sampling = msgspec.structs.replace(base_sampling, number=base_sampling.number + copy_number)
-        stop_ids = frozenset(end_tokens)
-        requests.append(TokenRequest(prompt=prompt, max_tokens=max_tokens, sampling=own_sampling, stop_tokens=stop_ids))
+        requests.append(msgspec.structs.replace(request, sampling=own_sampling))
     return requests
 
 
