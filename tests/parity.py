@@ -58,10 +58,14 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
 context that its rope was stretched from, where it is stretched."""
 
 
+STACKS = {"decoder_layers": "encoder_layers", "num_decoder_layers": "num_layers"}
+"""Keys for the layers of a decoder, and for those of the encoder beside it."""
+
+
 def shapes_of(case: str) -> dict[str, str]:
-    """Further shapes of a case and their meshes: encoder-decoders do not run in pipelines."""
-    has_encoder = model_of(case).encoder is not None
-    return {name: mesh for name, (_, mesh) in SHAPES.items() if not (has_encoder and mesh == PIPELINE)}
+    """Further shapes of a case, and their meshes."""
+    has_kv_heads = "num_key_value_heads" in CONFIGS[case]
+    return {name: mesh for name, (_, mesh) in SHAPES.items() if has_kv_heads or name != "one kv head"}
 
 
 # The frequencies of dynamic scaling follow the length of what is there: in transformers the present one of a text that
@@ -90,6 +94,9 @@ def config_of(case: str, shape: str = "") -> dict[str, Any]:
     given = dict(SHAPES[shape][0]) if shape else {}
     if "n_embd" in config:
         given = {{"num_hidden_layers": "n_layer"}.get(key, key): value for key, value in given.items()}
+    for key in STACKS.keys() & config.keys():
+        if num_layers := given.pop("num_hidden_layers", None):
+            given |= {key: num_layers, STACKS[key]: num_layers + 1}
     if "kv_lora_rank" in config or "num_key_value_heads" not in config:
         given.pop("num_key_value_heads", None)  # others have as many as heads, or their own key
     for key, value in given.items():

@@ -24,7 +24,7 @@ KERNELS = {
 
 BUDGETS = {
     "core": 1_152, "masks": 1_222, "spec": 4_317, "algebra": 7_632, "cost": 6_107, "plan": 5_637, "nn": 9_750_746,
-    "parallel": 3_689, "hlo": 2_025, "train": 4_546, "serve": 5_759_686, "verify": 1_676, "profile": 1_800,
+    "parallel": 3_713, "hlo": 2_025, "train": 4_546, "serve": 5_759_686, "verify": 1_676, "profile": 1_800,
     "accuracy": 2_008, "bench": 3_018, "report": 3_456, "api": 687, "cli": 5_369, "calculators": 9_574,
     "batching": 1_532, "simulate": 276,
 }  # fmt: skip

@@ -99,6 +99,27 @@ def assert_equals_plain(model, strategy, *, rows=batch, options=PLAIN):
         np.testing.assert_allclose(np.asarray(gradients[name]), value, rtol=0, atol=RELATIVE * scale, err_msg=name)
 
 
+def gradients_of(model, axes, choices):
+    step = TrainStep(model, strategy_of(axes, **choices))
+    params = jax.device_put(step.from_canonical(params_of(model)), step.state_shardings.params)
+    loss, gradients = step.gradients(params, batch(model))
+    return float(loss), step.to_canonical(gradients)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("uneven-stages", "chunks", "split", "both-ways")]
+)
+def test_stages_pass_on_the_stream_of_layers_that_norm_it(name):
+    """As BART's and Marian's do: a layer of zeros in the place of one of the other stack would leave nothing of it."""
+    model = msgspec.structs.replace(WHISPER, name="bart-like", sum_norms=True, pre_norms=False)
+    expected_loss, expected = gradients_of(model, *STRATEGIES["one"])
+    loss, gradients = gradients_of(model, *STRATEGIES[name])
+    assert abs(loss / expected_loss - 1) < RELATIVE
+    for weight, value in expected.items():
+        scale = np.abs(expected[weight.replace("bk", "bv")] if weight.endswith("bk") else value).max()
+        np.testing.assert_allclose(gradients[weight], value, rtol=0, atol=10 * RELATIVE * scale, err_msg=weight)
+
+
 @pytest.mark.slow
 def test_compiled_collectives_are_the_derived_ones():
     """But for the table of tokens, which both stacks gather before their first layer, and the compiler once."""

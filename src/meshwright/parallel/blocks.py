@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -55,6 +56,12 @@ class Cotangents(NamedTuple):
     further: Inputs
 
 
+def presence_of(block_name: str) -> str:
+    """Returns the name of a number that is 0 in a layer of zeros, which passes its stream on, and else 1. Only layers
+    that norm the stream itself are given it: with weights of zeros the others add nothing to it."""
+    return f"{block_name}_presence"
+
+
 @dataclass(frozen=True)
 class BlockPasses:
     """The passes of a block under one derivation. Arrays are one device's shards."""
@@ -91,6 +98,11 @@ class BlockPasses:
     def counts(self) -> dict[str, ShardedArray]:
         """The arrays of the router's counts, which the backward pass returns with the gradients; see `counts_of`."""
         return counts_of(self.steps)
+
+    @cached_property
+    def presence(self) -> str:
+        """The name of the number of `presence_of`."""
+        return presence_of(self.steps.block.name)
 
     @cached_property
     def computes_again(self) -> bool:
@@ -136,8 +148,11 @@ class BlockPasses:
         saved = tuple(env[array] for array in self.steps.kept)
         if _has_one_layout():
             saved = jax.tree.map(as_stored, saved)
+        result = env[self.steps.forward[-1].result]
+        if stream is not None and self.presence in weights:
+            result = jnp.where(weights[self.presence] > 0, result, stream)
         # what runs again is used at once
-        return env[self.steps.forward[-1].result], saved if again else self.moved(saved, jax.memory.Space.Host)
+        return result, saved if again else self.moved(saved, jax.memory.Space.Host)
 
     def backward(
         self,
@@ -163,6 +178,8 @@ class BlockPasses:
         env |= {dresult: cotangents.stream} | {dfurther[name]: value for name, value in cotangents.further.items()}
         env = self._run(self._backward_at(self._split.inputs) if split else once_per_layer(steps), env, ready)
         dstream = env[cotangent_of(self.derived, self.entering)] if self.entering else None
+        if dstream is not None and self.presence in weights:
+            dstream = jnp.where(weights[self.presence] > 0, dstream, cotangents.stream)
         grads_or_operands = tuple(env[array] for array in self.handed) if split else self._gradients(env)
         return Cotangents(dstream, {name: env[array] for name, array in dfurther.items()}), grads_or_operands
 

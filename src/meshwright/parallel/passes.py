@@ -446,7 +446,7 @@ class Passes:
 
         def of_layer(position: int, kind: str, number: LayerIndex) -> Params:
             row, block = span.row(position, number), self._blocks[kind]
-            names = (name for name in (*block.weights, *block.counts) if name in params)
+            names = (name for name in (*block.weights, *block.counts, block.presence) if name in params)
             return {name: as_stored(lax.dynamic_index_in_dim(params[name], row, keepdims=False)) for name in names}
 
         return lambda iteration_index: tuple(of_layer(i, kind, iteration_index) for i, kind in enumerate(span.pattern))

@@ -22,7 +22,7 @@ from meshwright.core.errors import CannotRunError
 from meshwright.nn.context import Context
 from meshwright.nn.order import zeros_after
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import Inputs, apply_collectives
+from meshwright.parallel.blocks import Inputs, apply_collectives, presence_of
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.executor import AXIS, StageFunctions, StageWeights, Stream, run_schedule
 from meshwright.parallel.pipeline.stacks import StagePasses
@@ -117,13 +117,17 @@ class Pipeline:
         present_rows = np.flatnonzero(np.concatenate(rows_by_router, axis=1) >= 0)
         return {name: metric[present_rows] for name, metric in extras.items()}
 
+    def _of_device(self, rows: np.ndarray) -> Array:
+        """Returns this device's part of rows of all devices."""
+        return jnp.asarray(rows.reshape(self.schedule.num_devices, -1))[lax.axis_index(AXIS)]
+
     def _of_layers(self, grads: Params) -> Params:
         """Returns the gradients of a device, zero for layers of zeros, which stay so."""
 
         def own(name: str, grad: Array) -> Array:
             if (self._rows_of[name] >= 0).all():
                 return grad
-            is_real = jnp.asarray(self._rows_of[name].reshape(self.schedule.num_devices, -1) >= 0)[lax.axis_index(AXIS)]
+            is_real = self._of_device(self._rows_of[name] >= 0)
             return jnp.where(is_real.reshape(-1, *[1] * (grad.ndim - 1)), grad, zeros_after((), grad.dtype, grad))
 
         return {name: own(name, grad) for name, grad in grads.items()}
@@ -148,6 +152,9 @@ class Pipeline:
         num_runs = self.schedule.num_chunks // self.schedule.weight_copies
         for name in self._passes.between:  # every run of layers has them
             layer_params[name] = jnp.broadcast_to(params[name], (num_runs, *params[name].shape))
+        for block_name, rows in layer_rows(self.schedule, self._names).items():
+            if (rows < 0).any() and self.context.model.sum_norms:
+                layer_params[presence_of(block_name)] = self._of_device(rows >= 0).astype(jnp.float32)
         num_parts = self.schedule.num_microbatches
         microbatches = {n: a.reshape(num_parts, a.shape[0] // num_parts, *a.shape[1:]) for n, a in inputs.items()}
         return run_schedule(tables, self.stages(dloss), StageWeights(layer_params, end_params), microbatches)
