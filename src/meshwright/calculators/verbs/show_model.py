@@ -229,7 +229,8 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
         yield Fact("active per token", f"{active_params:,} ({format_params(active_params)})")
     if extra := facts["mtp_params"]:
         yield Fact("besides", f"{extra:,} ({format_params(extra)}) that predict the token after the next (mtp_weight)")
-    yield Fact("training", f"{format_flop_count(facts['train_flops_per_token'])} a token (6 N, N without the look-up)")
+    token = "a token" if m.encoder is None else "a token of source and one of target"
+    yield Fact("training", f"{format_flop_count(facts['train_flops_per_token'])} {token} (6 N, N without the look-up)")
     yield Fact(
         "attention",
         f"its own products equal the layers' matmul FLOPs at {_positions(facts['attention_equal_len'])}, those of its "
@@ -244,7 +245,8 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
             f"generation, at {intensity['positions']:,} positions{' without a window' * bool(m.sliding_layers)}: "
             f"T S G / (T G + S)",
         )
-    yield Fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")
+    both = ", and as much a token of source" * bool(m.encoder)
+    yield Fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16{both}")
     states_text = ", ".join(f"{state} {format_bytes(num_bytes)}" for state, num_bytes in facts["state_bytes"].items())
     if folder := facts.get("folder"):
         dtypes_text = ", ".join(

@@ -108,7 +108,8 @@ def mfu_words(model: Model) -> str:
         heads = heads.removesuffix(" H") if full_width else heads
         scores = f"{heads} ({sums_text}), W the window of {model.sliding_window:,} or T"
     experts_text = "of chosen experts, " * bool(model.num_experts)
-    suffix = ", the encoder" * bool(model.encoder) + ", with both unembeddings" * bool(model.mtp_layers)
+    scores += " and the encoder" * bool(model.encoder)
+    suffix = ", with both unembeddings" * bool(model.mtp_layers)
     return f"{products_text} + {scores}, N {experts_text}without the look-up{suffix}, no causal discount"
 
 
