@@ -3,10 +3,11 @@ import json
 import pytest
 from msgspec.structs import replace
 
+from meshwright.core.errors import InputError
 from meshwright.spec import catalogue
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.hf.write import config_from_model, text_model
-from meshwright.spec.model import Model, RopeScaling
+from meshwright.spec.model import Encoder, Model, RopeScaling
 
 
 def read_back(model: Model) -> Model:
@@ -62,3 +63,15 @@ def test_a_nested_decoder_is_written_as_the_text_model_it_is():
     nested = replace(catalogue.load_model("gemma3-27b"), weights_prefix="language_model.model.")
     assert config_from_model(nested)["model_type"] == "gemma3_text"
     assert read_back(nested).weights_prefix == "model."
+
+
+def test_what_a_family_has_no_keys_for_is_kept():
+    """As options set it: an encoder beside a llama, a bound on scores. Others read the rest."""
+    encoder = Encoder(num_layers=2, length=8, start_token=3)
+    model = replace(catalogue.load_model("tiny"), encoder=encoder, attention_softcap=30.0, relative_buckets=8)
+    written = config_from_model(model)
+    assert written["meshwright"].keys() == {"encoder", "attention_softcap", "relative_buckets"}
+    assert read_back(model) == model
+    for own_fields, words in (({"colour": 1}, "colour is not a field"), (5, "meshwright is 5"), ({"d_ff": 0}, "d_ff")):
+        with pytest.raises(InputError, match=words):
+            model_from_config(written | {"meshwright": own_fields}, "x")

@@ -34,6 +34,8 @@ from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeSca
 
 MASK_KEYS = ("attention_mask", "attention_score")
 """Keys that transformers does not have: the fields of `Model` for a mask and a score rule by name."""
+OWN_FIELDS = "meshwright"
+"""A key of ours: fields of `Model` that the family has no keys for, with their values."""
 
 ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 _NEEDS: dict[type, tuple[tuple[type, ...], str]] = {
@@ -87,7 +89,7 @@ class _Config:
 
         A key changes nothing that transformers' code of the family does not read, by `config_fields`.
         """
-        known_keys, fields = {*self.form.known, *MASK_KEYS}, config_fields()
+        known_keys, fields = {*self.form.known, *MASK_KEYS, OWN_FIELDS}, config_fields()
         unused_keys = {*fields["common"], *fields["families"][self.family]["not_read"]}
         rotary_values = {key: self.rope[key] for key in self.rope.keys() - {"type", "rope_theta", *ROPE_KEYS.values()}}
         for key, value in (*self.given.items(), *rotary_values.items()):
@@ -264,7 +266,7 @@ def _fields(config: _Config) -> HfFields:
         fields |= {"num_shared_experts": 1, "shared_expert_gate": True}
     fields |= _encoder(config) | (_t5_fields(config) if config.has("feed_forward_proj") else {})
     config.require_understood()
-    return fields
+    return fields | (config.read(OWN_FIELDS, dict) if config.has(OWN_FIELDS) else {})
 
 
 def _encoder(config: _Config) -> HfFields:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from meshwright.spec.hf.families import ROPE_KEYS, HfFields, formats
-from meshwright.spec.hf.read import MASK_KEYS
+from meshwright.spec.hf.read import MASK_KEYS, OWN_FIELDS, model_from_config
 from meshwright.spec.model import Model, RopeScaling
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -18,8 +18,23 @@ TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def config_from_model(model: Model) -> HfFields:
     """Returns the config.json object of a model, such that `spec.hf.read.model_from_config` returns the same model.
 
-    A decoder that was nested in a multimodal model is written as a text model (see `text_model`).
+    A decoder that was nested in a multimodal model is written as a text model (see `text_model`). What the family has
+    no keys for is under `OWN_FIELDS`, which transformers does not read.
     """
+    config = _of_family(model)
+    back = model_from_config(config, model.name)
+    elsewhere = {*_ELSEWHERE, *["encoder"] * bool(formats()[model.family].encoder)}
+    names = (name for name in model.__struct_fields__ if name not in elsewhere)
+    own_fields = {n: msgspec.to_builtins(v) for n in names if (v := getattr(model, n)) != getattr(back, n)}
+    return config | ({OWN_FIELDS: own_fields} if own_fields else {})
+
+
+_ELSEWHERE = ("name", "weights_prefix", "stored", "lora", "mtp_weight", "num_mtp_layers")
+"""Fields that a folder has in its weights, in an adapter or nowhere."""
+
+
+def _of_family(model: Model) -> HfFields:
+    """Returns the keys that the model's family has."""
     form = formats()[model.family]
     camel_name = _CLASSES.get(model.family, model.family.title().replace("_", ""))
     head_name = "ForConditionalGeneration" if model.encoder else "ForCausalLM"
