@@ -76,6 +76,7 @@ CASES = {
     "causal": (mods.causal(), lambda b, i, j: j <= i),
     "sliding_window": (mods.sliding_window(5), lambda b, i, j: j in range(i - 4, i + 1)),
     "window": (mods.window(5), lambda b, i, j: j > i - 5),
+    "chunked": (mods.chunked(5), lambda b, i, j: j in range(i // 5 * 5, i + 1)),
     "local": (mods.local(3), lambda b, i, j: j in range(i - 3, i + 4)),
     "prefix_lm": (mods.prefix_lm(PREFIX), lambda b, i, j: j <= i or j < PREFIX[b]),
     "document": (mods.document(DOCUMENTS), lambda b, i, j: DOCUMENTS[b, i] == DOCUMENTS[b, j]),

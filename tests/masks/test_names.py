@@ -78,6 +78,7 @@ def test_score_rules_are_applied_from_left_to_right():
         ("noop", {"noop": ()}),
         ("causal & document", {"causal": (), "document": ()}),
         ("sliding_window(8) & document", {"causal": (), "window": (8,), "document": ()}),
+        ("chunked(8) & sliding_window(3)", {"causal": (), "window": (3,), "chunk": (8,)}),
         ("local(4)", {"local": (4,)}),
         ("causal | document", {}),
         ("document & (causal | local(2))", {}),
@@ -102,7 +103,7 @@ def test_pages_of_an_example_fit_its_slots():
 
 BAD = [
     ("causl", r"a mask 'causl': there is no 'causl'. Did you mean 'causal'\? `meshwright mask` lists all"),
-    ("xyzzy", r"there is no 'xyzzy'. Known: causal, document"),
+    ("xyzzy", r"there is no 'xyzzy'. Known: causal, chunked, document"),
     ("alibi", r"there is no 'alibi'. Known: "),
     ("", r"a mask '' cannot be read. Write names like 'causal & document' or 'sliding_window\(1024\)'"),
     ("causal &", "cannot be read"),

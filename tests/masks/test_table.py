@@ -25,6 +25,7 @@ RANGED = {
     "noop": mods.noop(),
     "causal": mods.causal(),
     "sliding_window": mods.sliding_window(7),
+    "chunked": mods.chunked(7),
     "local": mods.local(4),
     "prefix_lm": mods.prefix_lm(np.array([9, 0], np.int32)),
     "document": mods.document(DOCUMENTS),

@@ -75,6 +75,15 @@ _GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+_LLAMA4 = {
+    "model_type": "llama4_text",
+    "num_hidden_layers": 4,
+    "attention_chunk_size": WINDOW,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "no_rope_layer_interval": 2,
+    "floor_scale": 5,
+}
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 _TEMPERED = _YARN | {"rope_theta": 1e6, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
 _LLAMA3 = {
@@ -222,6 +231,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 16,
         "rope_parameters": {**_TEMPERED, "rope_theta": 1e4},
     },
+    "llama4": _BASE | _LLAMA4 | {"rope_scaling": _LLAMA3, "attn_scale": 0.3},
+    "llama4-interleaved": _BASE
+    | _LLAMA4
+    | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True, "num_experts_per_tok": 2}
+    | {"layer_types": ["full_attention", "chunked_attention"] * 2},
     "arcee": _BASE | {"model_type": "arcee", "mlp_bias": True, "rope_scaling": _YARN},
     "starcoder2": _LAYER_NORM | {"model_type": "starcoder2", "sliding_window": WINDOW, "tie_word_embeddings": False},
     "gpt_neox": _NEOX | {"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 40, "rotary_emb_base": 500},

@@ -99,6 +99,11 @@ SMALL = {
     "whisper": _BART | {"num_mel_bins": 20, "encoder_attention_heads": 2, "encoder_ffn_dim": 80},
     "ministral3": _DENSE | {"head_dim": 20},
     "mistral4": _DENSE | _MLA,
+    "llama4": _DENSE
+    | {"model_type": "llama4_text", "intermediate_size_mlp": 80, "num_local_experts": 4, "head_dim": 20},
+    "llama4-interleaved": _DENSE
+    | {"model_type": "llama4_text", "num_local_experts": 4, "moe_layers": [1], "attention_bias": True}
+    | {"intermediate_size_mlp": 80},
 }
 
 

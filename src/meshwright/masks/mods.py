@@ -55,6 +55,16 @@ def sliding_window(size: int) -> Mask:
     return and_masks(causal(), window(size))
 
 
+def chunk(size: int) -> Mask:
+    """Returns the mask of pairs in one chunk of ``size`` positions, which begin at multiples of it."""
+    return lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size
+
+
+def chunked(size: int) -> Mask:
+    """Returns the causal mask within chunks of ``size`` positions. Source: Llama 4 (2025)."""
+    return and_masks(causal(), chunk(size))
+
+
 def local(radius: int) -> Mask:
     """Returns the mask of keys at most ``radius`` positions from the query, on both sides."""
     return lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) <= radius

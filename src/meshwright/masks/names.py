@@ -35,6 +35,7 @@ MASKS: dict[str, NamedMask] = {
     "noop": _entry(mods.noop, summary="all pairs"),
     "causal": _entry(mods.causal, summary="keys not later than the query"),
     "sliding_window": _entry(mods.sliding_window, "", "size", "causal, the last SIZE keys"),
+    "chunked": _entry(mods.chunked, "", "size", "causal, within chunks of SIZE"),
     "local": _entry(mods.local, "", "radius", "keys within RADIUS on both sides"),
     "prefix_lm": _entry(mods.prefix_lm, "prefix", "", "causal, and a prefix that all see"),
     "document": _entry(mods.document, "documents", "", "pairs in one document"),
@@ -124,8 +125,10 @@ def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping
     page_len = terms.get("paged", (0,))[0]
     if repeated_names or any(isinstance(node, ast.BitOr) for node in ast.walk(root_node)):
         terms = {}
-    elif "sliding_window" in terms:
+    if "sliding_window" in terms:
         terms |= {"causal": (), "window": terms.pop("sliding_window")}
+    if "chunked" in terms:
+        terms |= {"causal": (), "chunk": terms.pop("chunked")}
     return Rule(array_names, lambda *arrays: build(dict(zip(array_names, arrays, strict=True))), terms, page_len)
 
 

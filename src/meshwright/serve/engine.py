@@ -88,7 +88,7 @@ class Engine(TokenEngine):
                 f"{self._host_pages.page_bytes:,} bytes each. Give room for one at least, and keep the prefix cache on."
             )
         num_owners = step.num_owners
-        windows = step.model.sliding_window or 0, storage.window_pages
+        windows = step.model.sliding_window or 0, storage.window_pages, step.model.chunked_windows
         self._owners = [
             SequenceOwner(limits, i, num_owners, num_on_host=num_host_pages, windows=windows) for i in range(num_owners)
         ]

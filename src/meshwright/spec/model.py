@@ -63,6 +63,7 @@ Family = Literal[
     "whisper",
     "ministral3",
     "mistral4",
+    "llama4",
 ]
 FAMILIES: tuple[str, ...] = get_args(Family)
 """Families that are counted and planned; `Model.runs_here` says whether a model of one also runs."""
@@ -262,6 +263,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     wide_qk_norm: bool = False  # the norms of queries and keys are over all heads together
     qk_norm_last: bool = False  # they follow rope
     head_qk_norm: bool = False  # they are of the model's kind, and each head has scales of its own
+    qk_unit_norm: bool = False  # rotated queries and keys are divided by their root mean square, after rope
     parallel_block: bool = False  # attention and the feed-forward block read the same stream, and add to it
     shared_norm: bool = False  # they read it through one norm
 
@@ -291,6 +293,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    chunked_windows: bool = False  # these see a chunk up to the query: windows begin where chunks of positions do
     global_head_dim: int = 0  # width of heads in layers without a window; 0: as in the others
     num_global_kv_heads: int = 0  # likewise
     values_from_keys: bool = False  # layers without a window have no wv: values are the projection of keys
@@ -299,6 +302,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attention_sinks: bool = False
     query_temper: float = 0.0  # queries grow by this times ln(1 + floor(position / temper_length))
     temper_length: int = 0
+    temper_unrotated: bool = False  # in layers without rope alone, which count positions from 1
     query_pre_attn_scalar: float | None = None
     attention_multiplier: float | None = None  # on the attention scores, in place of 1 / sqrt(H)
     attention_softcap: float | None = None
@@ -317,6 +321,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     router_correction: bool = False  # a buffer that is added to the scores which choose experts, not to their weights
     gates_sum_to_one: bool = False  # weights of the chosen experts are divided by their sum
     routed_scale: float = 1.0  # factor on the weights of the chosen experts, applied last
+    weighted_inputs: bool = False  # what the chosen experts read is multiplied by the weights, not what they make
     expert_groups: int = 0  # groups of experts; a token chooses from its best groups_per_token groups; 0: from all
     groups_per_token: int = 0
     dense_layers: tuple[int, ...] = ()  # layers without experts, in a model that has experts

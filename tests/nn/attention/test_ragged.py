@@ -45,6 +45,7 @@ def cases(draw):
         length = draw(st.sampled_from([0, 1, 7, 40, 129, 300]))
         sequences.append((length, min(length, draw(st.sampled_from([0, 1, 1, 3, 40])))))
     options = {"window": draw(st.sampled_from([None, 1, 5, 150])), "softcap": draw(st.sampled_from([None, 0.7]))}
+    options["chunked"] = options["window"] is not None and draw(st.booleans())
     if draw(st.booleans()):
         options["sinks"] = np.linspace(-1, 2, 4).astype(np.float32)
     latent = draw(st.booleans())
@@ -110,6 +111,7 @@ def plain(case, call, parts, values, value_scale):
             )
             scores = call.softcap * np.tanh(scores / call.softcap) if call.softcap else scores
             seen = (at <= position) & (at > position - (call.window or length + 1))
+            seen &= not call.chunked or at // (call.window or 1) == position // (call.window or 1)
             if call.rule:
                 seen = np.ones_like(seen)
                 scores = np.asarray(call.rule(scores, np.array(b), np.array(n), np.array(position), at), np.float64)
@@ -163,11 +165,12 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "window"), sampled([("cpu", 150), ("cuda", None), ("tpu", 150)], ("cpu", 150), ("tpu", 150))
+    ("platform", "window"),
+    sampled([("cpu", 150), ("cuda", None), ("tpu", 150), ("tpu", -64)], ("cpu", 150), ("tpu", -64)),
 )
 def test_pages_whose_slots_are_spread_over_devices_are_attended_in_parts(platform, window, interpreted):
     """Largest scores and sums of each device make a whole of the parts; sinks count once."""
-    case = Case(CHUNKS, 15, SINKS | {"window": window}, "int8")
+    case = Case(CHUNKS, 15, SINKS | {"window": window and abs(window), "chunked": (window or 0) < 0}, "int8")
     call, parts, values, value_scale = drawn(case)
     found = []
     for rank in range(3):
@@ -189,6 +192,8 @@ def test_pages_whose_slots_are_spread_over_devices_are_attended_in_parts(platfor
     [
         pytest.param(DECODE, {}, "float32", False, marks=pytest.mark.slow),
         (DECODE, {"window": 5}, "int8", False),
+        pytest.param(DECODE, {"window": 150, "chunked": True}, "float32", False, marks=pytest.mark.slow),
+        (CHUNKS, SINKS | {"window": 64, "chunked": True}, "float32", False),
         pytest.param(CHUNKS, SINKS, "float8", False, marks=pytest.mark.slow),
         (CHUNKS, SINKS | {"window": 150}, "int8", True),
     ],
@@ -217,11 +222,19 @@ def test_rows_of_no_sequence_are_zero_and_pages_of_none_are_not_read():
     np.testing.assert_array_equal(again, found)
 
 
-@pytest.mark.parametrize(("window", "expected"), [(None, 3 + 1 + 2), (130, 2 + 1 + 2), (44, 1 + 1 + 2)])
-def test_tiles_are_those_that_queries_see(window, expected):
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 3 + 1 + 2),
+        ({"window": 130}, 2 + 1 + 2),
+        ({"window": 44}, 1 + 1 + 2),
+        ({"window": 128, "chunked": True}, 1 + 1 + 1),
+    ],
+)
+def test_tiles_are_those_that_queries_see(options, expected):
     """300, 7 and 129 positions in tiles of 128, whatever the page table could hold."""
     for more in (0, 50):
-        call, *_ = drawn(Case(DECODE, 16, {"window": window}))
+        call, *_ = drawn(Case(DECODE, 16, options))
         call = dataclasses.replace(call, pages=jnp.pad(call.pages, ((0, 0), (0, more))), platform="cuda")
         assert int(page_tiles(call, 1, 8, 16).ends[-1]) == expected
 

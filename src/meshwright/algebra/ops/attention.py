@@ -26,13 +26,15 @@ from meshwright.masks.user import is_users, table_of_user
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Details: ``sees_all`` says that every query sees every key, or all that ``mask`` leaves; ``window`` is in
-    positions, ``softcap`` bounds the scores, and ``ring`` has the mesh axes around which keys are sent. ``mask`` is
-    the rule in place of causal; ``score`` is one for scores, as `layers` writes them. With a ``distance`` scores
-    have T5's learnt bias of each head for each bucket of distances, of which all from ``distance`` on share the last.
+    positions, and ``chunked`` if it begins where the query's chunk of so many does. ``softcap`` bounds the scores,
+    ``ring`` has the mesh axes around which keys are sent. ``mask`` is the rule in place of causal; ``score`` is one for
+    scores, as `layers` writes them. With a ``distance`` scores have T5's learnt bias of each head for each bucket of
+    distances, of which all from ``distance`` on share the last.
     """
 
     sees_all: bool = False
     window: int | None = None
+    chunked: bool = False
     softcap: float | None = None
     mask: str = ""
     score: str = ""
@@ -159,27 +161,31 @@ MOST_BLOCKS = 512
 
 
 @lru_cache(maxsize=256)
-def block_share(mask: str, window: int | None, length: float) -> float:
+def block_share(mask: str, window: int | None, length: float, *, chunked: bool = False) -> float:
     """Returns the share of the blocks of a mask that exist, in blocks of 128 positions, or more of long sequences; with
     example data (`masks.names.example_data`) where the mask reads any. A user's mask is counted in a child process, for
     the first head."""
     seq_len = max(1, round(length))
     mask_sizes: dict[str, Any] = {"q_len": seq_len, "kv_len": seq_len, "block": max(128, -(-seq_len // MOST_BLOCKS))}
+    window_mask = None if window is None else mods.chunk(window) if chunked else mods.window(window)
     if is_users(mask):
-        window_mask = None if window is None else mods.window(window)
         block_kinds = table_of_user(mask, **mask_sizes).table.kinds * block_table(window_mask, **mask_sizes).kinds
         return float((block_kinds != NOTHING).mean())
     rule = mask_named(mask)
     predicate = rule.make(*example_data(rule, length=seq_len))
-    predicate = predicate if window is None else mods.and_masks(predicate, mods.window(window))
+    predicate = predicate if window_mask is None else mods.and_masks(predicate, window_mask)
     return 1 - block_table(predicate, **mask_sizes).sparsity()
 
 
-def keys_per_query(length: Number, *, window: int | None = None, causal: bool = False) -> Number:
+def keys_per_query(length: Number, *, window: int | None = None, causal: bool = False, chunked: bool = False) -> Number:
     """Returns the keys that a query attends to on average: T, or the window where that is shorter.
 
     With ``causal`` the first queries see fewer: W - W^2 / 2T with W the window or T, which is T / 2 without a window.
+    In n whole chunks and R positions more queries see (n W^2 + R^2) / T keys, with ``causal`` half of that.
     """
+    if window is not None and chunked:
+        num_in_chunks = (length // window * window**2 + (length % window) ** 2) / length
+        return num_in_chunks / 2 if causal else num_in_chunks
     num_keys = length if window is None else np.minimum(length, window)
     return num_keys - num_keys**2 / (2 * length) if causal else num_keys
 
@@ -191,15 +197,15 @@ def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
 
 def score_elements(step: Step, sizes: OpSizes) -> Number:
     """Returns the local B x N x T x S, S the keys of a query: all or the window, masked ones too unless causal."""
-    arrays, window = AttentionArrays.of(step), step.details.window
+    arrays, window, chunked = AttentionArrays.of(step), step.details.window, step.details.chunked
     q_sizes = sizes.local(arrays.q)
     num_keys = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)
     is_causal = sizes.causal and not step.details.sees_all
     if step.details.mask and not step.details.sees_all:
-        block_shares = np.vectorize(partial(block_share, step.details.mask, window))(num_keys)
+        block_shares = np.vectorize(partial(block_share, step.details.mask, window, chunked=chunked))(num_keys)
         num_keys = num_keys * (block_shares if isinstance(num_keys, np.ndarray) else float(block_shares))
     elif window is not None or is_causal:
-        num_keys = keys_per_query(num_keys, window=window, causal=is_causal)
+        num_keys = keys_per_query(num_keys, window=window, causal=is_causal, chunked=chunked)
     return q_sizes["B"] * q_sizes[arrays.q.dims[2]] * q_sizes[positions_of(arrays.q)] * num_keys
 
 

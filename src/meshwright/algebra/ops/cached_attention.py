@@ -61,17 +61,20 @@ def forward(tape: Tape) -> None:
 def slots_met(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots that a query meets on a device in the mean: the positions that it sees."""
     num_rows = sum(part.count * part.rows for part in sizes.sequences)
-    is_cross, window = step.details.sees_all, step.details.window
+    is_cross, window, chunked = step.details.sees_all, step.details.window, step.details.chunked
     num_pairs = sum(
-        part.count * part.rows * part.source if is_cross else part.pairs(window) for part in sizes.sequences
+        part.count * part.rows * part.source if is_cross else part.pairs(window, chunked=chunked)
+        for part in sizes.sequences
     )
     return num_pairs / num_rows / product(sizes.mesh[axis] for axis in split_slots(step))
 
 
 def slots_read(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots that a device reads: those that any row of its sequences sees."""
-    is_cross, window = step.details.sees_all, step.details.window
-    num_seen_slots = sum(part.count * part.source if is_cross else part.positions(window) for part in sizes.sequences)
+    is_cross, window, chunked = step.details.sees_all, step.details.window, step.details.chunked
+    num_seen_slots = sum(
+        part.count * part.source if is_cross else part.positions(window, chunked=chunked) for part in sizes.sequences
+    )
     owner_axes = next(array.axes[0] for array in step.inputs if array.dims == ("Q",))
     return num_seen_slots / product(sizes.mesh[axis] for axis in (*owner_axes, *split_slots(step)))
 

@@ -137,7 +137,7 @@ def attention_train_flops(model: Model, seq_len: Number) -> Number:
     """
     value_dim = model.v_head_dim if model.latent_attention else model.head_dim
     num_sliding = len(model.sliding_layers) if model.sliding_window else 0
-    keys_in_window = keys_per_query(seq_len, window=model.sliding_window)
+    keys_in_window = keys_per_query(seq_len, window=model.sliding_window, chunked=model.chunked_windows)
     keys_of_all_layers = (model.num_layers - num_sliding) * keys_per_query(seq_len) + num_sliding * keys_in_window
     return 6 * seq_len * keys_of_all_layers * model.num_heads * (model.head_dim + value_dim)
 

@@ -83,8 +83,8 @@ def _keys(model: Model, seq_len: float, window: int | None, *, causal: bool) -> 
     """Returns the keys that a query attends to; with ``causal`` without those that are masked, by blocks where the
     model has a mask of its own."""
     if model.attention_mask and causal:
-        return seq_len * block_share(model.attention_mask, window, seq_len)
-    return float(keys_per_query(seq_len, window=window, causal=causal))
+        return seq_len * block_share(model.attention_mask, window, seq_len, chunked=model.chunked_windows)
+    return float(keys_per_query(seq_len, window=window, causal=causal, chunked=model.chunked_windows))
 
 
 def token_flops(model: Model) -> float:
@@ -106,7 +106,8 @@ def mfu_words(model: Model) -> str:
         full_width = " Hf" if "Hf" in model.dims else ""
         sums_text = f"{model.num_layers - n_near}{full_width} T + {n_near}{' H' if full_width else ''} W"
         heads = heads.removesuffix(" H") if full_width else heads
-        scores = f"{heads} ({sums_text}), W the window of {model.sliding_window:,} or T"
+        near = "chunk" if model.chunked_windows else "window"
+        scores = f"{heads} ({sums_text}), W the {near} of {model.sliding_window:,} or T"
     experts_text = "of chosen experts, " * bool(model.num_experts)
     scores += " and the encoder" * bool(model.encoder)
     suffix = ", with both unembeddings" * bool(model.mtp_layers)

@@ -22,9 +22,16 @@ class LikeSequences(msgspec.Struct, frozen=True):
         num_seqs = (positions - rows / 2) / (pairs / rows - 0.5)
         return cls(num_seqs, rows / num_seqs, (positions - rows) / num_seqs)
 
-    def pairs(self, window: int | None) -> Number:
-        """Returns the pairs of a row and a position that it sees: those up to it, at most the window."""
+    def pairs(self, window: int | None, *, chunked: bool = False) -> Number:
+        """Returns the pairs of a row and a position that it sees: those up to it, at most the window, or ``chunked``
+        those of its chunk of so many. One row behind whole chunks is anywhere in its own, and sees half of it."""
         num_rows, num_before = self.rows, self.before
+        if window is not None and chunked:
+            sums = (p // window * window * (window + 1) / 2 + p % window * (p % window + 1) / 2
+                    for p in (num_before + num_rows, num_before))  # fmt: skip
+            pairs_each = next(sums) - next(sums)
+            is_anywhere = (np.asarray(num_rows) <= 1) & (np.asarray(num_before) >= window)
+            return self.count * np.where(is_anywhere, num_rows * (window + 1) / 2, pairs_each)
         pairs_each = num_rows * (num_before + (num_rows + 1) / 2)
         if window is not None:
             unclipped_rows = np.clip(window - num_before, 0, num_rows)  # rows that see all positions
@@ -41,7 +48,11 @@ class LikeSequences(msgspec.Struct, frozen=True):
         """Pairs of a row and a position before the step."""
         return self.count * self.rows * self.before
 
-    def positions(self, window: int | None) -> Number:
+    def positions(self, window: int | None, *, chunked: bool = False) -> Number:
         """Returns the positions of the cache that rows see."""
         positions_each = self.rows + self.before
+        if window is not None and chunked:
+            is_anywhere = (np.asarray(self.rows) <= 1) & (np.asarray(self.before) >= window)
+            before_rows = np.where(is_anywhere, (window - 1) / 2, self.before % window)
+            return self.count * (self.rows + before_rows)
         return self.count * (positions_each if window is None else np.minimum(positions_each, window - 1 + self.rows))

@@ -140,7 +140,12 @@ class AttentionCall:
             return _by_points(mask, *indices, **table_options)
 
 
-_WITHOUT_DATA: dict[str, Callable[..., Mask]] = {"causal": mods.causal, "window": mods.window, "local": mods.local}
+_WITHOUT_DATA: dict[str, Callable[..., Mask]] = {
+    "causal": mods.causal,
+    "window": mods.window,
+    "chunk": mods.chunk,
+    "local": mods.local,
+}
 
 
 def _by_points(

@@ -49,14 +49,15 @@ class RaggedCall:
 
     Sequence b has ``lengths[b]`` positions, p in slot p mod Pl of page ``pages[b, p // Pl]``. Its queries are the rows
     ``first[b]`` to ``first[b] + counts[b] - 1`` and have its last positions. A query sees positions that are not later
-    and, with a window, fewer than ``window`` back. ``longest`` is at least the largest count. ``sinks`` are an
-    additional logit per head. Of pages that are ``spread`` over devices this one has some slots. If sequences have so
-    many positions in ``known``, all of their queries see these, and no others. A ``rule`` changes scores, and may
-    forbid some.
+    and, with a window, fewer than ``window`` back, or ``chunked`` those of its own chunk of so many. ``longest`` is at
+    least the largest count. ``sinks`` are an additional logit per head. Of pages that are ``spread`` over devices this
+    one has some slots. If sequences have so many positions in ``known``, all of their queries see these, and no others.
+    A ``rule`` changes scores, and may forbid some.
     """
 
     scale: float
     window: int | None = None
+    chunked: bool = False
     softcap: float | None = None
     sinks: Float[Array, " N"] | None = None
     first: Int[Array, " B"]
@@ -70,6 +71,20 @@ class RaggedCall:
     platform: str = field(default_factory=default_platform)
     heads_first: bool = False
     """On CPUs, that pools are views of arrays [Pg, K, Pl, ...], as a CPU multiplies them without transposing."""
+
+    def within(self, is_seen: Array, query_pos: Array, slot_pos: Array) -> Array:
+        """Returns which pairs are seen of those that ``is_seen`` leaves."""
+        if self.window is None:
+            return is_seen
+        if self.chunked:
+            return is_seen & (query_pos // self.window == slot_pos // self.window)
+        return is_seen & (query_pos - slot_pos < self.window)
+
+    def first_seen(self, query_pos: Array) -> Array:
+        """Returns the first position that a query sees."""
+        if self.window is None:
+            return jnp.zeros_like(query_pos)
+        return query_pos // self.window * self.window if self.chunked else jnp.maximum(query_pos - self.window + 1, 0)
 
 
 ScoreRule = Callable[[Array, Array, Array, Array, Array], Array]
@@ -156,8 +171,7 @@ def page_tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> Pa
     seq_len = call.lengths[sequence]
     query_pos = seq_len - query_counts[sequence] + seq_row
     last_pos = (jnp.minimum(query_pos + block, seq_len) if call.known is None else call.known[sequence]) - 1
-    first_pos = jnp.zeros_like(query_pos) if call.window is None else jnp.maximum(query_pos - call.window + 1, 0)
-    first_chunk, end_chunk = first_pos // tile_positions, last_pos // tile_positions + 1
+    first_chunk, end_chunk = call.first_seen(query_pos) // tile_positions, last_pos // tile_positions + 1
     ends = jnp.cumsum(jnp.where(exists, end_chunk - first_chunk, 0))
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
     return PageTiles(sequence, seq_row, first_chunk, starts, ends, exists, block, num_pages, page_len, page_span, call)

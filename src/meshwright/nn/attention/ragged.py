@@ -158,10 +158,13 @@ def _add_tiles(
     # positions of slots, and of queries
     slot_pos = tiles.first_positions(chunk_index)[:, None] + tiles.offsets[None]
     query_pos = query_rows + (call.lengths - call.counts - call.first)[sequence][:, None]
-    distance = query_pos[:, :, None] - slot_pos[:, None]
-    is_seen = distance >= 0 if call.known is None else (slot_pos < call.known[sequence][:, None])[:, None]
+    is_seen = (
+        query_pos[:, :, None] >= slot_pos[:, None]
+        if call.known is None
+        else (slot_pos < call.known[sequence][:, None])[:, None]
+    )
     is_seen = is_seen & (has_query & (tile_ids < tiles.ends[-1])[:, None])[:, :, None]
-    is_seen = is_seen if call.window is None else is_seen & (distance < call.window)
+    is_seen = call.within(is_seen, query_pos[:, :, None], slot_pos[:, None])
     if call.rule:
         scores = ruled(call.rule, scores, sequence, query_pos, slot_pos)
     scores = jnp.where(jnp.repeat(is_seen, group_size, axis=1)[:, None], scores, -jnp.inf)

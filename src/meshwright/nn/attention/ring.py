@@ -48,13 +48,14 @@ class KeyRing(Ring):
         return k_block, v_block
 
     def moves(self, call: AttentionCall, length: int) -> int:
-        """Returns how many times keys are sent on: to every other rank, or as far as a causal window reaches.
+        """Returns how many times keys are sent on: to every other rank, or as far as a causal window or chunk reaches.
 
         In zigzag order the neighbours of a chunk are on the ranks before and after, so a window saves nothing.
         """
-        if "window" not in call.terms or "causal" not in call.terms or self.order.zigzag_ranks:
+        reach = call.terms.get("window") or call.terms.get("chunk")
+        if not reach or "causal" not in call.terms or self.order.zigzag_ranks:
             return self.size - 1
-        return min(self.size - 1, -(-(call.terms["window"][0] - 1) // length))
+        return min(self.size - 1, -(-(reach[0] - 1) // length))
 
     def own(self, call: AttentionCall, length: int) -> AttentionCall:
         """Returns the call of a rank's queries on its own keys.

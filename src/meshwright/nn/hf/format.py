@@ -196,7 +196,7 @@ def _stored_order(
     num_inputs = 2 if dims[0] in ("N", "Nx") else 1
     input_dims, output_dims = tuple(stored_dims[:num_inputs]), tuple(stored_dims[num_inputs:])
     inputs_first = (model.family == "gpt2" and bool(weight.layers) and weight.part != "adapter") or (
-        model.family == "gpt_oss" and weight.part == "experts"
+        model.family in ("gpt_oss", "llama4") and weight.part == "experts"
     )
     return (input_dims, output_dims) if inputs_first else (output_dims, input_dims)
 
@@ -227,7 +227,7 @@ _OTHER_PARTS = (
     *("*multi_modal_projector.*", "*mm_projector.*", "*connector.*", "thinker.visual.*", "talker.*", "*2wav.*"),
 )
 """Parts of multimodal models beside the decoder of text, which is of one of these families."""
-_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma4", "glm4", "exaone4")
+_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma4", "glm4", "exaone4", "llama4")
 IGNORED_OF = {
     **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode"), ("*.attn.bias", "*.attn.masked_bias")),  # the causal mask
     "gpt_neox": ("*.attention.bias", "*.attention.masked_bias"),

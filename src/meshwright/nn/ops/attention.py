@@ -60,12 +60,13 @@ def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
     """Returns the mask of a step: its rule or causal, within its window and, where rows have several, the document."""
     mask_rule, window = mask_named(step.details.mask or "causal"), step.details.window
     terms = dict(mask_rule.terms)
+    near, name = (mods.chunk, "chunk") if step.details.chunked else (mods.window, "window")
     if window is not None:
-        terms["window"] = (min(window, *terms.get("window", (window,))),)
+        terms[name] = (min(window, *terms.get(name, (window,))),)
     data_arrays = tuple(x if x.ndim == 1 else context.order.restored(x) for x in data)
     if len(data_arrays) > len(mask_rule.data):
         terms["document"] = ()
-    num_data, window_masks = len(mask_rule.data), [] if window is None else [mods.window(window)]
+    num_data, window_masks = len(mask_rule.data), [] if window is None else [near(window)]
 
     def make(*arrays: Array) -> mods.Mask:
         return mods.and_masks(mask_rule.make(*arrays[:num_data]), *window_masks, *map(mods.document, arrays[num_data:]))

@@ -43,6 +43,7 @@ def ragged_call(
     call = RaggedCall(
         scale=context.model.attention_scale,
         window=step.details.window,
+        chunked=step.details.chunked,
         softcap=None if rule else step.details.softcap,
         rule=rule,
         known=known_lengths,

@@ -81,7 +81,8 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     if low_factor is None or high_factor is None or original_len is None:
         raise AssertionError("llama3 rope scaling lacks its factors")
     wavelengths = 2 * math.pi / frequencies
-    blend = np.clip((original_len / wavelengths - low_factor) / (high_factor - low_factor), 0.0, 1.0)
+    span = (high_factor - low_factor) or 1e-9  # where both are one, as Llama 4's, nothing blends
+    blend = np.clip((original_len / wavelengths - low_factor) / span, 0.0, 1.0)
     return frequencies * (blend + (1 - blend) / scaling.factor)
 
 

@@ -237,7 +237,7 @@ def attention_kernel(plan: Plan) -> str:
         dtype={"bf16": "bfloat16", "fp32": "float32"}[strategy.state_dtype],
         widths=(model.head_dim, model.v_head_dim or model.head_dim),
         positions=plan.job.seq_len // context_size,
-        terms=mask_named(model.attention_mask or "causal").terms or {""},
+        terms={*(mask_named(model.attention_mask or "causal").terms or {""}), *["chunk"] * model.chunked_windows},
         in_order=context_size == 1 or strategy.context_attention == "ulysses",
         scored=bool(model.attention_score or model.relative_buckets or model.attention_softcap),
         looks_up=bool(model.relative_buckets),

@@ -25,13 +25,13 @@ class Tables(NamedTuple):
 
 class SequenceOwner:
     """Schedules the sequences of one of ``num_owners`` owners, within its share of an engine's ``limits``; ``windows``
-    are the positions of a window, and the pages of all owners for these.
+    are the positions of a window, the pages of all owners for these, and whether windows are chunks.
 
     Its slots and pages have the numbers that they have among those of all owners.
     """
 
     def __init__(
-        self, limits: SchedulerLimits, number: int, num_owners: int, *, num_on_host: int, windows: tuple[int, int]
+        self, limits: SchedulerLimits, number: int, num_owners: int, *, num_on_host: int, windows: tuple[int, int, bool]
     ) -> None:
         self.limits = quota = replace(
             limits,
@@ -40,10 +40,11 @@ class SequenceOwner:
             token_budget=limits.token_budget // num_owners,
         )
         self.pages = PrefixTree(quota.num_pages, quota.page_len, num_on_host // num_owners, number * quota.num_pages)
-        window_len, num_pages = windows
+        window_len, num_pages, chunked = windows
         if num_pages:
             pages_each = num_pages // num_owners
-            self.pages.windows = WindowPages(window_len, quota.page_len, pages_each, number * pages_each)
+            first_page = number * pages_each
+            self.pages.windows = WindowPages(window_len, quota.page_len, pages_each, first_page, chunked=chunked)
         self.scheduler = Scheduler(quota, self.pages)
         self.free_slots = list(range(number * quota.max_requests, (number + 1) * quota.max_requests))[::-1]
 

@@ -34,16 +34,17 @@ class HeldWindow:
 
 class WindowPages:
     """Numbers ``num_pages`` pages from ``first`` on. There must be as many as requests hold, see
-    `algebra.generation.cache.pages_of_windows`."""
+    `algebra.generation.cache.pages_of_windows`. ``chunked`` windows begin where chunks of as many positions do."""
 
-    def __init__(self, window: int, page_len: int, num_pages: int, first: int = 0) -> None:
-        self.window, self.page_len = window, page_len
+    def __init__(self, window: int, page_len: int, num_pages: int, first: int = 0, *, chunked: bool = False) -> None:
+        self.window, self.page_len, self.chunked = window, page_len, chunked
         self.free = list(range(first, first + num_pages))[::-1]
         self.idle: OrderedDict[WindowPage, None] = OrderedDict()
 
     def first_of(self, position: int) -> int:
         """Returns the place of the first page that a query at a position sees."""
-        return max(0, position - self.window + 1) // self.page_len
+        start = position // self.window * self.window if self.chunked else max(0, position - self.window + 1)
+        return start // self.page_len
 
     def usable(self, pages: Sequence[WindowPage | None]) -> int:
         """Returns behind how many of these pages of a prompt a request can begin, as its window is there."""

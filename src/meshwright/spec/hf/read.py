@@ -253,8 +253,10 @@ def _fields(config: _Config) -> HfFields:
         fields.setdefault("d_ff_shared", fields.get("num_shared_experts", 0) * fields["d_ff_expert"])
     if family == "gemma4":
         fields |= _global_heads(config, fields)
-    if family == "smollm3":
+    if family in ("smollm3", "llama4"):
         fields["unrotated_layers"] = _unrotated(config)
+    if family == "llama4" and not config.keys["attn_temperature_tuning"]:  # a number in early files
+        fields["query_temper"] = 0.0
     if form.global_unrotated and config.has("sliding_window"):
         sliding_layers = fields.get("sliding_layers", ())
         fields["unrotated_layers"] = tuple(layer for layer in config.layers() if layer not in sliding_layers)
@@ -346,6 +348,10 @@ def _layers_without_experts(config: _Config) -> tuple[int, ...]:
         last = config.keys["moe_layer_end_index"]
         routed = range(first, len(layers) if last in (None, -1) else last + 1)
         return tuple(layer for layer in layers if layer not in routed or (layer + 1) % max(interval, 1))
+    if "moe_layers" in keys:
+        step = max(config.read("interleave_moe_layer_step", int), 1)
+        routed_layers = config.read("moe_layers", tuple, int) if config.has("moe_layers") else layers[step - 1 :: step]
+        return tuple(layer for layer in layers if layer not in routed_layers)
     if "decoder_sparse_step" not in keys:
         return ()
     sparse_step = max(config.read("decoder_sparse_step", int), 1)
@@ -375,8 +381,9 @@ def _global_heads(config: _Config, fields: HfFields) -> HfFields:
 
 
 def _unrotated(config: _Config) -> tuple[int, ...]:
-    """Returns SmolLM3's layers without rope: 0 in ``no_rope_layers``, else every ``no_rope_layer_interval``-th."""
-    if not config.has("no_rope_layers"):
+    """Returns the layers without rope of SmolLM3 and Llama 4: 0 in ``no_rope_layers``, else every
+    ``no_rope_layer_interval``-th."""
+    if not config.keys.get("no_rope_layers"):
         layer_interval = max(config.read("no_rope_layer_interval", int), 1)
         return tuple(layer for layer in config.layers() if (layer + 1) % layer_interval == 0)
     is_rotated = _of_every_layer(config, "no_rope_layers")
@@ -427,20 +434,24 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
 def _window(config: _Config) -> HfFields:
     """Returns the sliding window and its layers; {} if no layer has one."""
     is_switched_off = "use_sliding_window" in config.form.defaults and not config.read("use_sliding_window", bool)
-    if is_switched_off or not config.has("sliding_window"):
+    key = "attention_chunk_size" if config.family == "llama4" else "sliding_window"
+    if is_switched_off or not config.has(key):
         return {}
     layers = tuple(_sliding_layers(config, config.layers()))
-    return {"sliding_window": config.read("sliding_window", int), "sliding_layers": layers} if layers else {}
+    return {"sliding_window": config.read(key, int), "sliding_layers": layers} if layers else {}
 
 
 def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
     """Returns the layers with a window: as listed in ``layer_types``, else by the family's pattern."""
     if config.has("layer_types"):
-        layer_kinds = _of_every_layer(config, "layer_types", ("sliding_attention", "full_attention"))
+        near_kind = "chunked_attention" if config.family == "llama4" else "sliding_attention"
+        layer_kinds = _of_every_layer(config, "layer_types", (near_kind, "full_attention"))
         layers = layers[:-1] if config.family == "gemma4" else layers  # whose last layer has none, whatever is listed
-        return [layer for layer in layers if layer_kinds[layer] == "sliding_attention"]
+        return [layer for layer in layers if layer_kinds[layer] == near_kind]
     if config.family == "smollm3":
         return _unrotated(config)
+    if config.family == "llama4":
+        return sorted({*layers} - {*_unrotated(config)})
     if config.family == "qwen2_moe":
         return layers[: config.read("max_window_layers", int) : 2]
     if "max_window_layers" in config.form.computed:

@@ -41,7 +41,7 @@ def _of_family(model: Model) -> HfFields:
     head_name = "MTModel" if model.family == "marian" else head_name
     config: HfFields = {
         "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel_name}{head_name}"],
-        "model_type": f"{model.family}_text" if model.family in ("gemma3", "gemma4") else model.family,
+        "model_type": f"{model.family}_text" if model.family in ("gemma3", "gemma4", "llama4") else model.family,
         # Left out, these would be the numbers of the published tokenizer.
         **dict.fromkeys(TOKEN_KEYS),
     }
@@ -102,7 +102,7 @@ def _rope(model: Model) -> HfFields:
     if scaling is None:  # in a config of gpt-oss null means yarn
         return {"rope_scaling": {"rope_type": "default"} if model.family == "gpt_oss" else None}
     value_by_key = _scaling_table(scaling)
-    if model.query_temper:
+    if model.query_temper and scaling.kind == "yarn":
         own_keys = {"rope_theta": model.rope_theta, "llama_4_scaling_beta": model.query_temper}
         return {"rope_parameters": {**value_by_key, **own_keys}}
     if model.family != "phi3" or scaling.kind != "longrope":
@@ -136,8 +136,15 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
         or (m.max_positions if m.family in ("gemma2", "gemma3", "gemma4", "olmo3") or _only_global(m) else None)
     ),
     "layer_types": lambda model: [
-        "sliding_attention" if n in model.sliding_layers else "full_attention" for n in range(model.num_layers)
+        f"{'chunked' if model.chunked_windows else 'sliding'}_attention"
+        if n in model.sliding_layers
+        else "full_attention"
+        for n in range(model.num_layers)
     ],
+    "attention_chunk_size": lambda model: model.sliding_window or model.max_positions,
+    "attn_temperature_tuning": lambda model: model.query_temper > 0,
+    "moe_layers": lambda model: list(model.moe_layers),
+    "interleave_moe_layer_step": lambda model: 1,  # the list counts
     "rope_parameters": lambda model: {
         "full_attention": {"rope_theta": model.rope_theta, **_rope_table(model)},
         "sliding_attention": {"rope_theta": model.rope_local_theta, "rope_type": "default"},
@@ -145,7 +152,7 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "num_global_key_value_heads": lambda model: model.num_global_kv_heads if model.values_from_keys else None,
     "hidden_size_per_layer_input": lambda model: 0,
     "no_rope_layers": lambda model: [int(n not in model.unrotated_layers) for n in range(model.num_layers)],
-    "no_rope_layer_interval": lambda model: 0,  # the list counts
+    "no_rope_layer_interval": lambda model: 1,  # the list counts
     "use_sliding_window": lambda model: bool(model.sliding_layers),
     "max_window_layers": lambda model: min(model.sliding_layers, default=model.num_layers),
     "hidden_act": lambda model: model.activation,

@@ -47,7 +47,7 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
     page_columns = chunk_id[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     page = jnp.clip(call.pages.at[seq_id[:, None], page_columns].get(mode="clip"), 0, len(mixed.values) - 1)
     by_tile: tuple[Array, ...] = block_of_tile, last_seen, page
-    if call.rule:
+    if call.rule or call.chunked:
         by_tile += seq_id, first_row, first_pos
     query_of_row = np.arange(block * per_group, dtype=np.int32) // per_group * (call.known is None)
     distance_in_tile = (query_of_row[:, None] - tiles.offsets.astype(np.int32)[None])[None]
@@ -80,12 +80,11 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
         ]
         scores = capped(call.scale * sum(products[1:], start=products[0]), call.softcap)
         distance = last_seen[:, None] + distance_in_tile
-        is_seen = distance >= 0
+        slot_pos = (rule_args[2] if rule_args else jnp.zeros(1, jnp.int32))[:, None] + tiles.offsets[None]
         if call.rule:
-            seq_id, first_row, first_pos = rule_args
-            slot_pos = first_pos[:, None] + tiles.offsets[None]
+            seq_id, first_row, _ = rule_args
             scores = ruled(call.rule, scores, seq_id, first_row[:, None] + np.arange(block)[None], slot_pos)
-        is_seen = is_seen if call.window is None else is_seen & (distance < call.window)
+        is_seen = call.within(distance >= 0, slot_pos[:, None] + distance, slot_pos[:, None])
         scores = jnp.where(is_seen[:, None], scores, -jnp.inf)
         tile_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)
         weights = jnp.exp(scores - tile_peak[..., None] * LN2)

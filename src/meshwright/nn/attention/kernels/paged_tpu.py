@@ -32,6 +32,7 @@ def takes_on_tpu(tiles: PageTiles, num_heads: int) -> bool:
     call = tiles.call
     is_small = tiles.block * num_heads <= MOST_ROWS and tiles.num_pages <= MOST_PAGES
     num_scalars = call.pages.size + len(tiles.starts) * -(-call.pages.shape[1] // tiles.num_pages)
+    is_small &= not call.chunked or (call.window or 0) >= tiles.block  # whose rows are in two chunks at most
     return call.platform == "tpu" and call.rule is None and is_small and 4 * num_scalars <= SCALAR_BYTES
 
 
@@ -53,13 +54,14 @@ def attend_on_tpu(
     page_table = jnp.clip(call.pages, 0, len(mixed.values) - 1)
     query_pos = (call.lengths - call.counts)[tiles.sequence] + tiles.row
     query_pos = query_pos if call.known is None else (call.known - 1)[tiles.sequence]
+    place_in_chunk = query_pos % (call.window or 1)
     query_pos = query_pos - (call.spread.first if call.spread else 0)
-    scalars = [block_ids, tiles.starts, tiles.chunk, query_pos]
+    scalars = [block_ids, tiles.starts, tiles.chunk, query_pos, place_in_chunk]
     scalars = [x.astype(jnp.int32) for x in (*scalars, tiles.sequence * page_table.shape[1], page_table.reshape(-1))]
 
     def page(page_in_tile: int) -> Any:
         def index(tile: Array, *scalars: Any) -> Any:
-            block_ids, starts, chunk, _, table_starts, table_entries = scalars
+            block_ids, starts, chunk, _, _, table_starts, table_entries = scalars
             block_index = block_ids[tile]
             page_column = (chunk[block_index] + tile - starts[block_index]) * num_pages + page_in_tile
             return table_entries[table_starts[block_index] + jnp.minimum(page_column, page_table.shape[1] - 1)], 0, 0
@@ -79,6 +81,7 @@ def attend_on_tpu(
     gaps = np.where((head // (heads // kv_heads))[:, None] == key_head, query[:, None] - slot, UNSEEN).astype(np.int32)
     sinks = jnp.full(heads, LOWEST) if call.sinks is None else call.sinks.astype(jnp.float32)
     start_peak = jnp.broadcast_to(jnp.tile(jnp.maximum(sinks, LOWEST), tiles.block)[:, None], (num_rows, LANE))
+    query_of_row = jnp.broadcast_to(jnp.asarray(query, jnp.int32)[:, None], (num_rows, LANE))
     row_index, _ = tiles.query_rows(jnp.arange(num_blocks))
     queries = [part.queries.at[row_index].get(mode="clip").reshape(num_blocks, num_rows, -1) for part in parts]
     is_latent = mixed.values is parts[0].keys
@@ -99,7 +102,7 @@ def attend_on_tpu(
     pools = [jnp.swapaxes(pool, 1, 2) if swap else pool for pool, swap in zip(pools, is_swapped, strict=True)]
 
     def kernel(*refs: Any) -> None:
-        block_ids, starts, chunk, query_pos, _, _, start_peak_ref, gap_ref, *array_refs = refs
+        block_ids, starts, chunk, query_pos, place_in_chunk, _, _, start_peak_ref, gap_ref, row_ref, *array_refs = refs
         query_refs, scale_refs = array_refs[: len(parts)], array_refs[len(parts) :][: len(scales)]
         *page_refs, peak_ref, exp_sum_ref, sums_ref = array_refs[len(parts) + len(scales) :]
         page_refs, out_refs = page_refs[: -len(out_widths)], page_refs[-len(out_widths) :]
@@ -128,7 +131,11 @@ def attend_on_tpu(
             products = (product * ref[0] for product, ref in zip(products, scale_refs, strict=False))
         scores = capped(call.scale * sum(products, start=jnp.zeros(gaps.shape, jnp.float32)), call.softcap)
         distance = gap_ref[...] + (query_pos[block_id] - (chunk[block_id] + tile - starts[block_id]) * tiles.positions)
-        is_seen = distance >= 0 if call.window is None else (distance >= 0) & (distance < call.window)
+        is_seen = distance >= 0
+        if call.window is not None:
+            place = place_in_chunk[block_id] + row_ref[:, :1]
+            place = jnp.where(place < call.window, place, place - call.window)
+            is_seen &= distance <= place if call.chunked else distance < call.window
         scores = jnp.where(is_seen, scores, -jnp.inf)
         old_peak = peak_ref[:, :1]
         peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))
@@ -153,7 +160,7 @@ def attend_on_tpu(
             num_scalar_prefetch=len(scalars),
             grid=(jnp.maximum(tiles.ends[-1], 1),),
             in_specs=[
-                *(pl.BlockSpec(array.shape, lambda *_: (0, 0)) for array in (start_peak, gaps)),
+                *(pl.BlockSpec(array.shape, lambda *_: (0, 0)) for array in (start_peak, gaps, query_of_row)),
                 *(pl.BlockSpec((1, *array.shape[1:]), of_block) for array in queries),
                 *(pl.BlockSpec((1, *array.shape[1:]), lambda tile, *_: (tile, 0, 0)) for array in scales),
                 # pages of a tile lie anywhere in a pool, so that each is an operand of its own
@@ -164,7 +171,15 @@ def attend_on_tpu(
         ),
         out_shape=[jax.ShapeDtypeStruct((num_blocks, num_rows, num_cols), jnp.float32) for num_cols in out_widths],
         interpret=interpret,
-    )(*scalars, start_peak, jnp.asarray(gaps), *queries, *scales, *(pool for pool in pools for _ in range(num_pages)))
+    )(
+        *scalars,
+        start_peak,
+        jnp.asarray(gaps),
+        query_of_row,
+        *queries,
+        *scales,
+        *(pool for pool in pools for _ in range(num_pages)),
+    )
     attended, *statistics = (array.reshape(num_blocks, tiles.block, heads, -1) for array in kernel_outputs)
     block_results = attended, *(array[..., 0] for array in statistics)
     return tiles.written(jnp.arange(num_blocks), block_results, out)
