@@ -402,3 +402,15 @@ def test_pairs_and_positions_of_like_sequences(window, rows, before):
     assert like.positions(window) == 3 * len(set().union(*seen))
     again = LikeSequences.of_sums(3 * rows, like.pairs(None), 3 * (rows + before))
     assert (again.count, again.rows, again.before) == pytest.approx((3, rows, before))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize(("rows", "before"), [(1, 0), (1, 5), (12, 0), (12, 3), (12, 30), (5, 95), (40, 90)])
+def test_pairs_and_positions_in_chunks(chunk, rows, before):
+    """Row by row: a position sees its chunk up to itself; one row behind a chunk sees the mean of all places in one."""
+    seen = [range(at // chunk * chunk, at + 1) for at in range(before, before + rows)]
+    pairs, positions = sum(map(len, seen)), len(set().union(*seen))
+    if rows == 1 and before >= chunk:
+        pairs = positions = sum(range(1, chunk + 1)) / chunk
+    like = LikeSequences(3, rows, before)
+    assert (like.pairs(chunk, chunked=True), like.positions(chunk, chunked=True)) == (3 * pairs, 3 * positions)

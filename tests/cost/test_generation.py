@@ -114,6 +114,15 @@ def test_a_query_reads_its_window():
         assert moved == 2 * QUERIES + 2 * 2 * 4 * slots * 8 * 128 + ints(length)
 
 
+def test_a_query_reads_its_chunk():
+    """llama4-scout: the first chunk up to the query, and of later ones, which texts are anywhere in, half."""
+    given = load_model("llama4-scout")
+    for length, slots in ((32768, 8193 / 2), (8192, 8192), (1000, 1000)):
+        flops, moved = counted("o", given=given, job=decode(4, length))
+        assert flops == 2 * 4 * 40 * slots * 256
+        assert moved == 2 * 4 * 40 * 128 * 2 + 2 * 2 * 4 * slots * 8 * 128 + ints(length)
+
+
 def test_latents_are_read_once():
     """deepseek-v3: 128 heads on latents of 512 and shared parts of 64."""
     flops, moved = counted("oc", given=load_model("deepseek-v3"))

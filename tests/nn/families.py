@@ -274,7 +274,7 @@ FAMILIES: dict[str, Model] = {name: model_from_config(config, name) for name, co
 LLAMA = FAMILIES["llama"]
 BY_ROWS = (
     *("glm4_moe", "solar_open", "dots1", "exaone4", "exaone4-global", "exaone_moe", "hy_v3", "minimax_m2", "olmo3"),
-    *("seed_oss", "ernie4_5", "hunyuan_v1_moe", "arcee", "mistral4"),
+    *("seed_oss", "ernie4_5", "hunyuan_v1_moe", "arcee", "mistral4", "llama4-interleaved"),
     *(
         "starcoder2",
         "gpt_neox",

@@ -30,7 +30,7 @@ LLAMA = replace(families.LLAMA, num_layers=2, num_heads=8, num_kv_heads=4, head_
 _OTHERS = (
     *("gemma2", "gpt_oss", "mixtral", "mistral", "qwen2", "qwen3", "gemma3", "gpt2"),
     *("phi3-longrope", "qwen2_moe", "deepseek_v2", "deepseek_v3"),
-    *("olmo2", "smollm3", "glm4", "granite", "cohere", "phi", "opt"),
+    *("olmo2", "smollm3", "glm4", "granite", "cohere", "phi", "opt", "llama4"),
 )
 FAMILIES: dict[str, Model] = {"llama": LLAMA} | {name: families.FAMILIES[name] for name in _OTHERS}
 DEFAULT = ("llama", "gemma2", "gpt_oss")

@@ -33,7 +33,7 @@ from tests.parallel.generate_cases import (
 from tests.tier import sampled
 
 PAGE_LEN, NUM_SEQS, NUM_PAGES = 4, 3, 40
-WINDOWED = ("mistral", "gpt_oss", "gemma3")
+WINDOWED = ("mistral", "gpt_oss", "gemma3", "llama4")
 STEPS = (
     [(0, 0, 7), (1, 0, 1)],
     [(1, 1, 2), (0, 7, 12), (2, 0, 9)],

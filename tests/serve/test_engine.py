@@ -556,9 +556,9 @@ def test_an_answer_is_known_when_the_chat_goes_on(engine_of, params, expected):
     assert_whole(engine)
 
 
-@pytest.mark.parametrize("name", ["gemma2", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gemma2", "llama4", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_pages_behind_a_window_are_used_again(name):
-    """Windows of 6 positions; further requests begin behind pages whose windows are still there."""
+    """Windows and chunks of 6 positions; further requests begin behind pages whose windows are still there."""
     model, prompts = FAMILIES[name], [*PROMPTS, *PROMPTS[::-1]]
     params, pages = float_params(model), pages_of_windows(model.sliding_window, PAGE_LEN, num_seqs=4, num_rows=5)
     assert pages < 4 * max(len(prompt) + NUM_TOKENS for prompt in prompts) // PAGE_LEN

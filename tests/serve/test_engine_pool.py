@@ -23,7 +23,7 @@ class CheckedStep:
 
     def __init__(self, num_pages: int, batch_invariant: bool, num_owners: int = 1, window_pages: int = 0) -> None:
         self.storage = SimpleNamespace(page_len=PAGE_LEN, adapters=0, window_pages=window_pages)
-        self.model = SimpleNamespace(vocab_size=50, sliding_window=WINDOW, encoder=None)
+        self.model = SimpleNamespace(vocab_size=50, sliding_window=WINDOW, encoder=None, chunked_windows=num_pages % 2)
         self.has_windows, self.in_windows = window_pages > 0, np.full((window_pages * PAGE_LEN, 2), -1)
         self.cache_sizes = {"Pg": num_pages, "Bp": MAX_LEN // PAGE_LEN, "Bx": 0}
         self.num_owners, self.max_seqs, self.num_pages = num_owners, SLOTS * num_owners, num_pages
@@ -64,7 +64,10 @@ class CheckedStep:
                 np.testing.assert_array_equal(held, at)  # every position that is read was written there
                 assert rows.positions[first + count - 1] == length - 1
                 if self.has_windows:
-                    at = np.arange(max(0, length - count - WINDOW + 1), length)
+                    first_query, chunked = length - count, self.model.chunked_windows
+                    at = np.arange(
+                        first_query // WINDOW * WINDOW if chunked else max(0, first_query - WINDOW + 1), length
+                    )
                     slots = rows.window_pages[number][at // PAGE_LEN] * PAGE_LEN + at % PAGE_LEN
                     tokens = self.tokens[pages[at // PAGE_LEN] * PAGE_LEN + at % PAGE_LEN]
                     np.testing.assert_array_equal(self.in_windows[slots], np.stack([at, tokens], axis=1))

@@ -87,6 +87,17 @@ def test_a_window_and_a_causal_kernel_meet_fewer_keys():
     assert op_flops(near, sizes(causal=True)) == pytest.approx(4 * rows * (5 * 2.5 + 11 * 5) / 16 * 8)
 
 
+def test_a_query_meets_the_keys_of_its_chunk():
+    """16 positions in chunks of 5: three whole ones, and one position more."""
+    forward, _ = attention_steps()
+    rows = (8 / 4) * (4 / 2) * (16 / 4)
+    near = msgspec.structs.replace(forward, details=Attention(window=5, chunked=True))
+    assert op_flops(near, sizes()) == pytest.approx(4 * rows * (15 * 5 + 1 * 1) / 16 * 8)
+    assert op_flops(near, sizes(causal=True)) == pytest.approx(4 * rows * (15 * 2.5 + 1 * 0.5) / 16 * 8)
+    wide = msgspec.structs.replace(forward, details=Attention(window=99, chunked=True))
+    assert op_flops(wide, sizes(causal=True)) == op_flops(forward, sizes(causal=True))
+
+
 def test_values_may_be_narrower_than_keys():
     q, k, v = "q[B, T, N, H]", "k[B, T, N, H]", "v[B, T, N, Hv]"
     counted = sizes(dims=DIMS | {"Hv": 4.0})
@@ -241,6 +252,10 @@ def test_model_flops_without_keys_that_no_query_sees():
     whole, causal = (model_flops(mistral, job, causal=choice) for choice in (False, True))
     # of a window of half the sequence, the first half of the queries sees half: 3/4 in all
     assert whole - causal == pytest.approx(3 * attention_flops(mistral, job) / 4)
+    scout, long = catalogue.load_model("llama4-scout"), Job(batch_seqs=1, seq_len=20_480)  # two chunks and a half
+    near, far = 36 * (2 * 8192**2 + 4096**2), 12 * 20_480**2
+    assert model_flops(scout, long) == 6 * num_matmul_params(scout) * 20_480 + 12 * 40 * 128 * (near + far)
+    assert model_flops(scout, long) - model_flops(scout, long, causal=True) == 6 * 40 * 128 * (near + far)
 
 
 @pytest.mark.parametrize("remat", REMAT_POLICIES)
@@ -291,7 +306,8 @@ def test_executed_flops_are_the_model_s_and_what_is_made_again(axes, remat):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama3-8b", "gpt-oss-20b", "gemma3-27b", "mistral-7b", "mixtral-8x7b", "deepseek-v3", "with mtp"]
+    "name",
+    ["llama3-8b", "gpt-oss-20b", "gemma3-27b", "mistral-7b", "mixtral-8x7b", "deepseek-v3", "with mtp", "llama4-scout"],
 )
 @pytest.mark.parametrize("length", [64, 8192])
 def test_the_words_of_mfu_are_the_flops_that_it_counts(name, length):
@@ -302,7 +318,7 @@ def test_the_words_of_mfu_are_the_flops_that_it_counts(name, length):
     params = num_matmul_params(model) + ("both unembeddings" in words) * model.d_model * model.vocab_size
     products, _, scores = words.partition(",")[0].partition(" + ")
     assert products == "6ND"
-    window = re.search(r"W the window of ([\d,]+) or T", words)
+    window = re.search(r"W the (?:window|chunk) of ([\d,]+) or T", words)
     letters = {"B": 3, "T": length, "N": model.num_heads, "H": model.head_dim, "Hv": model.v_head_dim}
     letters |= {"L": model.num_layers, "W": min(int(window[1].replace(",", "")), length) if window else 0}
     text = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", scores.replace("^", "**"))

@@ -50,6 +50,7 @@ MASKS = {
     "all": None,
     "causal": "causal",
     "window": "sliding_window(13)",
+    "chunks": "chunked(13)",
     "documents": "causal & document",
     "windows of documents": "local(9) & document",
     "prefix": "prefix_lm",

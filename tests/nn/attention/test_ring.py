@@ -85,6 +85,7 @@ CASES = {
     "documents and sinks": {"dealt": "zigzag", "mask": "documents", "sinks": True},
     "divergent": {"dealt": "zigzag", "sizes": (2,), "divergent": True},
     "window in zigzag": {"dealt": "zigzag", "mask": "window", "sinks": True},
+    "chunks": {"dealt": "in order", "mask": "chunks"},
     "two ranks": {"dealt": "in order", "sizes": (2,)},
     "eight ranks": {"dealt": "zigzag", "sizes": (8,)},
     "eight ranks, window": {"dealt": "in order", "sizes": (8,), "mask": "window"},
@@ -102,6 +103,7 @@ CASES = {
 }
 ALWAYS = (
     "window",
+    "chunks",
     "documents and sinks",
     "divergent",
     "transfusion, zigzag",
@@ -153,9 +155,9 @@ def _eqns(jaxpr):
                 yield from _eqns(inner)
 
 
-def derived(mesh, window):
+def derived(mesh, window, chunked):
     """How often the derived permutes move a block, forward and backward."""
-    rule = f"; window={window}" if window else ""
+    rule = f"; window={window}{', chunked' * chunked}" if window else ""
     text = f"o[B,T,N,H] = attention(q[B,T,N,H], k[B,T,K,H], v[B,T,K,H]{rule})\n"
     variables = dict[str, Variable]()
     block = parse_block("layer", text, variables, carry="q", result="o")
@@ -172,11 +174,18 @@ def derived(mesh, window):
 
 
 # of a window of 17 the first query of a rank of 8 sees 16 keys of earlier ranks
-@pytest.mark.parametrize(("dealt", "sizes", "window", "hops"), [("zigzag", (4,), None, 3), ("in order", (8,), 17, 2)])
-def test_the_compiled_ring_has_the_derived_permutes(dealt, sizes, window, hops):
-    mesh = mesh_of(sizes)
+@pytest.mark.parametrize(
+    ("dealt", "sizes", "mask", "window", "hops"),
+    [
+        ("zigzag", (4,), "causal", None, 3),
+        ("in order", (8,), "sliding_window(17)", 17, 2),
+        ("in order", (8,), "chunked(10)", 10, 2),
+    ],
+)
+def test_the_compiled_ring_has_the_derived_permutes(dealt, sizes, mask, window, hops):
+    mesh, chunked = mesh_of(sizes), mask.startswith("chunked")
     given = rules.arrays(T=LENGTH, N=2, K=1, H=4, Hv=3)
-    mask = rules.mask_of("causal" if window is None else f"sliding_window({window})", LENGTH)
+    mask = rules.mask_of(mask, LENGTH)
     qkv = [given[n] for n in "qkv"]
     held = (given["dout"], jnp.zeros((2, LENGTH, 2, 3)), jnp.zeros((2, LENGTH, 2)))
     counts = []
@@ -187,7 +196,7 @@ def test_the_compiled_ring_has_the_derived_permutes(dealt, sizes, window, hops):
         permutes = [c for c in found if c.kind == "permute"]
         assert not any(c.in_conditional for c in found)
         counts.append(sum(c.trips * c.num_arrays for c in permutes))
-    assert (counts, counts[0]) == (derived(mesh, window), 2 * hops)
+    assert (counts, counts[0]) == (derived(mesh, window, chunked), 2 * hops)
 
 
 @pytest.mark.parametrize("divergent", [False, True])

@@ -48,6 +48,14 @@ WRAPPED = {
         {"vision_config": _VISION | {"image_size": [28, 28], "patch_size": [14, 14]}},
     ),
     "kimi_k25": (CONFIGS["deepseek_v3"] | {"attention_bias": False}, {"vision_config": _VISION}),
+    "llama4": (
+        CONFIGS["llama4"],
+        {
+            "vision_config": _VISION
+            | {f"{name}_dim": 16 for name in ("vision_output", "projector_input")}
+            | {"projector_output_dim": 16}
+        },
+    ),
     "llava": (PLAIN | {"model_type": "llama"}, {"vision_config": _CLIP}),
     "llava_next": (PLAIN | {"model_type": "mistral"}, {"vision_config": _CLIP}),
     "llava_onevision": (

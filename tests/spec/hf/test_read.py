@@ -85,6 +85,7 @@ REQUIRED = {
     "gptj": {"rotary_dim": 8},
     "ministral3": {"num_attention_heads": 8},
     "mistral4": {"num_attention_heads": 32, **_ROUTED},
+    "llama4_text": {"num_attention_heads": 8, "intermediate_size_mlp": 80, "num_local_experts": 4},
 }
 
 
@@ -150,7 +151,7 @@ def test_absent_keys_mean_what_transformers_means(model_type):
     assert ours.norm_eps == next((getattr(theirs, name) for name in eps_names if hasattr(theirs, name)), 1e-5)
     kinds = getattr(theirs, "layer_types", None)
     if kinds is not None:
-        assert ours.sliding_layers == tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        assert ours.sliding_layers == tuple(i for i, kind in enumerate(kinds) if kind != "full_attention")
     rope = getattr(theirs, "rope_parameters", None)
     if model_type in ("gemma3_text", "olmo3"):
         assert ours.rope_local_theta == rope["sliding_attention"]["rope_theta"]
@@ -158,6 +159,23 @@ def test_absent_keys_mean_what_transformers_means(model_type):
     if rope is not None:
         assert ours.rope_theta == rope["rope_theta"]
         assert (ours.rope_scaling.kind if ours.rope_scaling else "default") == rope["rope_type"]
+
+
+def test_layers_of_llama4_are_those_that_are_listed_or_every_so_many():
+    keys = LLAMA | REQUIRED["llama4_text"] | {"model_type": "llama4_text", "num_hidden_layers": 8, "head_dim": 8}
+    model = model_from_config(
+        keys | {"interleave_moe_layer_step": 2, "no_rope_layers": [], "attn_temperature_tuning": 4}
+    )
+    assert (model.moe_layers, model.unrotated_layers, model.sliding_layers) == (
+        (1, 3, 5, 7),
+        (3, 7),
+        (0, 1, 2, 4, 5, 6),
+    )
+    assert (model.query_temper, model.temper_length, model.sliding_window) == (0.1, 8192, 8192)
+    listed = {"moe_layers": [2], "no_rope_layers": [0, *[1] * 7], "attention_chunk_size": None}
+    model = model_from_config(keys | listed | {"attn_temperature_tuning": False})
+    assert (model.moe_layers, model.unrotated_layers, model.sliding_layers) == ((2,), (0,), ())
+    assert (model.query_temper, model.sliding_window) == (0.0, None)
 
 
 def test_an_opt_with_a_projection_or_norms_after_is_refused():

@@ -39,6 +39,8 @@ YARN = RopeScaling(kind="yarn", factor=8.0, original_max_positions=256, beta_fas
         ("mixtral-8x7b", {"sliding_window": 64, "sliding_layers": tuple(range(32))}),
         ("qwen3-30b-a3b", {"dense_layers": (1, 3), "gates_sum_to_one": False}),
         ("gpt-oss-20b", {"rope_scaling": None}),
+        ("llama4-scout", {"sliding_layers": (0, 1, 3), "query_temper": 0.0, "dense_layers": (1, 2)}),
+        ("llama4-maverick", {"sliding_window": None, "sliding_layers": (), "unrotated_layers": (1, 2)}),
         ("gpt2", {"tied_embeddings": False, "d_ff": 1000}),
         ("falcon-40b", {"shared_norm": True}),
         ("falcon-7b", {"num_kv_heads": 71, "tied_embeddings": False}),

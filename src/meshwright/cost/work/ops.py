@@ -8,6 +8,7 @@ from meshwright.algebra.ops.attention import block_share, keys_per_query
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.cost.formulas.accounting import train_flops_per_param
+from meshwright.cost.work.sequences import LikeSequences
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.weights import has_frozen_matrices, weight_table, without_mtp
@@ -54,8 +55,8 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
 
     Training takes `token_flops` for every token + 12 B T S N H L. Prefill and decode take a third, with the unembedding
     of one position of each sequence. S are the keys of a query: T, or the window in layers that have one, and half of
-    that with ``causal``; in decode the whole cache. With latent attention 2 H is H + Hv. Source: How to Scale
-    Your Model, section 4.
+    that with ``causal``; in decode the whole cache, or half a chunk behind the first. With latent attention 2 H is
+    H + Hv. Source: How to Scale Your Model, section 4.
     """
     model = model if job.trains else without_mtp(model)
     head_widths = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
@@ -66,7 +67,10 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     num_full = model.num_layers + len(model.mtp_layers) - num_sliding
     key_widths = num_full * full_widths * _keys(model, seq_len, None, causal=causal)
     if num_sliding:
-        key_widths += num_sliding * head_widths * _keys(model, seq_len, model.sliding_window, causal=causal)
+        row = LikeSequences(1.0, 1.0, seq_len - 1.0)
+        decoded_keys = float(row.pairs(model.sliding_window, chunked=model.chunked_windows))
+        near_keys = _keys(model, seq_len, model.sliding_window, causal=causal)
+        key_widths += num_sliding * head_widths * (decoded_keys if job.kind == "decode" else near_keys)
     num_passes = 3 if job.trains else 1
     score_flops = 2 * num_passes * job.tokens_per_step * key_widths * model.num_heads
     if not job.trains:
