@@ -86,6 +86,10 @@ WRAPPED = {
     "qwen3_vl": (PLAIN | _MROPE | {"model_type": "qwen3_vl_text"}, {"vision_config": _QWEN3}),
     "qwen3_vl_moe": (PLAIN | _ROUTED | _MROPE | {"model_type": "qwen3_vl_moe_text"}, {"vision_config": _QWEN3}),
     "smolvlm": (PLAIN | {"model_type": "llama"}, {"vision_config": _VISION}),
+    "voxtral": (
+        PLAIN | {"model_type": "llama"},
+        {"audio_config": _VISION | {"model_type": "voxtral_encoder", "intermediate_size": 64}},
+    ),
 }
 """A wrapper -> the config of its decoder, and those of its other parts."""
 

@@ -98,6 +98,8 @@ def test_a_family_whose_operation_is_missing_is_refused_by_that():
     assert str(caught.value) == (
         "toy: model_type 'qwen3_next' needs recurrent layers (gated delta nets), which this version does not have."
     )
+    with pytest.raises(InputError, match="model_type 'bert' needs an encoder without a decoder, which this version"):
+        model_from_config(LLAMA | {"model_type": "bert"}, "toy")
     refused = [name for names in tables()["missing_operations"].values() for name in names]
     assert len(set(refused)) == len(refused)
     assert not {*FAMILIES, *tables()["text_halves"], *tables()["wrappers"]} & {*refused}
@@ -120,6 +122,21 @@ def test_a_family_whose_operation_is_missing_is_refused_by_that():
 def test_keys_that_transformers_knows_and_no_model_reads_are_of_no_effect(family, keys):
     case = CASES[family.removesuffix("_text")]
     assert model_from_config(case | keys, "toy") == model_from_config(case, "toy")
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("gemma2", {"sliding_window_size": 9}),
+        ("phi", {"rotary_dim": 6}),
+        ("starcoder2", {"activation_function": "gelu", "layer_norm_epsilon": 1e-3, "attention_softmax_in_fp32": True}),
+        ("exaone4", {"num_nextn_predict_layers": 1, "mtp_loss_scaling_factor": 0.05, "mtp_share_layers": True}),
+        ("exaone_moe", {"num_nextn_predict_layers": 1, "first_last_k_dense_replace": 1}),
+        ("llama", {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "type_vocab_size": 16}),
+    ],
+)
+def test_keys_of_published_files_that_code_of_their_family_does_not_read_are_of_no_effect(family, keys):
+    assert model_from_config(CASES[family] | keys, "toy") == model_from_config(CASES[family], "toy")
 
 
 def test_a_key_that_nobody_knows_is_named_in_a_warning_unless_its_name_says_numbers():

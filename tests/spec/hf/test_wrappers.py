@@ -72,5 +72,32 @@ def test_a_decoder_that_is_not_known_is_refused_by_its_own_name():
         model_from_config({"model_type": "llava", "text_config": PLAIN | {"model_type": "qwen9"}})
 
 
+@pytest.mark.peer
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_sizes_that_files_of_llava_leave_out_are_those_of_transformers(family):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    keys = {"model_type": "llava_next", "text_config": {"model_type": family, "num_hidden_layers": 2}}
+    model, theirs = model_from_config(keys, "toy"), transformers.AutoConfig.for_model(family, num_hidden_layers=2)
+    assert (model.num_layers, model.d_model, model.d_ff) == (2, theirs.hidden_size, theirs.intermediate_size)
+    assert (model.num_heads, model.vocab_size) == (theirs.num_attention_heads, theirs.vocab_size)
+    with pytest.raises(InputError, match="key 'intermediate_size' is missing"):
+        model_from_config({"model_type": "mistral3", "text_config": keys["text_config"] | {"hidden_size": 8}})
+
+
+def test_a_wrapper_without_a_decoder_in_it_is_refused_by_its_own_name():
+    """The first files of LLaVA have the keys of their decoder beside others."""
+    with pytest.raises(InputError, match=r"^toy: a llava needs the key 'text_config', with its decoder\. Add it\.$"):
+        model_from_config(PLAIN | {"model_type": "llava", "mm_hidden_size": 8}, "toy")
+    with pytest.raises(InputError, match=r"^toy: model_type is \['llama'\]\. Write a name in quotes instead\.$"):
+        model_from_config({"model_type": "llava", "text_config": PLAIN | {"model_type": ["llama"]}}, "toy")
+
+
+def test_the_first_files_of_exaone_4_5_name_its_decoder_otherwise():
+    text = PLAIN | {"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LLG"}
+    keys = {"model_type": "exaone4_5", "text_config": text}
+    old = {"model_type": "exaone4_5", "text_config": text | {"model_type": "exaone4_5_text"}}
+    assert model_from_config(old, "toy") == model_from_config(keys, "toy")
+
+
 def test_text_halves_are_of_families():
     assert {half["model_type"] for half in tables()["text_halves"].values()} <= set(FAMILIES)

@@ -29,7 +29,7 @@ from meshwright.spec.hf.families import (
 )
 from meshwright.spec.hf.gguf import gguf_config, gguf_files, gguf_name, is_gguf
 from meshwright.spec.hf.published import CONFIG_KEYS, quantisation_of
-from meshwright.spec.hf.wrappers import as_family, text_half, wrapper_prefix
+from meshwright.spec.hf.wrappers import as_family, is_nested, text_half, wrapper_prefix
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
 
 MASK_KEYS = ("attention_mask", "attention_score")
@@ -199,10 +199,15 @@ def _from_keys(keys: HfFields, name: str, what: str) -> Model:
     family = keys.get("model_type")
     if not isinstance(family, str):
         raise InputError(f"{what}: the key 'model_type' is missing. Add one of: {', '.join(FAMILIES)}.")
-    prefix = wrapper_prefix(keys)
-    keys = as_family(text_half(keys) if prefix else keys)
+    prefix, wrapper, has_half = wrapper_prefix(keys), family, is_nested(keys)
+    keys = text_half(keys) if prefix else keys
+    if not isinstance(keys["model_type"], str):
+        raise InputError(f"{what}: model_type is {keys['model_type']!r}. Write {_NEEDS[str][1]} instead.")
+    keys = as_family(keys)
     family = str(keys["model_type"])
     if family not in FAMILIES:
+        if prefix and not has_half:
+            raise InputError(f"{what}: a {wrapper} needs the key 'text_config', with its decoder. Add it.")
         for operation, model_types in tables()["missing_operations"].items():
             if family in model_types:
                 raise InputError(f"{what}: model_type {family!r} needs {operation}, which this version does not have.")

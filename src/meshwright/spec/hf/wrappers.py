@@ -11,12 +11,19 @@ _NESTED = ("thinker_config", "text_config")
 _OUTER = ("tie_word_embeddings", *CONFIG_KEYS)
 """Keys beside the decoder's own that count for it too."""
 
+LLAVA = ("llava", "llava_next")
+"""Wrappers whose files leave out sizes of the decoder."""
+
+
+def is_nested(keys: Mapping[str, Any]) -> bool:
+    """True if the keys of a decoder are in a table of their own."""
+    return any(isinstance(keys.get(key), Mapping) for key in _NESTED)
+
 
 def wrapper_prefix(keys: Mapping[str, Any]) -> str:
     """Returns the prefix of the decoder's weights in published files of a multimodal model; "" for any other model."""
     model_type = keys.get("model_type")
-    is_nested = any(isinstance(keys.get(key), Mapping) for key in _NESTED)
-    has_own_part = is_nested or model_type not in FAMILIES
+    has_own_part = is_nested(keys) or model_type not in FAMILIES
     prefix_by_type: dict[str, str] = tables()["wrappers"]
     return prefix_by_type.get(model_type, "") if isinstance(model_type, str) and has_own_part else ""
 
@@ -31,7 +38,10 @@ def text_half(keys: Mapping[str, Any]) -> HfFields:
     if len(parts) == 1:
         text_keys = {key: value for key, value in keys.items() if not key.endswith(("vision_config", "audio_config"))}
         text_keys["model_type"] = f"{keys['model_type']}_text"
-    return {"model_type": f"{keys['model_type']}_text", **text_keys, **outer_keys}
+    wrapper = keys["model_type"]
+    defaults = tables()["text_defaults"].get(wrapper, {})
+    sizes = tables()["text_sizes"].get(str(text_keys.get("model_type")), {}) if wrapper in LLAVA else {}
+    return {"model_type": f"{wrapper}_text", **defaults, **sizes, **text_keys, **outer_keys}
 
 
 def as_family(keys: HfFields) -> HfFields:
