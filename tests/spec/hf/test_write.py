@@ -16,8 +16,10 @@ def read_back(model: Model) -> Model:
 
 @pytest.mark.parametrize("name", catalogue.models())
 def test_every_model_of_the_catalogue_survives_the_round_trip(name):
+    """In keys that transformers has."""
     model = catalogue.load_model(name)
     assert read_back(model) == text_model(model)
+    assert "meshwright" not in config_from_model(model)
 
 
 LONGROPE = RopeScaling(
