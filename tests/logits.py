@@ -42,12 +42,15 @@ def logits_fn(model: Model) -> Callable[..., Array]:
         if (features := data.get("encoder_features")) is not None:
             given["encoder_positions"] = _positions(jnp.zeros((len(features), features.shape[-1] // 2)))
 
-        def layer(steps: BlockSteps, number: Array, values: Mapping[str, Any], state: None) -> tuple[Array, None]:
-            return run_block(context, steps, values)[0], None
+        def layer(
+            steps: BlockSteps, number: Array, values: Mapping[str, Any], shared: dict[str, Array]
+        ) -> tuple[Array, dict[str, Array]]:
+            result, env = run_block(context, steps, {**values, **shared})
+            return result, {**shared, **{name: env[derived.declared[name]] for name in steps.block.shares}}
 
         results = {block.name: block.ops[-1].out for block in derived.program.blocks}
         for stack in derived.program.stacks:
-            result, _ = run_stack(context, stack, params, given, layer, None)
+            result, _ = run_stack(context, stack, params, given, layer, {})
             given[results[stack.last]] = result
         # bias and cap are parts of the loss that keeps the logits
         biased = result + params["unembed_bias"][None, None] if model.logit_bias else result

@@ -47,7 +47,7 @@ def test_blocks_are_known_by_their_role():
         "head",
     ]
     assert [plain.block_role(found.name) for found in plain.blocks] == ["first", "layer", "head"]
-    assert [program.inputs_from_earlier_stacks(found.name) for found in program.blocks] == [
+    assert [program.shared_inputs(found.name) for found in program.blocks] == [
         (),
         (),
         (),
@@ -137,7 +137,7 @@ def test_it_is_priced():
     assert 0 < priced.estimate.mfu < 1
     parts = memory_parts(priced.derived, priced.sizes)
     one = 16 / 4 * 96 * BOTH.d_model * 2
-    alone = msgspec.structs.replace(priced.derived, program=_without_inputs(priced.derived.program))
+    alone = msgspec.structs.replace(priced.derived, program=_without_inputs(priced.derived.program), shared={})
     held = parts.shared_bytes - memory_parts(alone, priced.sizes).shared_bytes
     assert float(held) == 2 * one
 

@@ -46,7 +46,8 @@ SMALL = {
     "gemma3": _DENSE | {"model_type": "gemma3_text"},
     "gemma4": _DENSE
     | {"model_type": "gemma4_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1, "head_dim": 24}
-    | {"hidden_size_per_layer_input": 0, "num_hidden_layers": 7},
+    | {"hidden_size_per_layer_input": 0, "num_hidden_layers": 12}
+    | {"num_kv_shared_layers": 5, "use_double_wide_mlp": True},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 80},
     "phi3": _DENSE | {"pad_token_id": 0},
     "mixtral": _DENSE | {"num_local_experts": 4},

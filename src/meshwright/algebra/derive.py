@@ -53,7 +53,7 @@ def derive(
         forward_tape = forward_pass(block, shardings)
         saved = [a for s in forward_tape.steps for a in s.results if saved_set.keeps(a, block)]
         backward = _backward(block, shardings, forward_tape, saved)
-        shared_names = program.inputs_from_earlier_stacks(block.name)
+        shared_names = (*program.shared_inputs(block.name), *block.shares)
         kept = tuple(a for a in backward.used if a.name not in shared_names and (a in saved or a.name in activations))
         block_steps = BlockSteps(block, tuple(forward_tape.steps), tuple(backward.steps), kept)
         block_steps = in_segments(in_blocks(block_steps, shardings), shardings)
@@ -84,6 +84,8 @@ def forward_pass(block: Block, shardings: Shardings) -> Tape:
     tape = Tape(shardings, block, "forward", _inputs(block, shardings))
     for op in block.ops:
         op_kind(op.kind).forward(tape.at(op))
+        for array in shardings.as_read(op.out) if op.out in block.shares else ():
+            tape.move(tape.declared(op.out), array)
     for array in shardings.as_read(block.ops[-1].out):
         tape.move(tape.declared(array.name), array)
     tape.producers = {a: s for s in tape.steps for a in s.results}
@@ -92,12 +94,16 @@ def forward_pass(block: Block, shardings: Shardings) -> Tape:
 
 def _backward(block: Block, shardings: Shardings, forward: Tape, saved_arrays: list[ShardedArray]) -> Tape:
     """Returns the tape of one block's backward steps, including forward steps that recompute what is not saved."""
-    tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *saved_arrays})
+    results = [name for name in block.shares if name in shardings.shared]
+    given_arrays = (shardings.shared[name].given for name in results)  # they exist for the layers that read them
+    tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *saved_arrays, *given_arrays})
     tape.producers = forward.producers
     # later layers have left partial cotangents; this block adds to them
-    shared_names = [n for n in shardings.program.inputs_from_earlier_stacks(block.name) if n in shardings.shared]
-    tape.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *shared_names))
-    tape.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
+    shared_names = [n for n in shardings.program.shared_inputs(block.name) if n in shardings.shared]
+    results.append(block.ops[-1].out)
+    tape.available.update(shardings.as_left(name) for name in (*results, *shared_names))
+    for name in results:
+        tape.contribute(name, shardings.as_left(name))
     for op in reversed(block.ops):
         tape.finish(op.out)
         if op.out in shardings.differentiated:

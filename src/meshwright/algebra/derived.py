@@ -61,7 +61,7 @@ class Derived(msgspec.Struct, frozen=True):
     cotangent back, none without stages; the schedule says how often they run. With ``ahead`` weights are gathered
     before their layer runs, and those of the loop's last iteration stay gathered until the backward pass. ``ends``
     are the sums over stages, once per step, of the gradients of weights that every stage has: embedding and loss head.
-    ``shared`` are results of earlier stacks that layers read, ``weights`` says how ``optimizer`` updates each weight.
+    ``shared`` are results that later layers read, ``weights`` says how ``optimizer`` updates each weight.
     ``beside`` are blocks of another program on the same devices, whose weights these hold too.
     """
 

@@ -326,6 +326,17 @@ def with_dims(text: str, dim_of: Mapping[str, str], *, but: Collection[str]) -> 
     return re.sub(r"(\w+)\[([^\]]*)\]", renamed, text) if dim_of else text
 
 
+def without_keys(text: str) -> str:
+    """Returns the lines of a layer without those that make its keys and values, which an earlier layer shares."""
+    return re.sub(r"^[kv]\w*\[.*\n", "", text, flags=re.MULTILINE)
+
+
+def shared_keys(sliding: bool) -> dict[str, str]:
+    """Maps what attention reads as keys and values in the lines of a layer to their names where layers share them."""
+    kind_name = "_local" * sliding
+    return {f"{name}{full}": f"shared_{name[0]}{kind_name}" for name in ("kr", "v") for full in ("", FULL)}
+
+
 ADAPTER = """
     {a}_low[B,T,Ra] = {x}[{x_dims}] * {a}[{inputs},Ra]
     {a}_scaled[B,T,Ra] = scaled({a}_low[B,T,Ra]; by={scale})

@@ -40,6 +40,7 @@ class Op(msgspec.Struct, frozen=True):
 
 class Block(msgspec.Struct, frozen=True):
     """Ops that run in order; ``repeat`` layers of the model run them. A layer maps the stream ``carry`` to ``result``.
+    ``shares`` are further results of a block of one layer, which later layers read.
 
     Layers run in loops (`algebra.transformer.spans`): ``num_in_last_iterations`` counts those of the block that are in
     the last iteration of their loop.
@@ -51,6 +52,7 @@ class Block(msgspec.Struct, frozen=True):
     carry: str = ""
     result: str = ""
     num_in_last_iterations: int = 1
+    shares: tuple[str, ...] = ()
 
     @property
     def reads(self) -> dict[str, None]:
@@ -98,9 +100,12 @@ class Program(msgspec.Struct, frozen=True):
                 return "last" if any(b.name == block and b.ops[-1].out in names_read for b in self.blocks) else "head"
         return "layer"
 
-    def inputs_from_earlier_stacks(self, block: str) -> tuple[str, ...]:
-        """Returns the results of earlier stacks that every layer of a block reads, by name."""
-        return next((stack.inputs for stack in self.stacks if block in stack.layers), ())
+    def shared_inputs(self, block: str) -> tuple[str, ...]:
+        """Returns the results of earlier stacks, and those that earlier layers share, that every layer of a block
+        reads, by name."""
+        names_read = next((b.reads for b in self.blocks if b.name == block), {})
+        from_layers = (name for b in self.blocks if b.name != block for name in b.shares if name in names_read)
+        return (*next((stack.inputs for stack in self.stacks if block in stack.layers), ()), *from_layers)
 
     def of_role(self, *roles: str) -> tuple[Variable, ...]:
         """Returns the variables of these roles, in the order of ``variables``."""

@@ -49,7 +49,7 @@ class Shardings:
         return self._array(name, "optimizer")
 
     def as_read(self, name: str) -> tuple[ShardedArray, ...]:
-        """Returns a result as declared, and as layers of a later stack read it."""
+        """Returns a result as declared, and as later layers read it."""
         return (self.declared(name), *([self.shared[name].given] if name in self.shared else []))
 
     def as_left(self, name: str) -> ShardedArray:

@@ -4,6 +4,7 @@ encoder if it has one. Dims of weights are read off the weight table."""
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -23,7 +24,9 @@ from meshwright.algebra.layers import (
     layer_text,
     loss_text,
     mask_data,
+    shared_keys,
     with_dims,
+    without_keys,
     written,
 )
 from meshwright.algebra.notation import parse_array
@@ -33,7 +36,7 @@ from meshwright.core.errors import InputError
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.weights import Weight, weight_table
 
-_SPLIT_DIMS = ("N", "K", "Kf", "F", "Fe", "Fs", "V", "Nx", "Kx", "Fx", "Dc")
+_SPLIT_DIMS = ("N", "K", "Kf", "F", "Fw", "Fe", "Fs", "V", "Nx", "Kx", "Fx", "Dc")
 """A vector over one of these dims, or over several, is sharded as its matrix is; others are whole on every device."""
 
 MAX_PATTERN = 16
@@ -49,20 +52,25 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
     sliding: bool
     routed: bool
     rotates: bool
+    keys: str = ""  # "source": later layers read its keys and values, "shared": it reads those of such a layer
 
 
 @lru_cache(maxsize=256)
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """Returns the kinds of layers in order of their first layer: "layer", then _moe with routed experts, _unrotated
-    without rope, _local with a window; at the end _mtp, the layer like the last one for the token after the next."""
-    layers_by_facts: dict[tuple[bool, bool, bool], list[int]] = {}
-    for layer in range(model.num_layers):
-        facts = (layer in model.sliding_layers, layer in model.moe_layers, layer not in model.unrotated_layers)
+    without rope, _source if later layers read its keys and values, _shared if it reads such, _local with a window; at
+    the end _mtp, the layer like the last one for the token after the next."""
+    layers_by_facts: dict[tuple[bool, bool, bool, str], list[int]] = {}
+    sources = {layer: model.kv_source(layer) for layer in range(model.num_layers)}
+    shared_sources = {source for layer, source in sources.items() if source != layer}
+    for layer, source in sources.items():
+        keys = "shared" if source != layer else "source" * (layer in shared_sources)
+        facts = (layer in model.sliding_layers, layer in model.moe_layers, layer not in model.unrotated_layers, keys)
         layers_by_facts.setdefault(facts, []).append(layer)
     kinds = []
-    for (sliding, routed, rotates), layers in layers_by_facts.items():
-        kind_name = f"{'_moe' * routed}{'_unrotated' * (not rotates)}{'_local' * sliding}"
-        flags = {"sliding": sliding, "routed": routed, "rotates": rotates}
+    for (sliding, routed, rotates, keys), layers in layers_by_facts.items():
+        kind_name = f"{'_moe' * routed}{'_unrotated' * (not rotates)}{f'_{keys}' * bool(keys)}{'_local' * sliding}"
+        flags: dict[str, Any] = {"sliding": sliding, "routed": routed, "rotates": rotates, "keys": keys}
         suffix = kind_name if len(layers_by_facts) > 1 else ""
         kinds.append(LayerKind(block=f"layer{kind_name}", suffix=suffix, layers=tuple(layers), **flags))
     last_kind = next(kind for kind in kinds if model.num_layers - 1 in kind.layers)
@@ -258,10 +266,12 @@ def _layer_block(
 ) -> Block:
     """Returns the block of a kind of layers in a stack with layers of these ``names``."""
     text = layer_text(model, sliding=kind.sliding, routed=kind.routed, rotates=kind.rotates, options=options)
+    text = without_keys(text) if kind.keys == "shared" else text
     weight_names = {local_name(weight) for weight in weight_table(model) if weight.layers}
     text = with_dims(text, model.dims_of_layer(kind.layers[0]), but=weight_names)
     is_mtp = kind.layers == model.mtp_layers
-    return parse_block(
+    name_of_keys = shared_keys(kind.sliding) if kind.keys else {}
+    block = parse_block(
         kind.block,
         written(model, BEFORE_MTP) + text + written(model, AFTER_MTP) if is_mtp else text,
         variables,
@@ -269,8 +279,9 @@ def _layer_block(
         num_in_last_iterations=sum(span.pattern.count(kind.block) for span in spans(names)),
         carry="xm" if is_mtp else "x",
         result="hm" if is_mtp else "x2",
-        renamed={name: name + kind.suffix for name in weight_names} | _shared_bias(model),
+        renamed={name: name + kind.suffix for name in weight_names} | _shared_bias(model) | name_of_keys,
     )
+    return replace(block, shares=tuple(dict.fromkeys(name_of_keys.values()))) if kind.keys == "source" else block
 
 
 # -- layers as loops ----------------------------------------------------------------------

@@ -1,15 +1,15 @@
 """The letters of array dims, the mesh axes, collectives and dtypes: one meaning in the whole project.
 
 B sequences in the batch, T query positions, S key positions (of an encoder, or slots of a cache), D model width, F
-feed-forward width, N query heads, K key and value heads (Kt, Kct: repeated), G query heads per kv head (N / K), H head
-width (Kf, Hf: of layers without a window where theirs differ), V vocabulary, L layers (Lmoe, Llocal: of one kind; LE:
-layers times experts), P rows of the position table (Ps: the encoder's), R buckets of relative positions. Nx, Kx, Hx,
-Fx: sizes of an encoder that are not the decoder's; M features, Sf frames of its convolutions of Ct taps, Dc the width
-between them. Experts: E experts, Ea experts of one token, C slots of one expert, Fe width of a routed expert, Fs of all
-shared experts, Er rows of the router's counts. Latent attention: Rq, Rkv ranks of latents, Hn, Hr widths of a head's
-unrotated and rotated part, Hv of its values. Pages of a cache: Pg pages in all, Pl positions of a page, Bp pages of a
-sequence. Packed rows: Q their sequences, O rows with logits. Adapters: Ra rank. Dg (Fg, Hg, ...): groups of inputs D
-with one scale. Dj is 2 D.
+feed-forward width (Fw: of layers with shared keys, if twice that), N query heads, K key and value heads (Kt, Kct:
+repeated), G query heads per kv head (N / K), H head width (Kf, Hf: of layers without a window where theirs differ), V
+vocabulary, L layers (Lmoe, Llocal: of one kind; LE: layers times experts), P rows of the position table (Ps: the
+encoder's), R buckets of relative positions. Nx, Kx, Hx, Fx: sizes of an encoder that are not the decoder's; M features,
+Sf frames of its convolutions of Ct taps, Dc the width between them. Experts: E experts, Ea experts of one token, C
+slots of one expert, Fe width of a routed expert, Fs of all shared experts, Er rows of the router's counts. Latent
+attention: Rq, Rkv ranks of latents, Hn, Hr widths of a head's unrotated and rotated part, Hv of its values. Pages of a
+cache: Pg pages in all, Pl positions of a page, Bp pages of a sequence. Packed rows: Q their sequences, O rows with
+logits. Adapters: Ra rank. Dg (Fg, Hg, ...): groups of inputs D with one scale. Dj is 2 D.
 """
 
 from typing import Literal, get_args

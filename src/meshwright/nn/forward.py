@@ -43,7 +43,8 @@ def run_stack(
 
     Between the first and the last block the layers run in order, a loop for each span: ``stream, state = layer(block,
     number, values by name, state)``. ``number`` counts layers of the same kind. Where weights are tuples of layers the
-    loops are unrolled: XLA's programs for CPUs copy the weights that a loop takes from a stack.
+    loops are unrolled: XLA's programs for CPUs copy the weights that a loop takes from a stack. A layer that shares
+    results runs without a loop, so that its state may have more than the one before.
     """
     steps_by_block = {steps.block.name: steps for steps in context.derived.blocks}
 
@@ -65,8 +66,9 @@ def run_stack(
     named = {**given, **params}
     stream: Any = run_block(context, steps_by_block[stack.first], named)[0] if stack.first else named.get(stack.carry)
     carry = stream, state
-    is_unrolled = any(isinstance(weight, tuple) for weight in params.values())
+    has_tuples = any(isinstance(weight, tuple) for weight in params.values())
     for span in spans(stack.layers):
+        is_unrolled = has_tuples or any(steps_by_block[kind].block.shares for kind in span.pattern)
         for repeat in range(span.repeats if is_unrolled else 0):
             carry, _ = iteration(span, carry, repeat)
         if is_unrolled:

@@ -36,7 +36,8 @@ from meshwright.nn.weights import Params
 from meshwright.parallel.held import Tree
 
 Inputs = dict[str, Array]
-"""Inputs of the blocks of a microbatch by name: tokens, labels, positions, documents, results of earlier stacks."""
+"""Inputs of the blocks of a microbatch by name: tokens, labels, positions, documents, results of earlier stacks and
+those that earlier layers share."""
 
 Saved = tuple[Array, ...]
 """Forward results that the backward pass reads, in the order of the derivation."""
@@ -50,7 +51,8 @@ LayerIndex = int | Array
 
 
 class Cotangents(NamedTuple):
-    """Cotangents of the stream (None before the first block) and, summed over layers, of results of earlier stacks."""
+    """Cotangents of the stream (None before the first block) and, summed over layers, of other results that later
+    layers read."""
 
     stream: Any
     further: Inputs
@@ -91,8 +93,8 @@ class BlockPasses:
 
     @cached_property
     def further(self) -> tuple[str, ...]:
-        """Results of earlier stacks that the block reads."""
-        return self.derived.program.inputs_from_earlier_stacks(self.steps.block.name)
+        """Results of earlier stacks and layers that the block reads, and those that it shares itself."""
+        return (*self.derived.program.shared_inputs(self.steps.block.name), *self.steps.block.shares)
 
     @cached_property
     def counts(self) -> dict[str, ShardedArray]:
@@ -140,11 +142,19 @@ class BlockPasses:
         self, weights: Params, inputs: Inputs, stream: Array | None, *, ready: Ready | None = None, again: bool = False
     ) -> tuple[Array, Saved]:
         """Returns the block's result, and the activations that its backward pass reads; ``again`` during that pass."""
+        result, saved, _ = self.forward_shared(weights, inputs, stream, ready=ready, again=again)
+        return result, saved
+
+    def forward_shared(
+        self, weights: Params, inputs: Inputs, stream: Array | None, *, ready: Ready | None = None, again: bool = False
+    ) -> tuple[Array, Saved, Inputs]:
+        """Returns what `forward` does, and the results that the block shares with later layers."""
         env = self._environment(weights, inputs)
         if stream is not None:
             env[self.derived.declared[self.entering]] = stream
         steps = self.steps.backward[: self.steps.num_again] if again else self.steps.forward
         env = self._run(steps, env, ready)
+        shares = {name: env[self.derived.shared[name].given] for name in self.steps.block.shares if not again}
         saved = tuple(env[array] for array in self.steps.kept)
         if _has_one_layout():
             saved = jax.tree.map(as_stored, saved)
@@ -152,7 +162,8 @@ class BlockPasses:
         if stream is not None and self.presence in weights:
             result = jnp.where(weights[self.presence] > 0, result, stream)
         # what runs again is used at once
-        return result, saved if again else self.moved(saved, jax.memory.Space.Host)
+        saved = saved if again else self.moved(saved, jax.memory.Space.Host)
+        return result, saved, shares
 
     def backward(
         self,
@@ -175,13 +186,14 @@ class BlockPasses:
         env |= zip(steps.kept, jax.tree.map(as_stored, saved) if _has_one_layout() else saved, strict=True)
         dresult = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
         dfurther = {name: shared[name].cotangent for name in self.further}
-        env |= {dresult: cotangents.stream} | {dfurther[name]: value for name, value in cotangents.further.items()}
+        env |= {dresult: cotangents.stream} | {array: cotangents.further[name] for name, array in dfurther.items()}
         env = self._run(self._backward_at(self._split.inputs) if split else once_per_layer(steps), env, ready)
         dstream = env[cotangent_of(self.derived, self.entering)] if self.entering else None
         if dstream is not None and self.presence in weights:
             dstream = jnp.where(weights[self.presence] > 0, dstream, cotangents.stream)
         grads_or_operands = tuple(env[array] for array in self.handed) if split else self._gradients(env)
-        return Cotangents(dstream, {name: env[array] for name, array in dfurther.items()}), grads_or_operands
+        dfurther_values = {name: env[array] for name, array in dfurther.items()}
+        return Cotangents(dstream, {**cotangents.further, **dfurther_values}), grads_or_operands
 
     def _gradients(self, env: Environment) -> Params:
         """Returns the gradients, as `gradient_arrays` has them, and `counts`, which microbatches sum like gradients."""

@@ -4,7 +4,8 @@ Nothing here is differentiated: the backward pass runs the derived backward step
 A loop over a span of layers has four forms. `LayerLoop` saves the activations of every iteration. `SegmentLoop` saves
 only the stream that enters a segment, and runs its layers again in the backward pass; `RerunLoop` runs them again for
 each of its layers. `AheadLoop` gathers the weights of the next iteration while one computes, and keeps those of the
-last iteration for its backward pass, which comes first.
+last iteration for its backward pass, which comes first. `SourceLoop` runs one layer that shares keys and values with
+later ones.
 """
 
 import math
@@ -276,6 +277,36 @@ class AheadLoop(LayerLoop):
         return carry, jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *operands)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SourceLoop(LayerLoop):
+    """Runs one layer that shares results with later ones, and saves these too. With ``reruns`` it saves the stream that
+    enters it in place of its activations, with ``ahead`` its gathered weights besides."""
+
+    reruns: bool = False
+    ahead: bool = False
+
+    def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Tree]:
+        (params,), block = weights(0), self.blocks[self.span.pattern[0]]
+        ready = block.gather(params) if self.ahead else None
+        result, saved, shares = block.forward_shared(params, self.inputs, stream, ready=ready)
+        return result, (shares, block.moved((stream,), jax.memory.Space.Host) if self.reruns else saved, ready)
+
+    def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
+        _, layer_saved, ready = saved
+        if self.reruns:
+            layer_saved = partial(self._again, weights, layer_saved)
+        gathered = None if ready is None else (ready,)
+        carry, operands = self.carried_back(0, weights, (layer_saved,), carry, earlier, gathered)
+        return carry, _at(operands, None)
+
+    def _again(self, weights: LayerWeights, entry: tuple[Array, ...], cotangents: Cotangents) -> Saved:
+        block = self.blocks[self.span.pattern[0]]
+        (stream,) = after(block.moved(entry, jax.memory.Space.Device), [cotangents.stream])
+        if block.steps.rerun is not None:  # the backward pass itself computes all that it needs
+            return tuple(stream for _ in block.steps.kept)
+        return block.forward(weights(0)[0], self.inputs, stream, again=True)[1]
+
+
 def _at(tree: Tree, index: int | slice | None) -> Tree:
     """Returns one iteration of every array, or a slice of several; None adds a first dim of size 1."""
     return jax.tree.map(lambda a: a[index], tree)
@@ -336,6 +367,8 @@ class Passes:
         """Returns the loop over a span. A segment "sqrt" has about sqrt(L) of a device's L layers."""
         loop_options: dict[str, Any] = {"span": span, "blocks": self._blocks, "inputs": inputs, **choices}
         segment, rerun = next((steps.segment, steps.rerun) for steps in self.derived.blocks if steps.block.carry)
+        if any(self._blocks[kind].steps.block.shares for kind in span.pattern):
+            return SourceLoop(reruns=segment is not None, ahead=self.ahead, **loop_options)
         if segment == "sqrt":
             segment = max(1, round(math.sqrt(sum(span.num_layers for span in self.spans))))
         if segment is not None:
@@ -354,8 +387,10 @@ class Passes:
         """Returns the stream after all layers, and the activations that each span saves."""
         saved_by_span = []
         for span in self.spans:
-            stream, span_saved = self._loop(span, inputs).forward(self._iterations(span, params), stream)
+            loop = self._loop(span, inputs)
+            stream, span_saved = loop.forward(self._iterations(span, params), stream)
             saved_by_span.append(span_saved)
+            inputs = inputs | (span_saved[0] if isinstance(loop, SourceLoop) else {})
         return stream, tuple(saved_by_span)
 
     def layers_backward(
@@ -381,6 +416,10 @@ class Passes:
             return {name: apply_collectives(steps_by_name.get(name, ()), grad) for name, grad in total_grads.items()}
 
         finish = finished if overlapped else None
+        loops = zip((self._loop(span, inputs) for span in self.spans), saved, strict=True)
+        shares = {n: x for loop, kept in loops if isinstance(loop, SourceLoop) for n, x in kept[0].items()}
+        inputs, further = inputs | shares, cotangents.further
+        cotangents = Cotangents(cotangents.stream, {**further, **{n: jnp.zeros_like(x) for n, x in shares.items()}})
 
         def iteration(_: int, loop: LayerLoop) -> IterationParams:  # only its shapes are needed, by `_zeros`
             weights, earlier_grads = self._iterations(loop.span, params), self._earlier(loop.span, earlier)
@@ -388,7 +427,8 @@ class Passes:
             return loop.iteration_back(0, weights, saved_arrays, cotangents, earlier_grads)[1]
 
         zero_grads = self._zeros(inputs, iteration, cotangents.stream, finish=finish)
-        return self._backward(params, inputs, saved, (cotangents, zero_grads), earlier, finish=finish)[0]
+        carry, _ = self._backward(params, inputs, saved, (cotangents, zero_grads), earlier, finish=finish)
+        return Cotangents(carry[0].stream, {name: carry[0].further[name] for name in further}), carry[1]
 
     def input_backward(
         self, params: Params, inputs: Inputs, saved: Sequence[Tree], cotangents: Cotangents

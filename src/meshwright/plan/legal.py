@@ -15,7 +15,7 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation.cache import cache_sizes
 from meshwright.algebra.generation.derive import job_strategy
 from meshwright.algebra.notation import product
-from meshwright.algebra.rewrites.pipeline import NO_PIPELINE, fits_stages
+from meshwright.algebra.rewrites.pipeline import no_stages
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
@@ -61,8 +61,8 @@ def size_rules(derived: Derived) -> tuple[LegalRule, ...]:
     """Returns the rules on the sizes of a derivation: even splits, stages, experts."""
     dim_splits, num_layers = splits(derived), derived.num_layers
     rules = [LegalRule("stages", lambda f: _places_used(f, num_layers), lambda f: _stages_message(f, num_layers))]
-    if not fits_stages(derived.program):
-        rules.append(LegalRule(STACKS_RULE, lambda f: np.asarray(f.stages) == 1, lambda f: NO_PIPELINE))
+    if reason := no_stages(derived.program):
+        rules.append(LegalRule(STACKS_RULE, lambda f: np.asarray(f.stages) == 1, lambda f: reason))
     rules += [LegalRule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
     rules += [_split_rule(dim, axes, dim_splits) for dim, axes in dim_splits]
     if not any(dim == "B" for dim, _ in dim_splits):

@@ -160,7 +160,7 @@ GROUP = 64
 """Inputs that share a scale in a quantised base, and in int4 weights of generation: the greatest common divisor of this
 number and the size of the dim."""
 
-GROUPED = ("D", "F", "H", "Hf", "Fe", "Fs", "Rq", "Rkv", "Hv", "Fx", "Hx", "Dc")
+GROUPED = ("D", "F", "Fw", "H", "Hf", "Fe", "Fs", "Rq", "Rkv", "Hv", "Fx", "Hx", "Dc")
 """Dims of inputs whose groups may share a scale; the groups of D are the dim Dg."""
 
 
@@ -298,6 +298,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_global_kv_heads: int = 0  # likewise
     values_from_keys: bool = False  # layers without a window have no wv: values are the projection of keys
     value_norm: bool = False  # values are divided by their root mean square
+    num_shared_kv_layers: int = 0  # the last ones, which read keys and values of the last own layer of their kind
+    wide_shared_mlp: bool = False  # and whose feed-forward width is twice the others'
     layer_scale: bool = False  # the result of each layer is multiplied by a number, which is not trained
     attention_sinks: bool = False
     query_temper: float = 0.0  # queries grow by this times ln(1 + floor(position / temper_length))
@@ -369,6 +371,11 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise InputError(
                 f"{self.name}: global_head_dim={self.global_head_dim} must be even, and "
                 f"num_global_kv_heads={self.num_global_kv_heads} must divide num_heads={self.num_heads}."
+            )
+        if self.num_shared_kv_layers and (self.latent_attention or -1 in map(self.kv_source, range(self.num_layers))):
+            raise InputError(
+                f"{self.name}: num_shared_kv_layers={self.num_shared_kv_layers} of {self.num_layers} leaves a kind of "
+                f"layers without keys and values. Use fewer, so that one with and one without a window have their own."
             )
         for field in ("sliding_layers", "dense_layers", "unrotated_layers"):
             bad_ids = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
@@ -468,6 +475,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Hv": self.v_head_dim,
             "Hf": self.global_head_dim if self.global_head_dim != self.head_dim else 0,
             "Kf": self.num_global_kv_heads if self.num_global_kv_heads != self.num_kv_heads else 0,
+            "Fw": 2 * self.d_ff if self.wide_shared_mlp and self.num_shared_kv_layers else 0,
             "P": self.max_positions + self.position_offset if self.learned_positions else 0,
             "S": self.encoder.length if self.encoder else 0,
             "Ps": self._encoder_positions if self.learned_positions else 0,
@@ -483,7 +491,20 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def dims_of_layer(self, layer: int) -> dict[str, str]:
         """Maps each dim that a layer has in another size than most layers to the dim of that size: {"H": "Hf"}."""
         other_dims = {} if layer in self.sliding_layers else {"H": "Hf", "K": "Kf"}
+        other_dims |= {"F": "Fw"} if self.kv_source(layer) != layer else {}
         return {dim: other_dim for dim, other_dim in other_dims.items() if other_dim in self.dims}
+
+    def kv_source(self, layer: int) -> int:
+        """Returns the layer whose keys and values a layer reads: itself, or for one of the ``num_shared_kv_layers`` the
+        last layer of its kind that has its own, -1 if there is none."""
+        num_own, sliding_layers = self.num_layers - self.num_shared_kv_layers, self.sliding_layers
+        own_layers = (own for own in range(num_own) if (own in sliding_layers) == (layer in sliding_layers))
+        return layer if layer < num_own else max(own_layers, default=-1)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have keys and values of their own."""
+        return tuple(range(self.num_layers - self.num_shared_kv_layers))
 
     @property
     def full_heads(self) -> tuple[int, int]:

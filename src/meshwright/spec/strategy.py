@@ -89,7 +89,7 @@ REPEATED_HEADS: dict[str, tuple[str, ...]] = {
 }
 """Dim of repeated kv heads -> mesh axes that divide it: the least common multiple of K (of Kf) and their devices."""
 
-SPLIT_AS = {"H": "Hf", "K": "Kf", "Kt": "Kft", "Kct": "Kfct"}
+SPLIT_AS = {"H": "Hf", "F": "Fw", "K": "Kf", "Kt": "Kft", "Kct": "Kfct"}
 """Dim -> the same dim of layers that have it in another size. Rules are written for the first, and hold for both."""
 _SHARDED_DIMS = ("D", "Rq", "Rkv")
 

@@ -242,8 +242,9 @@ def _layers(model: Model, stored_prefix: str = "") -> list[Weight]:
     ids_by_part = dict.fromkeys(get_args(WeightPart), all_layers)
     ids_by_part |= dict.fromkeys(("router", "experts", "shared_experts", "buffer"), model.moe_layers)
     ids_by_part["mlp"] = model.dense_layers if model.num_experts else all_layers
-    own_values = tuple(layer for layer in all_layers if not model.values_from_keys or layer in model.sliding_layers)
+    own_values = tuple(n for n in model.kv_layers if not model.values_from_keys or n in model.sliding_layers)
     ids_by_part |= {"layer_scale": all_layers, "wv": own_values, "bv": own_values}
+    ids_by_part |= dict.fromkeys(("wk", "bk", "k_norm"), model.kv_layers)
     # a layer that predicts the token after the next is like the last one
     ids_by_part = {part: ids + model.mtp_layers if all_layers[-1] in ids else ids for part, ids in ids_by_part.items()}
     rows = _rows(model, "layers", layers=ids_by_part, stored_prefix=stored_prefix)
@@ -349,6 +350,7 @@ def _encoder(model: Model) -> list[Weight]:
         num_experts=0,
         sliding_layers=(),
         dense_layers=(),
+        num_shared_kv_layers=0,
     )
     layer_rows = [
         replace(

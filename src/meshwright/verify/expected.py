@@ -195,7 +195,7 @@ def steps_in_text(derived: Derived, tables: TickTables) -> Iterator[tuple[BlockS
 def _times_read_again(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
     """Returns how many backward passes of a tick read what ends a stack, and so compute it again."""
     name = block.block.ops[-1].out
-    readers = [b for b in derived.blocks if name in derived.program.inputs_from_earlier_stacks(b.name)]
+    readers = [b for b in derived.blocks if name in derived.program.shared_inputs(b.name)]
 
     def is_read(places_of: Callable[[SplitBackward], Iterable[int]]) -> bool:
         pairs = ((reader, place) for reader in readers if reader.split for place in places_of(reader.split))

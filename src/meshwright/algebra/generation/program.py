@@ -179,7 +179,7 @@ class _Writer:
                     self.ops.append(Op("pick_adapter", (*op.inputs, "adapters"), op.out, attributes))
                 else:
                     self.ops.append(op)
-        return replace(block, ops=self._needed({block.result or self.ops[-1].out, *self.outputs}))
+        return replace(block, ops=self._needed({block.result or self.ops[-1].out, *self.outputs}), shares=())
 
     def source_keys(self, block: Block) -> Block:
         """Returns a layer of the decoder as the program that reads sources has it: the keys and values of its
@@ -247,7 +247,11 @@ class _Writer:
         self.variables[slots_name] = Variable(slots_name, ("B", "T"), "position")
         cache_names, cache_scale_names = list[str](), list[str]()
         for letter, source_name in source_by_letter.items():
-            cache_name, *scale_names = self._write(self._cache_name(letter, block), source_name, slots_name, pool_dim)
+            owner = next((b for b in self.training.blocks if source_name in b.shares), block)
+            cache_name = self._cache_name(letter, owner)
+            scale_names = [scale_name(cache_name)] * (self.storage.cache_dtype == "int8")
+            if owner.name == block.name:  # else an earlier layer has written
+                cache_name, *scale_names = self._write(cache_name, source_name, slots_name, pool_dim)
             cache_names.append(cache_name)
             cache_scale_names += scale_names
         inputs, attributes = (*cache_names, *sequence_names, pages_name, *cache_scale_names), op.attributes

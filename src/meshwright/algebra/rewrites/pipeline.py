@@ -16,6 +16,7 @@ from meshwright.core.errors import CannotRunError
 from meshwright.spec.strategy import Strategy
 
 NO_PIPELINE = "a model with mtp_weight does not run in a pipeline in this version. Use pipeline=1."
+NO_SHARING = "a model whose layers share keys does not run in a pipeline in this version. Use pipeline=1."
 
 
 class SplitBackward(msgspec.Struct, frozen=True):
@@ -71,16 +72,18 @@ def _places(names: Sequence[str], stages: int, pattern: Sequence[str], *, even: 
     return tuple(layers_by_stage) if next_layer == len(names) else ()
 
 
-def fits_stages(program: Program) -> bool:
-    """True if stages can hold the layers: the stream of every stack begins in the stack itself, so that all streams
-    enter the first stage."""
-    return all(stack.first or not stack.carry for stack in program.stacks)
+def no_stages(program: Program) -> str:
+    """Returns why stages cannot hold the layers, "" if they can: the stream of every stack begins in the stack itself,
+    so that all streams enter the first stage, and no layer reads more than the stream of one before it."""
+    if not all(stack.first or not stack.carry for stack in program.stacks):
+        return NO_PIPELINE
+    return NO_SHARING * any(block.shares for block in program.blocks)
 
 
 def require_stages(program: Program, strategy: Strategy) -> None:
-    """Raises CannotRunError for a pipeline of stacks of which one goes on with the stream of another."""
-    if not fits_stages(program) and strategy.mesh.get("pipeline", 1) > 1:
-        raise CannotRunError(NO_PIPELINE)
+    """Raises CannotRunError for a pipeline of layers that stages cannot hold."""
+    if (reason := no_stages(program)) and strategy.mesh.get("pipeline", 1) > 1:
+        raise CannotRunError(reason)
 
 
 def boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
@@ -120,4 +123,4 @@ def ends(program: Program, shardings: Shardings) -> tuple[Step, ...]:
 
 
 def _has_stages(program: Program, shardings: Shardings) -> bool:
-    return "pipeline" in shardings.axes and fits_stages(program)
+    return "pipeline" in shardings.axes and not no_stages(program)

@@ -123,7 +123,7 @@ def with_split_backward(derived: Derived) -> Derived:
 def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
     """Splits a backward pass: first the steps that the cotangents of the stream and of earlier stacks' results need,
     then the others, in derived order."""
-    shared = [derived.shared[name] for name in derived.program.inputs_from_earlier_stacks(block.name)]
+    shared = [derived.shared[name] for name in derived.program.shared_inputs(block.name)]
     needed_arrays = {cotangent_of(derived, block.block.carry), *(result.cotangent for result in shared)}
     input_places, weight_places = list(range(block.num_again)), list[int]()
     for place, step in reversed(list(enumerate(block.backward))[block.num_again :]):

@@ -1,5 +1,5 @@
-"""Results of an earlier stack that layers read, as a decoder reads its encoder's: they are resharded once for all
-layers, and their cotangents are reduced once, after all layers have added to them."""
+"""Results that later layers read, of an earlier stack, as a decoder reads its encoder's, or of an earlier layer: they
+are resharded once for all layers, and their cotangents are reduced once, after all layers have added to them."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,7 +12,7 @@ from meshwright.core.errors import InputError
 
 
 class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
-    """A result of an earlier stack as the layers that read it need it sharded, and its cotangent as they leave it,
+    """A result as the later layers that read it need it sharded, and its cotangent as they leave it,
     which may be unreduced until all layers have added to it."""
 
     given: ShardedArray
@@ -21,15 +21,16 @@ class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
 
 def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]]) -> dict[str, SharedInput]:
     """Returns every `SharedInput` of a program by name. ``steps_of`` returns the steps of both passes of a block."""
-    shared_by_name = {}
-    for stack in program.stacks:
-        for name in stack.inputs:
-            steps = [s for block in program.blocks if block.name in stack.layers for s in steps_of(block)]
-            using_steps = [step for step in steps if not step.only_moves]
-            read_arrays = {array for step in using_steps for array in step.inputs if array.name == name}
-            cotangents = {array for step in using_steps for array in step.results if array.name == f"d{name}"}
-            if len(read_arrays) != 1 or len(cotangents) != 1:
-                arrays = ", ".join(map(str, read_arrays | cotangents))
-                raise InputError(f"layers need {name} in several shardings: {arrays}. Split heads and widths alike.")
-            shared_by_name[name] = SharedInput(given=read_arrays.pop(), cotangent=cotangents.pop())
+    shared_by_name: dict[str, SharedInput] = {}
+    readers = {block.name: program.shared_inputs(block.name) for block in program.blocks}
+    steps_by_block = {block.name: list(steps_of(block)) for block in program.blocks if readers[block.name]}
+    for name in dict.fromkeys(name for names in readers.values() for name in names):
+        steps = [s for block, steps in steps_by_block.items() if name in readers[block] for s in steps]
+        using_steps = [step for step in steps if not step.only_moves or step.op == "permute"]  # rounds of a ring
+        read_arrays = {array for step in using_steps for array in step.inputs if array.name == name}
+        cotangents = {array for step in using_steps for array in step.results if array.name == f"d{name}"}
+        if len(read_arrays) != 1 or len(cotangents) != 1:
+            arrays = ", ".join(map(str, read_arrays | cotangents))
+            raise InputError(f"layers need {name} in several shardings: {arrays}. Split heads and widths alike.")
+        shared_by_name[name] = SharedInput(given=read_arrays.pop(), cotangent=cotangents.pop())
     return shared_by_name

@@ -227,16 +227,16 @@ def saved_bytes(
 
 
 def kv_cache_bytes(model: Model, num_positions: Number, *, element_bytes: Number = 2) -> Number:
-    """Returns the bytes of the keys and values of one sequence: 2 K H elements per position and layer; a layer with a
-    window keeps that many positions at most.
+    """Returns the bytes of the keys and values of one sequence: 2 K H elements per position and layer that has its own;
+    a layer with a window keeps that many positions at most.
 
     With latent attention the latent and the rotary key are kept instead: Rkv + Hr. Source: section 7.1.
     """
     near_elements, full_elements = 2 * model.num_kv_heads * model.head_dim, 2 * math.prod(model.full_heads)
     if model.latent_attention:
         near_elements = full_elements = model.kv_lora_rank + model.qk_rope_head_dim
-    num_near = len(model.sliding_layers)
-    num_full, window = model.num_layers - num_near, model.sliding_window
+    num_near = len(set(model.sliding_layers) & set(model.kv_layers))
+    num_full, window = len(model.kv_layers) - num_near, model.sliding_window
     num_elements = cached_elements(num_positions, per_position=full_elements, num_layers=num_full)
     if num_near:
         layers: dict[str, int] = {"num_layers": num_near, "num_local": num_near}

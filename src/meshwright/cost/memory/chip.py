@@ -73,11 +73,11 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one chip before pipeline stages divide the layers: computed once, for any schedule.
 
-    ``ends`` are embedding and head. ``shared_bytes`` are results of earlier stacks that layers read, with their
-    cotangents. ``chunk_bytes`` are the logits of one chunk of a chunked loss head, with their cotangent. ``tied_bytes``
-    are gradients of weights that several ends use, whole until the last of these has run.
-    ``boundary_bytes`` are sent from stage to stage for one microbatch: (forward, backward). ``cache_bytes`` are keys
-    and values of all layers, in a step that generates. ``on_cpus`` as in `OpSizes`.
+    ``ends`` are embedding and head. ``shared_bytes`` are results that later layers read, with their cotangents.
+    ``chunk_bytes`` are the logits of one chunk of a chunked loss head, with their cotangent. ``tied_bytes`` are
+    gradients of weights that several ends use, whole until the last of these has run. ``boundary_bytes`` are sent from
+    stage to stage for one microbatch: (forward, backward). ``cache_bytes`` are keys and values of all layers, in a step
+    that generates. ``on_cpus`` as in `OpSizes`.
     """
 
     state: str

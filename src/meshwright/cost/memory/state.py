@@ -31,16 +31,13 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     sizes = msgspec.structs.replace(sizes, padded=sizes.tile_rows > 0, cache={})
     elements_of = _state_elements(derived, sizes)
     memories = [(block, _block_memory(block, derived, sizes, elements_of[block.name])) for block in derived.blocks]
-    # a step without a backward pass has none
-    names = dict.fromkeys(name for stack in derived.program.stacks for name in stack.inputs if name in derived.shared)
-    results = (derived.shared[name] for name in names)
     local_steps = (step for block in derived.blocks for step in block.forward if not step.is_collective)
     return MemoryParts(
         state=sizes.state,
         num_layers=derived.num_layers,
         layers=tuple(memory for block, memory in memories if block.is_layer),
         ends=tuple(memory for block, memory in memories if not block.is_layer),
-        shared_bytes=total(sizes.total(result.given, result.cotangent) for result in results),
+        shared_bytes=total(sizes.total(result.given, result.cotangent) for result in derived.shared.values()),
         chunk_bytes=sum(kind_of(step).chunk_bytes(step, sizes) for step in local_steps),
         tied_bytes=_tied_bytes(derived, sizes),
         boundary_bytes=tuple(

@@ -130,7 +130,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
     Training gathers the weights of a whole repeat ahead, which `BlockMemory.gathered_bytes` counts; a forward pass
     alone gathers each weight for its product, which counts here.
     """
-    names = derived.program.inputs_from_earlier_stacks(block.name)
+    names = (*derived.program.shared_inputs(block.name), *block.block.shares)
     shared_results = (derived.shared[name] for name in names if name in derived.shared)
     kept_arrays = {*block.kept, *(array for result in shared_results for array in (result.given, result.cotangent))}
     excluded_arrays = {*kept_arrays, *(derived.declared.values() if trains_in(derived) else ())}

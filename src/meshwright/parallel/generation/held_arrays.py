@@ -297,10 +297,13 @@ class HeldArrays:
         )
 
         def layer(steps: BlockSteps, number: Any, values: Mapping[str, Tree], cache: Cache) -> tuple[Array, Cache]:
+            written_names = {step.inputs[0].name for step in steps.forward if "Pl" in step.result.dims}
+            # the caches of an earlier layer are of that layer alone
+            number_of = {name: number if name in written_names else jnp.zeros_like(number) for name in cache}
             cache_by_name = {
-                name: LayerCache(array[number], None, name in self.heads_first)
+                name: LayerCache(array[number if name in written_names else 0], None, name in self.heads_first)
                 if isinstance(array, tuple)
-                else LayerCache(array, number)
+                else LayerCache(array, number_of[name])
                 for name, array in cache.items()
                 if name in steps.block.reads
             }

@@ -258,6 +258,7 @@ def _fields(config: _Config) -> HfFields:
         fields.setdefault("d_ff_shared", fields.get("num_shared_experts", 0) * fields["d_ff_expert"])
     if family == "gemma4":
         fields |= _global_heads(config, fields)
+        fields["wide_shared_mlp"] &= fields["num_shared_kv_layers"] > 0
     if family in ("smollm3", "llama4"):
         fields["unrotated_layers"] = _unrotated(config)
     if family == "llama4" and not config.keys["attn_temperature_tuning"]:  # a number in early files
