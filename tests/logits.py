@@ -50,7 +50,7 @@ def logits_fn(model: Model) -> Callable[..., Array]:
 
         results = {block.name: block.ops[-1].out for block in derived.program.blocks}
         for stack in derived.program.stacks:
-            result, _ = run_stack(context, stack, params, given, layer, {})
+            result, _ = run_stack(context, stack, params, given, layer, dict[str, Array]())
             given[results[stack.last]] = result
         # bias and cap are parts of the loss that keeps the logits
         biased = result + params["unembed_bias"][None, None] if model.logit_bias else result
