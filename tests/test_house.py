@@ -25,7 +25,7 @@ KERNELS = {
 BUDGETS = {
     "core": 1_152, "masks": 1_235, "spec": 4_396, "algebra": 7_691, "cost": 6_121, "plan": 5_638, "nn": 9_793,
     "parallel": 3_768, "hlo": 2_025, "train": 4_546, "serve": 5_761, "verify": 1_676, "profile": 1_800,
-    "accuracy": 2_008, "bench": 3_018, "report": 3_456, "api": 687, "cli": 5_369, "calculators": 9_576,
+    "accuracy": 2_008, "bench": 3_018, "report": 3_456, "api": 687, "cli": 5_369, "calculators": 9_577,
     "batching": 1_532, "simulate": 276,
 }  # fmt: skip
 """Lines of each package at most; a larger number needs an entry in docs/decisions.md."""

@@ -275,7 +275,8 @@ def _positions(num_positions: float) -> str:
 
 
 def _windows(m: Model) -> str:
-    return f"{len(m.sliding_layers)} of {m.num_layers} layers see {m.sliding_window:,} positions"
+    near = "chunks of " * m.chunked_windows
+    return f"{len(m.sliding_layers)} of {m.num_layers} layers see {near}{m.sliding_window:,} positions"
 
 
 def _at_length_text(facts: Facts) -> Iterator[Piece]:
