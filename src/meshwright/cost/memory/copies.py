@@ -86,7 +86,7 @@ def copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
     and with an exchange the gradients, to which those of further rounds are added."""
     if not (sizes.on_gpus or sizes.on_cpus):
         return 0.0
-    expert_names = [name for name in weights_of(derived, block) if derived.declared[name].dims[0] == "E"]
+    expert_names = [name for name in weights_of(derived, block) if derived.declared[name].dims[:1] == ("E",)]
     is_gathered = {s.result.name: moves(s, sizes) for s in block.forward if s.op == "all_gather"}
     # rows without room go in further rounds, whose gradients are added up
     is_sent = largest(moves(step, sizes) for step in block.forward if step.op == "all_to_all")
@@ -106,7 +106,9 @@ def turned_bytes(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray,
             num_bytes * _ends_within_tiles(gathers[array].inputs[0], gathers[array], sizes)
             for array, num_bytes in gathered.items()
         )
-    expert_bytes = (num_bytes for array, num_bytes in gathered.items() if array.dims[0] == "E" != gathers[array].dim)
+    expert_bytes = (
+        num_bytes for array, num_bytes in gathered.items() if array.dims[:1] == ("E",) and gathers[array].dim != "E"
+    )
     return largest(expert_bytes) if sizes.on_gpus else 0.0
 
 

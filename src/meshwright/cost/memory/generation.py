@@ -57,7 +57,7 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     has_few_rows = np.asarray(sizes.rows_each) <= 1
     weight_names = weights_of(derived, block) if block.is_layer else ()
     matrices = [derived.declared[name] for name in weight_names]
-    expert_arrays = [array for array in matrices if array.dims[0] == "E"]
+    expert_arrays = [array for array in matrices if array.dims[:1] == ("E",)]
     narrow_matrices = [a for a in matrices if a.dtype == "int4" or (a in expert_arrays and a.dtype in ("int8", "fp8"))]
     # each is widened once the rows of its product are there, so one at a time
     widened_bytes = largest(sizes.elements(array) * sizes.width for array in narrow_matrices)
@@ -78,11 +78,13 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         num_bytes = num_bytes + joined_bytes * moves(slot_gathers[0], sizes)
     if sizes.tile_rows:
         steps = (s for s in block.forward if not s.is_collective and not kind_of(s).is_einsum)
-        biased_results = [s.result for s in steps if any(a.dims[0] == "E" and "C" not in a.dims for a in s.inputs[1:])]
+        biased_results = [
+            s.result for s in steps if any(a.dims[:1] == ("E",) and "C" not in a.dims for a in s.inputs[1:])
+        ]
         num_bytes = num_bytes + sizes.total(*biased_results[:-1])
     if sizes.on_gpus:
         # XLA does this before the loop over layers
-        turned_steps = (s for s in gather_steps if s.result.name in weight_names and s.dim != s.result.dims[0])
+        turned_steps = (s for s in gather_steps if s.result.name in weight_names and s.result.dims[:1] != (s.dim,))
         num_bytes = num_bytes + block.repeat * total(sizes.bytes(s.inputs[0]) * moves(s, sizes) for s in turned_steps)
     return num_bytes
 
