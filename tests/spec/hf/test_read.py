@@ -316,6 +316,13 @@ def test_missing_keys_are_named(key, given, text):
     assert str(caught.value).startswith(f"config: {text}")
 
 
+def test_messages_name_a_key_as_its_family_does():
+    with pytest.raises(InputError, match=r"the key 'n_layer' is missing\. A gpt2 config needs it"):
+        model_from_config({"model_type": "gpt2", "n_embd": 8, "n_head": 2}, "toy")
+    with pytest.raises(InputError, match=r"^toy: n_layer is 400,000\. Write at most 10,000\.$"):
+        model_from_config({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 400_000}, "toy")
+
+
 @pytest.mark.parametrize(("key", "need"), [("hidden_size", "a whole number"), ("attention_bias", "true or false")])
 def test_a_key_that_is_null_is_not_called_missing(key, need):
     with pytest.raises(InputError) as caught:

@@ -118,6 +118,9 @@ class _Config:
         missing or mistyped, or a number that no model can have."""
         value: Any = self.keys.get(key)
         value_types, wanted_form = _NEEDS[kind]
+        max_value = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+        if key not in self.given:  # messages name the family's own spelling
+            key = next((alias for alias, name in self.form.aliases.items() if name == key), key)
         if value is None:
             if key in self.given:
                 raise InputError(f"{self.what}: {key} is null. Write {wanted_form} instead.")
@@ -134,7 +137,6 @@ class _Config:
             raise InputError(f"{self.what}: {key} is {value!r}. Write a list of {'numbers' if of is int else 'names'}.")
         if kind is int and typed_value < 0:
             raise InputError(f"{self.what}: {key} is {value}. Write a number that is not negative.")
-        max_value = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
         if kind is int and typed_value > max_value:
             raise InputError(f"{self.what}: {key} is {value:,}. Write at most {max_value:,}.")
         return typed_value
