@@ -49,6 +49,11 @@ class LayerCache:
         return pages if self.layer is None else pages + self.layer * self.stack.shape[1]
 
 
+def fills_tiles(num_heads: int) -> bool:
+    """True if so many rows fill whole tiles of a TPU, which have 8 rows, or fewer by a power of two."""
+    return num_heads % min(SUBLANES, 1 << (num_heads - 1).bit_length()) == 0
+
+
 def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Layout | None:
     """Returns the order in memory of a device's shard, all layers, of a cache with heads; None for the platform's own.
 
@@ -88,8 +93,11 @@ def stored(values: Array, dtype: jnp.dtype) -> Array:
 
 def _by_head(index: tuple[Array, ...], values: Array, dtype: jnp.dtype) -> tuple[Array, ...]:
     """Returns the index of slots for values[R, ...], with heads where they are outside of slots on a TPU, as
-    `cache_layout` says: written one by one, else XLA copies the whole array."""
+    `cache_layout` says: written one by one, else XLA copies the whole array. Scales of heads that leave rows of tiles
+    over are copied if they are written so."""
     max_heads = LANES // 2 if values.ndim == 2 else 4 // dtype.itemsize
+    if values.ndim == 2 and not fills_tiles(values.shape[1]):
+        return index
     if default_platform() != "tpu" or values.ndim == 1 or not (values.ndim != 2) < values.shape[1] < max_heads:
         return index
     return (*(array[:, None] for array in index), jnp.arange(values.shape[1])[None])

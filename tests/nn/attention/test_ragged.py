@@ -188,18 +188,21 @@ def test_pages_whose_slots_are_spread_over_devices_are_attended_in_parts(platfor
 
 
 @pytest.mark.parametrize(
-    ("sequences", "options", "dtype", "latent"),
+    ("sequences", "options", "dtype", "heads"),
     [
-        pytest.param(DECODE, {}, "float32", False, marks=pytest.mark.slow),
-        (DECODE, {"window": 5}, "int8", False),
-        pytest.param(DECODE, {"window": 150, "chunked": True}, "float32", False, marks=pytest.mark.slow),
-        (CHUNKS, SINKS | {"window": 64, "chunked": True}, "float32", False),
-        pytest.param(CHUNKS, SINKS, "float8", False, marks=pytest.mark.slow),
-        (CHUNKS, SINKS | {"window": 150}, "int8", True),
+        pytest.param(DECODE, {}, "float32", (4, 2), marks=pytest.mark.slow),
+        (DECODE, {"window": 5}, "int8", (4, 2)),
+        pytest.param(DECODE, {"window": 150, "chunked": True}, "float32", (4, 2), marks=pytest.mark.slow),
+        (CHUNKS, SINKS | {"window": 64, "chunked": True}, "float32", (4, 2)),
+        pytest.param(CHUNKS, SINKS, "float8", (4, 2), marks=pytest.mark.slow),
+        (CHUNKS, SINKS | {"window": 150}, "int8", (4, 1)),
+        # heads that leave rows of a tile over
+        (CHUNKS, {"window": 150}, "int8", (12, 6)),
+        pytest.param(DECODE, {}, "float32", (3, 3), marks=pytest.mark.slow),
     ],
 )
-def test_the_kernel_of_tpus_attends_so_too(interpreted, sequences, options, dtype, latent):
-    case = Case(sequences, 16, options, dtype, latent, (4, 1) if latent else (4, 2))
+def test_the_kernel_of_tpus_attends_so_too(interpreted, sequences, options, dtype, heads):
+    case = Case(sequences, 16, options, dtype, heads[1] == 1, heads)
     call, *arrays = drawn(case)
     call = dataclasses.replace(call, platform="tpu")
     close(attended(call, *arrays), plain(case, call, *arrays), 3e-6)
@@ -307,7 +310,7 @@ LAYERS, NUM_PAGES, PAGE_LEN, WIDTH = 4, 1024, 128, 128
 @pytest.mark.aot
 @pytest.mark.parametrize("on", ["v5e:2x2", "v6e:2x2", "h100:8x1"])
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "fp8", "fp32"])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8, 20])
 def test_compiled_programs_copy_no_pool(on, dtype, kv_heads):
     """Layers write pages and read them in a scan: temporary arrays are smaller than a pool, in `cache_layout`."""
     temporaries, kept = compiled_layers(on, dtype, kv_heads, PAGE_LEN)
@@ -336,7 +339,7 @@ def compiled_layers(on, dtype, kv_heads, page_len):
 
     pools = [pool(WIDTH, name=dtype)] * 2 + [pool(name="fp32")] * (2 if dtype == "int8" else 0)
     others = (
-        jax.ShapeDtypeStruct((64, 32, WIDTH), jnp.bfloat16),
+        jax.ShapeDtypeStruct((64, 32 - 32 % kv_heads, WIDTH), jnp.bfloat16),
         jax.ShapeDtypeStruct((64, num_pages // 64), jnp.int32),
     )
 

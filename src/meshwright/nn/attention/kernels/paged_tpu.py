@@ -9,9 +9,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from meshwright.algebra.sizes import SUBLANES
 from meshwright.nn.activations import capped
 from meshwright.nn.attention.kernels.scores import LOWEST
 from meshwright.nn.attention.pages import PagedPart, PagedValues, PageTiles, RaggedRows, has_heads_first, in_memory
+from meshwright.nn.cache import fills_tiles
 
 MOST_ROWS, MOST_PAGES = 256, 16
 """Rows, queries x heads, of a block, and pages of a tile at most. The kernel multiplies all heads with the keys of all
@@ -59,12 +61,13 @@ def attend_on_tpu(
     scalars = [block_ids, tiles.starts, tiles.chunk, query_pos, place_in_chunk]
     scalars = [x.astype(jnp.int32) for x in (*scalars, tiles.sequence * page_table.shape[1], page_table.reshape(-1))]
 
-    def page(page_in_tile: int) -> Any:
+    def page(page_in_tile: int, rank: int) -> Any:
         def index(tile: Array, *scalars: Any) -> Any:
             block_ids, starts, chunk, _, _, table_starts, table_entries = scalars
             block_index = block_ids[tile]
             page_column = (chunk[block_index] + tile - starts[block_index]) * num_pages + page_in_tile
-            return table_entries[table_starts[block_index] + jnp.minimum(page_column, page_table.shape[1] - 1)], 0, 0
+            page_id = table_entries[table_starts[block_index] + jnp.minimum(page_column, page_table.shape[1] - 1)]
+            return (page_id, *[0] * (rank - 1))
 
         return index
 
@@ -74,7 +77,10 @@ def attend_on_tpu(
     query, head = np.divmod(np.arange(num_rows), heads)
     query = query * (call.known is None)
     heads_first = has_heads_first("tpu", mixed.values, kv_heads)
-    index_grid = np.indices((num_pages, kv_heads, page_len))
+    # heads that leave rows of a slot's tiles over are read with these rows: in another shape XLA would copy the pool
+    is_whole = heads_first or fills_tiles(kv_heads)
+    held_heads = kv_heads if is_whole else -(-kv_heads // SUBLANES) * SUBLANES
+    index_grid = np.indices((num_pages, held_heads, page_len))
     page_in_tile, key_head, slot = (index_grid if heads_first else np.swapaxes(index_grid, 2, 3)).reshape(3, -1)
     slot += page_in_tile * tiles.span
     # all heads are multiplied with the keys of all key heads, and see those of their own
@@ -91,15 +97,19 @@ def attend_on_tpu(
         page_column = (tiles.chunk[block_ids] + jnp.arange(max_tiles) - tiles.starts[block_ids])[:, None] * num_pages
         page_column = jnp.minimum(page_column + jnp.arange(num_pages)[None], page_table.shape[1] - 1)
         factors = in_memory("tpu", scale)[page_table[tiles.sequence[block_ids][:, None], page_column]]
-        return (factors if kv_heads == 1 or heads_first else jnp.swapaxes(factors, 2, 3)).reshape(max_tiles, 1, -1)
+        factors = factors if kv_heads == 1 or heads_first else jnp.swapaxes(factors, 2, 3)
+        spare = ((0, 0),) * 3 + ((0, held_heads - kv_heads),)
+        return (factors if is_whole else jnp.pad(factors, spare)).reshape(max_tiles, 1, -1)
 
     has_scales, pool_scales = mixed.scale is not None, [*(part.scale for part in parts), mixed.scale]
     scales = [of_tiles(scale) for scale in pool_scales if scale is not None]
     pools = [part.keys for part in parts] + ([] if is_latent else [mixed.values])
-    pools = [in_memory("tpu", pool).reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
+    if is_whole:
+        pools = [in_memory("tpu", pool).reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
     # what all heads share beside latents is narrow and has its slots in the lanes, see `nn.cache.cache_layout`
     is_swapped = [is_latent and pool_id > 0 and pool.shape[-1] < LANE for pool_id, pool in enumerate(pools)]
     pools = [jnp.swapaxes(pool, 1, 2) if swap else pool for pool, swap in zip(pools, is_swapped, strict=True)]
+    page_shapes = [(1, *pool.shape[1:]) if is_whole else (1, page_len, held_heads, pool.shape[-1]) for pool in pools]
 
     def kernel(*refs: Any) -> None:
         block_ids, starts, chunk, query_pos, place_in_chunk, _, _, start_peak_ref, gap_ref, row_ref, *array_refs = refs
@@ -116,10 +126,16 @@ def attend_on_tpu(
             exp_sum_ref[...] = jnp.where(start_peak_ref[...] > LOWEST, 1.0, 0.0)
             sums_ref[...] = jnp.zeros((num_rows, v_width), jnp.float32)
 
+        def without_spare(block: Array) -> Array:
+            """Returns [slots x rows of heads, width] with 0 in the spare rows, which may have anything."""
+            head = lax.broadcasted_iota(jnp.int32, block.shape, 1)
+            return jnp.where(head < kv_heads, block, 0).reshape(page_len * held_heads, -1)
+
         def read(pool_index: int) -> Array:
             page_blocks = [ref[0] for ref in page_refs[pool_index * num_pages : (pool_index + 1) * num_pages]]
             # TPUs have casts of bytes to float32 alone
             page_blocks = [x.astype(jnp.float32) if x.dtype.itemsize == 1 else x for x in page_blocks]
+            page_blocks = page_blocks if is_whole else [without_spare(x) for x in page_blocks]
             return jnp.concatenate(page_blocks, axis=int(is_swapped[pool_index])).astype(dtype)
 
         tile_keys = [read(pool_id) for pool_id in range(len(parts))]
@@ -164,7 +180,7 @@ def attend_on_tpu(
                 *(pl.BlockSpec((1, *array.shape[1:]), of_block) for array in queries),
                 *(pl.BlockSpec((1, *array.shape[1:]), lambda tile, *_: (tile, 0, 0)) for array in scales),
                 # pages of a tile lie anywhere in a pool, so that each is an operand of its own
-                *(pl.BlockSpec((1, *pool.shape[1:]), page(i)) for pool in pools for i in range(num_pages)),
+                *(pl.BlockSpec(shape, page(i, len(shape))) for shape in page_shapes for i in range(num_pages)),
             ],
             out_specs=[pl.BlockSpec((1, num_rows, num_cols), of_block) for num_cols in out_widths],
             scratch_shapes=scratch,
