@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from meshwright.algebra.ops.unfold import FRAMES
@@ -21,8 +22,11 @@ def unfold(frames: Float[Array, "B S M"], *, stride: int) -> Float[Array, "B T 3
 
 
 def _unfold(context: Context, step: Step, array: Array) -> Array:
-    dims = step.inputs[0].dims
-    return unfold(jnp.moveaxis(array, dims.index(FRAMES), 1), stride=step.details.stride)
+    frame_dim = step.inputs[0].dims.index(FRAMES)
+    if frame_dim != 1:
+        # with frames as the innermost dim XLA finds no tiles for the product on GPUs (jaxlib 0.10.2)
+        array = with_layout_constraint(jnp.moveaxis(array, frame_dim, 1), Layout((0, 1, 2)))
+    return unfold(array, stride=step.details.stride)
 
 
 def _unfold_backward(context: Context, step: Step, dout: Array) -> Array:
