@@ -16,6 +16,8 @@ from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify.expected import StepDerivation, expected_collectives, expected_of_pipeline
 from meshwright.verify.request import Request
 from meshwright.verify.targets import Target
+from tests.parallel.plain_encoder_decoder import T5, WHISPER
+from tests.verify.compiled import proof_of
 
 TINY, MIXTRAL = load_model("tiny"), load_model("mixtral-8x7b")
 SEQS, LENGTH = 16, 128
@@ -227,3 +229,25 @@ def test_ring_attention_is_of_training_alone():
     choices = {"context_attention": "ring"}
     trained, made = (derivation(axes, step=step, choices=choices).strategy for step in ("train", "prefill"))
     assert (trained.context_attention, made.context_attention) == ("ring", "gather")
+
+
+# -- sources ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [T5, WHISPER], ids=["t5", "whisper"])
+def test_the_program_that_reads_sources_is_the_derived_one(given):
+    """Compiled for emulated devices: a prompt beside an encoder is a source, and its first row a step of decode."""
+    found = proof_of(given, "cpu:8", {"context": 2, "tensor": 4}, seqs=8, length=24, step="prefill")
+    assert found.runs, found.refusal
+    assert {row.axes for row in found.traffic.rows} == {("tensor",), ("context",)}
+    assert all(row.compiled_arrays == row.derived_arrays for row in found.traffic.rows)
+    assert found.products.compiled == found.products.derived > 0
+
+
+def test_memory_of_sources_has_the_weights_of_both_stacks_and_whole_pages():
+    given = msgspec.structs.replace(T5, encoder=msgspec.structs.replace(T5.encoder, length=200))
+    sources, rows = (derivation({}, given=given, on="v5p:1x1x1", step=step) for step in ("prefill", "decode"))
+    assert sources.memory()["weights"] == rows.memory()["weights"]
+    # 128 positions of a source and a row, or 128 rows behind sources of 200
+    assert (sources.dims["Pg"], rows.dims["Pg"]) == (SEQS * (1 + 1), SEQS * (1 + 2))
+    assert sources.memory()["kv_cache"] / rows.memory()["kv_cache"] == pytest.approx(2 / 3)

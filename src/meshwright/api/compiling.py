@@ -14,7 +14,7 @@ import msgspec
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from meshwright.core.errors import CannotRunError, InputError, UserError
+from meshwright.core.errors import InputError, UserError
 from meshwright.core.files import write_json_whole, write_text_whole
 from meshwright.cost.setting import Setting
 from meshwright.parallel.mesh import abstract_mesh, compiler_options, device_mesh, in_order
@@ -43,7 +43,7 @@ def compile_request(request: Request, folder: Path) -> None:
     if job.trains:
         lowered_step = step.lower(job.batch_seqs, job.seq_len, platform=platform)
     else:
-        lowered_step = step.on(mesh, platform).lower(step.shape_of(job))
+        lowered_step = step.on(mesh, platform).lower_job(job)
     (folder / LOWERED).touch()
     if is_only_lower:
         return
@@ -100,11 +100,6 @@ def step_of(
         return step
     from meshwright.parallel.generation.packed_step import PackedStep
 
-    if setting.model.encoder and job.has_prompts:
-        raise CannotRunError(
-            f"the sources of {setting.model.name} are read by a program of its own, which is priced, not proved, in "
-            "this version. Take the step decode."
-        )
     storage = setting.step_storage
     return PackedStep(setting.model, strategy, max_len=setting.max_len, max_seqs=job.batch_seqs, storage=storage)
 

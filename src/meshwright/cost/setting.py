@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation.cache import pages_of_window, source_len
+from meshwright.algebra.generation.cache import cache_sizes, pages_of_window, source_len
 from meshwright.algebra.generation.derive import derive_job, derive_phase, job_strategy
 from meshwright.algebra.generation.program import AS_WRITTEN, Storage
 from meshwright.algebra.layers import PLAIN
@@ -86,14 +86,32 @@ class Setting(Checked, frozen=True, dict=True):
         return derive_job(self.model, self.job, strategy, storage=self.step_storage, fused_head=fuses_head)
 
     @property
+    def reads_sources(self) -> bool:
+        """True if the job's prompts are sources, which an encoder reads; the first row of each follows."""
+        return self.model.encoder is not None and self.job.has_prompts
+
+    @property
     def max_len(self) -> int:
         """Positions of each sequence, known ones included."""
+        if self.reads_sources:
+            return 1
         return self.job.seq_len + (0 if self.model.encoder else self.known)
 
     @property
     def source_len(self) -> int:
-        """Positions of each source that is read already, 0 without an encoder."""
+        """Positions of each source, 0 without an encoder."""
+        if self.reads_sources:
+            return self.job.seq_len
         return (self.known or source_len(self.model)) if self.model.encoder else 0
+
+    @property
+    def row_dims(self) -> dict[str, int]:
+        """Sizes of the dims of rows and caches, in a job that generates."""
+        job, lengths = self.job, {"max_len": self.max_len, "source_len": self.source_len}
+        num_rows = job.batch_seqs if self.reads_sources else job.tokens_per_step
+        size_by_dim = {"B": num_rows, "T": 1, "Q": job.batch_seqs, "O": job.batch_seqs}
+        size_by_dim |= cache_sizes(batch_seqs=job.batch_seqs, **lengths, storage=self.step_storage)
+        return size_by_dim | ({"S": self.source_len} if self.reads_sources else {})
 
     @property
     def step_storage(self) -> Storage:
@@ -105,6 +123,9 @@ class Setting(Checked, frozen=True, dict=True):
             self.model.sliding_window,
         )
         storage = replace(self.storage, page_len=page_len)
+        if self.model.encoder and not storage.num_pages:  # sources may be shorter than the encoder reads
+            num_pages = -(-self.max_len // page_len) - (-self.source_len // page_len)
+            storage = replace(storage, num_pages=job.batch_seqs * num_pages)
         if not window_len:
             return storage
         num_pages = pages_of_window(window_len, page_len, job.step_len)
@@ -134,11 +155,9 @@ class Setting(Checked, frozen=True, dict=True):
         job = self.job
         num_seqs = job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs
         if not job.trains:
-            num_rows, source = float(job.step_len), float(self.source_len)
-            if source and job.has_prompts:  # these are sources, and the first row of each follows
-                num_rows, source = 1.0, num_rows
-            num_before = 0.0 if source and job.has_prompts else self.max_len - num_rows
-            return self.step_sizes(strategy, LikeSequences(num_seqs, num_rows, num_before, source), mesh=mesh)
+            num_rows = 1.0 if self.reads_sources else float(job.step_len)
+            sequences = LikeSequences(num_seqs, num_rows, self.max_len - num_rows, float(self.source_len))
+            return self.step_sizes(strategy, sequences, mesh=mesh)
         return self._sizes(strategy, mesh or strategy.mesh, job.seq_len, num_seqs)
 
     def step_sizes(
@@ -146,19 +165,20 @@ class Setting(Checked, frozen=True, dict=True):
         strategy: Strategy,
         *sequences: LikeSequences,
         mesh: Mapping[str, Number] | None = None,
-        max_len: Number = None,
         outputs: Number = None,
     ) -> SlotSizes:
-        """Returns the sizes of a step of a server: rows of some sequences, whose caches have pages for ``max_len``
-        positions each, by default for those that they have with the step's own, and their sources'. ``outputs`` rows
-        have logits, by default one of each sequence."""
+        """Returns the sizes of a step of a server: rows of some sequences, whose caches have whole pages for the
+        positions that they have with the step's own, and for their sources'. ``outputs`` rows have logits, by default
+        one of each sequence."""
         page_len = float(self.step_storage.page_len)
         num_rows, seqs = total(part.count * part.rows for part in sequences), total(part.count for part in sequences)
-        position_counts = [part.count * (part.rows + part.before if max_len is None else max_len) for part in sequences]
-        source_positions = total(part.count * part.source for part in sequences)
-        pages = (total(position_counts) + source_positions) / page_len
+        lengths = [(part.count, part.rows + part.before, part.source) for part in sequences]
+        source_positions = total(count * source for count, _, source in lengths)
+        pages = total(count * (np.ceil(own / page_len) + np.ceil(source / page_len)) for count, own, source in lengths)
+        entries = (total(count * own for count, own, _ in lengths) + source_positions) / page_len
         sizes = self._sizes(strategy, mesh or strategy.mesh, 1, num_rows)
-        dims = {"Q": seqs, "O": seqs if outputs is None else outputs, "Pl": page_len, "Pg": pages, "Bp": pages / seqs}
+        num_outputs = seqs if outputs is None else outputs
+        dims = {"Q": seqs, "O": num_outputs, "Pl": page_len, "Pg": pages, "Bp": entries / seqs}
         if self.model.encoder:
             dims |= {"S": source_positions / seqs, "Bx": source_positions / seqs / page_len}
         if window := self.model.sliding_window:

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation.cache import cache_sizes
 from meshwright.algebra.generation.derive import job_strategy
 from meshwright.algebra.notation import product
 from meshwright.algebra.rewrites.pipeline import no_stages
@@ -211,15 +210,12 @@ def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, in
 def strategy_sizes(setting: Setting, strategy: Strategy) -> StrategySizes:
     """Returns the sizes that the rules check."""
     model, cluster, job = setting.model, setting.cluster, setting.job
-    size_by_dim = {"B": job.tokens_per_step, "T": 1, "Q": job.batch_seqs, "O": job.batch_seqs}
-    sizes = {"batch_seqs": job.batch_seqs, "max_len": setting.max_len, "source_len": setting.source_len}
-    size_by_dim |= cache_sizes(**sizes, storage=setting.step_storage)
     return StrategySizes(
         model=model.name,
         cluster=cluster.short_name,
         num_chips=cluster.num_chips,
         mesh=strategy.mesh,
-        dims=model.dims | ({"B": job.batch_seqs, "T": job.seq_len} if job.trains else size_by_dim),
+        dims=model.dims | ({"B": job.batch_seqs, "T": job.seq_len} if job.trains else setting.row_dims),
         num_microbatches=strategy.num_microbatches,
         schedule=strategy.schedule,
         chunks=strategy.chunks,

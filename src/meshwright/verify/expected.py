@@ -10,13 +10,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.generation.cache import cache_sizes
-from meshwright.algebra.generation.derive import derive_job, job_strategy
+from meshwright.algebra.generation.derive import derive_job, derive_sources, job_strategy
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.dispatch import ROOM, is_bounded
 from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.rewrites.pipeline import SplitBackward, stage_layers
+from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings, weights_of
 from meshwright.algebra.rewrites.torus import CrossedLeg, crossed_legs
@@ -234,6 +234,8 @@ class StepDerivation:
     def derived(self) -> Derived:
         """The steps of the program."""
         model, storage, options = self.setting.model, self.setting.step_storage, self.request.options
+        if self.setting.reads_sources:  # the first row of each is a step of decode
+            return derive_sources(model, strategy_of_heads(self.strategy, model.common_kv_heads), storage)
         return derive_job(model, self.job, self.strategy, storage=storage, options=options)
 
     @cached_property
@@ -244,13 +246,8 @@ class StepDerivation:
         size_by_dim = {
             **held_dims(model.dims, self.strategy.mesh),
             **layer_dims(model),
-            "B": job.batch_seqs if job.trains else job.tokens_per_step,
-            "T": job.step_len if job.trains else 1,
+            **({"B": job.batch_seqs, "T": job.step_len} if job.trains else self.setting.row_dims),
         }
-        if not job.trains:
-            size_by_dim |= {"Q": job.batch_seqs, "O": job.batch_seqs}
-            lengths = {"max_len": self.setting.max_len, "source_len": self.setting.source_len}
-            size_by_dim |= cache_sizes(batch_seqs=job.batch_seqs, **lengths, storage=self.setting.step_storage)
         if model.num_experts:
             num_tokens = job.tokens_per_step // self.strategy.num_microbatches
             capacity_factor = self.strategy.capacity_factor

@@ -111,6 +111,13 @@ def derive_phase(
     return derive_forward(program, packed_sources(strategy), axes)
 
 
+def derive_sources(model: Model, strategy: Strategy, storage: Storage = AS_WRITTEN) -> Derived:
+    """Returns the steps that read sources as `derive_encoding` does, for counts: with the decoder's weights beside."""
+    encoder, decoder = encoding_program(model, storage), generation_program(model, storage)
+    program = Program(encoder.blocks, encoder.variables | decoder.variables, encoder.stacks)
+    return replace(derive_forward(program, packed_sources(strategy)), beside=decoder.blocks)
+
+
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:
     """Returns the strategy as the step of a job runs it."""
     return strategy if job.trains else generation_strategy(strategy, prompts=job.has_prompts)

@@ -11,7 +11,7 @@ from meshwright.api.running import require_devices
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
 from meshwright.cli.output import or_dash, say
 from meshwright.cli.verb import Count, option, verb
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.plan_file import Plan
 from meshwright.report.answer import Answer, Facts, Piece, Table
@@ -72,6 +72,11 @@ def _run(plan: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int 
 
     num_warmup = warmup or warmup_steps()
     setting = replace(plan.setting, storage=storage)
+    if setting.reads_sources:
+        raise CannotRunError(
+            f"the sources of {plan.model.name} are read by a program of its own, which is priced and proved, not "
+            "profiled, in this version. Take the step decode."
+        )
     if plan.job.kind == "decode":
         subject: Subject = ServedDecode(setting, plan.strategy, num_warmup + steps)
     else:

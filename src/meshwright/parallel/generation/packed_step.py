@@ -254,6 +254,13 @@ class PackedStep(SourceStep):
         """Returns the name of the program of a shape in ``programs``."""
         return "step-" + "-".join(map(str, shape))
 
+    def lower_job(self, job: Job) -> jax.stages.Lowered:
+        """Lowers the step of a job without data; prompts beside an encoder are sources, padded to equal parts."""
+        if not (self.model.encoder and job.has_prompts):
+            return self.lower(self.shape_of(job))
+        _, position_parts = self.source_parts
+        return self.lower_sources(job.batch_seqs, -(-job.seq_len // position_parts) * position_parts)
+
     def lower(self, shape: PackedShape) -> jax.stages.Lowered:
         """Lowers the program of a shape without data."""
         params, cache = (jax.eval_shape(self.by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))

@@ -73,11 +73,12 @@ class SourceStep(HeldArrays):
         """Returns the program that reads so many sources of so many positions; compiles it once."""
         shape = num_sources, length
         if shape not in self._compiled:
-            lower_shape = partial(self._lower_sources, num_sources, length)
+            lower_shape = partial(self.lower_sources, num_sources, length)
             self._compiled[shape] = self.programs.get(f"sources-{num_sources}-{length}", lower_shape)
         return self._compiled[shape]
 
-    def _lower_sources(self, num_sources: int, length: int) -> jax.stages.Lowered:
+    def lower_sources(self, num_sources: int, length: int) -> jax.stages.Lowered:
+        """Lowers the program that reads so many sources of so many positions, without data."""
         params, cache = (jax.eval_shape(self.by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))
         contents = self.empty_sources(num_sources, length)
         shapes = (num_sources,), (num_sources, length)
@@ -103,6 +104,7 @@ class SourceStep(HeldArrays):
             in_shardings=(shardings(self.mesh, param_specs), self.held_formats, replication),
             out_shardings=self.held_formats,
             donate_argnums=1,
+            keep_unused=True,  # the decoder's weights are on the devices too
             compiler_options=self.compiler.used,
         )
         platform = self.platform if isinstance(self.mesh, AbstractMesh) else ""
