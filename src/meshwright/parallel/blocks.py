@@ -60,7 +60,7 @@ class Cotangents(NamedTuple):
 
 def presence_of(block_name: str) -> str:
     """Returns the name of a number that is 0 in a layer of zeros, which passes its stream on, and else 1. Only layers
-    that norm the stream itself are given it: with weights of zeros the others add nothing to it."""
+    that norm or scale the stream itself are given it: with weights of zeros the others add nothing to it."""
     return f"{block_name}_presence"
 
 

@@ -153,7 +153,7 @@ class Pipeline:
         for name in self._passes.between:  # every run of layers has them
             layer_params[name] = jnp.broadcast_to(params[name], (num_runs, *params[name].shape))
         for block_name, rows in layer_rows(self.schedule, self._names).items():
-            if (rows < 0).any() and self.context.model.sum_norms:
+            if (rows < 0).any() and (self.context.model.sum_norms or self.context.model.layer_scale):
                 layer_params[presence_of(block_name)] = self._of_device(rows >= 0).astype(jnp.float32)
         num_parts = self.schedule.num_microbatches
         microbatches = {n: a.reshape(num_parts, a.shape[0] // num_parts, *a.shape[1:]) for n, a in inputs.items()}
