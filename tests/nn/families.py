@@ -148,6 +148,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | _GEMMA4
     | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
     | {"final_logit_softcapping": 3.0},
+    "gemma4-moe": _BASE
+    | _GEMMA4
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+    | {"hidden_size_per_layer_input": 0},
     "gpt2": _GPT | {"model_type": "gpt2"},
     "phi3": _BASE | {"model_type": "phi3", "partial_rotary_factor": 0.5, "sliding_window": WINDOW},
     "phi3-longrope": _BASE

@@ -48,6 +48,9 @@ SMALL = {
     | {"model_type": "gemma4_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1, "head_dim": 24}
     | {"hidden_size_per_layer_input": 0, "num_hidden_layers": 12}
     | {"num_kv_shared_layers": 5, "use_double_wide_mlp": True},
+    "gemma4-moe": _DENSE
+    | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "enable_moe_block": True}
+    | {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 80},
     "phi3": _DENSE | {"pad_token_id": 0},
     "mixtral": _DENSE | {"num_local_experts": 4},

@@ -152,11 +152,15 @@ devices are reduced once for both."""
 
 EXPERTS = """
     h1[B,T,D] = norm({mlp_x}[B,T,D], mlp_norm[D]) if pre_norms !shared_norm
-    r[B,T,E] = {h1}[B,T,D] * router[D,E]
+    hr[B,T,D] = norm({mlp_x}[B,T,D], router_norm[D]) if branch_norms
+    hr~s[B,T,D] = scaled(hr~[B,T,D]; by={root}) if branch_norms
+    he[B,T,D] = norm({mlp_x}[B,T,D], expert_norm[D]) if branch_norms
+    r[B,T,E] = {hr}[B,T,D] * router[D,E]
     r~b[B,T,E] = bias_add(r~[B,T,E], router_bias[E]) if router_bias
     gates[B,T,Ea] = route(r~[B,T,E]{correction}{routing})
-    we[E,C] = dispatch_gates(gates[B,T,Ea]{capacity})
-    xe[E,C,D] = dispatch({h1}[B,T,D], gates[B,T,Ea], we[E,C]{capacity})
+    gates~s[B,T,Ea] = expert_scaled(gates~[B,T,Ea], expert_scale[E]{capacity}) if expert_scale
+    we[E,C] = dispatch_gates(gates~[B,T,Ea]{capacity})
+    xe[E,C,D] = dispatch({he}[B,T,D], gates~[B,T,Ea], we[E,C]{capacity})
     xe~w[E,C,D] = weighted(xe[E,C,D], we[E,C]) if weighted_inputs
     ge[E,C,Fe] = xe~[E,C,D] * experts_w_gate[E,D,Fe]
     ue[E,C,Fe] = xe~[E,C,D] * experts_w_up[E,D,Fe]
@@ -168,18 +172,21 @@ EXPERTS = """
     ye[E,C,D] = me~[E,C,Fe] * experts_w_down[E,Fe,D]
     ye~b[E,C,D] = bias_add(ye~[E,C,D], experts_b_down[E,D]) if mlp_bias
     ye~w[E,C,D] = weighted(ye~[E,C,D], we[E,C]) if mlp_bias !weighted_inputs
-    y[B,T,D] = combine(ye~[E,C,D], gates[B,T,Ea], we[E,C])
+    y[B,T,D] = combine(ye~[E,C,D], gates~[B,T,Ea], we[E,C])
     gs[B,T,Fs] = {h1}[B,T,D] * shared_w_gate[D,Fs] if d_ff_shared
     us[B,T,Fs] = {h1}[B,T,D] * shared_w_up[D,Fs] if d_ff_shared
     ms[B,T,Fs] = {activation}_mul(gs[B,T,Fs], us[B,T,Fs]) if d_ff_shared gated
     ms[B,T,Fs] = gelu(us[B,T,Fs]) if d_ff_shared !gated
     ys[B,T,D] = ms[B,T,Fs] * shared_w_down[Fs,D] if d_ff_shared
     ys~g[B,T,D] = token_gate(ys~[B,T,D], {h1}[B,T,D], shared_gate[D]) if d_ff_shared shared_expert_gate
+    ys~n[B,T,D] = norm(ys~[B,T,D], post_shared_norm[D]) if branch_norms
+    y~p[B,T,D] = norm(y~[B,T,D], post_expert_norm[D]) if branch_norms
+    y~b[B,T,D] = add(y~[B,T,D], ys~[B,T,D]) if branch_norms
     ys~s[B,T,D] = scaled(ys~[B,T,D]; by={residual}) if d_ff_shared scales
     y~n[B,T,D] = norm(y~[B,T,D], post_mlp_norm[D]) if post_norms
     y~s[B,T,D] = scaled(y~[B,T,D]; by={residual}) if scales
-    {x2}[B,T,D] = add(x1[B,T,D], y~[B,T,D]) if !d_ff_shared
-    {x2}[B,T,D] = add(x1[B,T,D], y~[B,T,D], ys~[B,T,D]) if d_ff_shared
+    {x2}[B,T,D] = add(x1[B,T,D], y~[B,T,D]) if !adds_shared
+    {x2}[B,T,D] = add(x1[B,T,D], y~[B,T,D], ys~[B,T,D]) if adds_shared
 """
 """E routed experts of C slots each; shared experts see every token, as one feed-forward of their joint width.
 
@@ -231,9 +238,14 @@ def written(model: Model, text: str, **names: str | bool) -> str:
     model's kind of norm, with a bias in a layer norm that has one.
     """
     mlp_x = "x" if model.parallel_block else "x1"
+    h1 = "h" if model.shared_norm else "h1" if model.pre_norms else mlp_x
     names = {
         "h": "h" if model.pre_norms else "x",
-        "h1": "h" if model.shared_norm else "h1" if model.pre_norms else mlp_x,
+        "h1": h1,
+        "hr": "hrs" if model.branch_norms else h1,
+        "he": "he" if model.branch_norms else h1,
+        "root": f"{model.d_model**-0.5}",
+        "adds_shared": model.d_ff_shared > 0 and not model.branch_norms,
         "mlp_x": mlp_x,
         "residual": f"{model.residual_multiplier}",
         "scales": model.residual_multiplier != 1,

@@ -326,6 +326,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weighted_inputs: bool = False  # what the chosen experts read is multiplied by the weights, not what they make
     expert_groups: int = 0  # groups of experts; a token chooses from its best groups_per_token groups; 0: from all
     groups_per_token: int = 0
+    branch_norms: bool = False  # the router, routed and shared experts read the stream, and leave it, by own norms
+    expert_scale: bool = False  # weights of the chosen experts are multiplied by a learnt number of each expert
     dense_layers: tuple[int, ...] = ()  # layers without experts, in a model that has experts
 
     num_mtp_layers: int = 0  # layers that predict tokens after the next, counted beside the model unless one trains

@@ -245,6 +245,8 @@ def _layers(model: Model, stored_prefix: str = "") -> list[Weight]:
     own_values = tuple(n for n in model.kv_layers if not model.values_from_keys or n in model.sliding_layers)
     ids_by_part |= {"layer_scale": all_layers, "wv": own_values, "bv": own_values}
     ids_by_part |= dict.fromkeys(("wk", "bk", "k_norm"), model.kv_layers)
+    branch_names = ("router_norm", "expert_norm", "post_expert_norm", "post_shared_norm", "expert_scale")
+    ids_by_part |= dict.fromkeys(branch_names, model.moe_layers)
     # a layer that predicts the token after the next is like the last one
     ids_by_part = {part: ids + model.mtp_layers if all_layers[-1] in ids else ids for part, ids in ids_by_part.items()}
     rows = _rows(model, "layers", layers=ids_by_part, stored_prefix=stored_prefix)

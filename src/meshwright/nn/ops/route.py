@@ -49,11 +49,11 @@ def route_backward(dgates: Gates, scores: RouterScores, chosen: Chosen, model: M
         if model.gates_sum_to_one:
             share_sum = jnp.sum(shares, axis=-1, keepdims=True)
             wide_dgates = (wide_dgates - jnp.sum(wide_dgates * shares, axis=-1, keepdims=True) / share_sum) / share_sum
-        dscores = _spread(wide_dgates * shares * (1 - shares), experts, num_experts)
+        dscores = spread(wide_dgates * shares * (1 - shares), experts, num_experts)
     elif model.gates_sum_to_one:
-        dscores = _spread(_softmax_backward(wide_dgates, jax.nn.softmax(picked_scores, axis=-1)), experts, num_experts)
+        dscores = spread(_softmax_backward(wide_dgates, jax.nn.softmax(picked_scores, axis=-1)), experts, num_experts)
     else:
-        dscores = _softmax_backward(_spread(wide_dgates, experts, num_experts), jax.nn.softmax(wide_scores, axis=-1))
+        dscores = _softmax_backward(spread(wide_dgates, experts, num_experts), jax.nn.softmax(wide_scores, axis=-1))
     return dscores.astype(scores.dtype)
 
 
@@ -88,7 +88,7 @@ def _softmax_backward(dshares: Float[Array, "B T n"], shares: Float[Array, "B T 
     return shares * (dshares - jnp.sum(shares * dshares, axis=-1, keepdims=True))
 
 
-def _spread(values: Gates, experts: Chosen, num_experts: int) -> RouterScores:
+def spread(values: Gates, experts: Chosen, num_experts: int) -> RouterScores:
     """Puts values at the indices of their experts, zero elsewhere; by comparison, since a scatter is slow on CPUs."""
     expert_ids = jnp.arange(num_experts)[None, None]
     spread_values = jnp.zeros((*values.shape[:-1], num_experts), jnp.float32)

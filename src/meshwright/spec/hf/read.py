@@ -255,12 +255,11 @@ def _fields(config: _Config) -> HfFields:
                 f"and head_dim is not given. Set head_dim, or a number of heads that divides {d_model}."
             )
         fields["head_dim"] = d_model // num_heads
-    if "num_experts" in fields:
+    if family == "gemma4":
+        fields |= _gemma4_parts(config, fields)
+    if fields.get("num_experts"):
         fields["dense_layers"] = _layers_without_experts(config)
         fields.setdefault("d_ff_shared", fields.get("num_shared_experts", 0) * fields["d_ff_expert"])
-    if family == "gemma4":
-        fields |= _global_heads(config, fields)
-        fields["wide_shared_mlp"] &= fields["num_shared_kv_layers"] > 0
     if family in ("smollm3", "llama4"):
         fields["unrotated_layers"] = _unrotated(config)
     if family == "llama4" and not config.keys["attn_temperature_tuning"]:  # a number in early files
@@ -365,6 +364,19 @@ def _layers_without_experts(config: _Config) -> tuple[int, ...]:
     sparse_step = max(config.read("decoder_sparse_step", int), 1)
     mlp_only_layers = config.read("mlp_only_layers", tuple, int) if config.has("mlp_only_layers") else ()
     return tuple(layer for layer in layers if layer in mlp_only_layers or (layer + 1) % sparse_step)
+
+
+def _gemma4_parts(config: _Config, fields: HfFields) -> HfFields:
+    """Returns the heads of Gemma 4's layers without a window, and what it has of shared keys and experts: the dense
+    block beside the routed experts is what other families call a shared one."""
+    parts = _global_heads(config, fields)
+    parts["wide_shared_mlp"] = fields["wide_shared_mlp"] and fields["num_shared_kv_layers"] > 0
+    if not config.read("enable_moe_block", bool):
+        return parts | dict.fromkeys(("num_experts", "experts_per_token", "d_ff_expert"), 0)
+    experts = {key: config.read(key, int) for key in ("num_experts", "top_k_experts", "moe_intermediate_size")}
+    parts |= dict(zip(("num_experts", "experts_per_token", "d_ff_expert"), experts.values(), strict=True))
+    beside = {"num_shared_experts": 1, "d_ff_shared": fields["d_ff"]}
+    return parts | beside | dict.fromkeys(("gates_sum_to_one", "branch_norms", "expert_scale"), True)
 
 
 def _global_heads(config: _Config, fields: HfFields) -> HfFields:

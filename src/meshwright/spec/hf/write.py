@@ -151,6 +151,10 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     },
     "num_global_key_value_heads": lambda model: model.num_global_kv_heads if model.values_from_keys else None,
     "hidden_size_per_layer_input": lambda model: 0,
+    "enable_moe_block": lambda model: model.num_experts > 0,
+    "num_experts": lambda model: model.num_experts or None,
+    "top_k_experts": lambda model: model.experts_per_token or None,
+    "moe_intermediate_size": lambda model: model.d_ff_expert or None,
     "no_rope_layers": lambda model: [int(n not in model.unrotated_layers) for n in range(model.num_layers)],
     "no_rope_layer_interval": lambda model: 1,  # the list counts
     "use_sliding_window": lambda model: bool(model.sliding_layers),
