@@ -3,7 +3,7 @@
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -74,6 +74,14 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return ()
         dims = tuple(dim for dim in self.dims if not (dim == "E" and self.part == "experts"))
         return dims[:-1] if dims[-1] in ("D", "Dc", "Ra") else dims[:1]
+
+    def stored_name(self, names: Collection[str]) -> str:
+        """Returns ``hf_name``, or that of experts one by one where they are published stacked and the tensors of a
+        folder, ``names``, are not."""
+        stem, _, last = self.hf_name.partition(".experts.")
+        if last not in ("gate_up_proj", "down_proj") or not any(".experts.0.gate_proj." in name for name in names):
+            return self.hf_name
+        return f"{stem}.experts.{{expert}}.{self.name.rpartition('w_')[2]}_proj.weight"
 
     @property
     def repeat(self) -> int:

@@ -16,19 +16,22 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 from meshwright.algebra.transformer import rows
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.hf.adapter import open_tensors
+from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.gguf import open_files
 from meshwright.nn.hf.published import with_floats
-from meshwright.nn.hf.weights import load_params
+from meshwright.nn.hf.weights import load_params, read_params
 from meshwright.spec.hf.published import folder_weights, quantisation_of
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.hf.write import config_from_model
 from tests.logits import logits_fn
 from tests.nn.families import FAMILIES
+from tests.parallel.generate_cases import dequantise_params
 
 DATA = Path(__file__).parents[2] / "data" / "published"
 FORMS = sorted(file.stem for file in DATA.glob("*.safetensors"))
@@ -176,8 +179,6 @@ def write_packed(folder, form, config=CONFIG, **changes):
     pack, keys = PACKED[form]
     symmetric = {**keys, **changes}.get("sym", form != "awq") is True
     model, rng = model_from_config(config), np.random.default_rng(SEED)
-    from meshwright.nn.hf.format import stored_parts
-
     shapes = {part.tensor: part.shape for part in stored_parts(model)}
     tensors, floats = {}, {}
     for name, shape in shapes.items():
@@ -395,3 +396,38 @@ def test_float8_is_read_from_files(tmp_path):
         assert found.dtype == ml_dtypes.float8_e4m3fn
         np.testing.assert_array_equal(found.astype(np.float32), values.to(torch.float8_e4m3fn).float()[1:3, 2:5])
         np.testing.assert_array_equal(tensors["b"][1:3, 2:5].astype(np.float32), values[1:3, 2:5])
+
+
+def test_experts_of_llama4_may_be_stored_one_by_one(tmp_path):
+    """As quantised files have them: [out, in] each, in fp8 with a scale of each output."""
+    import torch
+    from safetensors.torch import save_file as save_torch
+
+    model, rng = FAMILIES["llama4"], np.random.default_rng(SEED)
+    floats = {part.tensor: rng.normal(size=part.shape).astype(np.float32) / 4 for part in stored_parts(model)}
+    tensors = {name: torch.from_numpy(array) for name, array in floats.items() if ".experts." not in name}
+    for name, array in floats.items():
+        stem, _, last = name.partition(".experts.")
+        pieces = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
+        for piece, values in zip(pieces, np.split(array, max(len(pieces), 1), axis=-1), strict=False):
+            for number, matrix in enumerate(values):  # views of the floats, which are rounded below
+                scale = np.abs(matrix.T).max(1, keepdims=True) / 448
+                narrow = torch.from_numpy((matrix.T / scale).copy()).to(torch.float8_e4m3fn)
+                matrix[:] = (narrow.float().numpy() * scale).T
+                tensors[f"{stem}.experts.{number}.{piece}.weight"] = narrow
+                tensors[f"{stem}.experts.{number}.{piece}.weight_scale"] = torch.from_numpy(scale)
+    save_torch(tensors, tmp_path / "model.safetensors")
+    keys = json.loads((DATA / "fp8.json").read_text())["quantization_config"]
+    ignored = ["re:.*self_attn", "re:.*router", "re:.*shared_expert", "lm_head"]
+    config = config_from_model(model) | {"quantization_config": keys | {"ignore": ignored}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    expected = read_params(model, floats)
+    for name, array in load_params(model, tmp_path, dtype=jnp.float32).items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-6, err_msg=name)
+    with open_files(tmp_path) as files:
+        stored = folder_weights(model, tmp_path, files).stored
+    assert [name for name, *_ in stored.matrices] == [f"layers.experts.w_{name}" for name in ("gate", "up", "down")]
+    kept = load_params(replace(model, stored=stored), tmp_path)
+    for name, array in dequantise_params(replace(model, stored=stored), "", kept).items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-6, err_msg=name)

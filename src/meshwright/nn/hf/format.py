@@ -145,7 +145,7 @@ def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
     def name_of(weight: Weight) -> str:
         if weight.name == "unembed" and _HEAD in names:  # as GPT-NeoX's embed_out is in the memory of transformers 5
             return _HEAD
-        name = weight.hf_name
+        name = weight.stored_name(names)
         for published_part, part in renamed_parts.items():
             name = name.replace(published_part, part)
         if is_stacked and "{expert}" in name:
@@ -176,11 +176,12 @@ def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: boo
             start, step, run = (size // num_groups for size in (start, sum(part_sizes), part_sizes[position]))
         stored_dims[shared_dim] = StoredDim(stored_dims[shared_dim].dim, sum(part_sizes), start, step, run)
     expert_dims = [(stored_dims.pop(0),)] if has_experts and not one_by_one else []
-    return (*expert_dims, *_stored_order(model, weight, stored_dims, weight.dims[1:] if has_experts else weight.dims))
+    dims = weight.dims[1:] if has_experts else weight.dims
+    return (*expert_dims, *_stored_order(model, weight, stored_dims, dims, stacked=bool(expert_dims)))
 
 
 def _stored_order(
-    model: Model, weight: Weight, stored_dims: list[StoredDim], dims: tuple[str, ...]
+    model: Model, weight: Weight, stored_dims: list[StoredDim], dims: tuple[str, ...], *, stacked: bool
 ) -> tuple[tuple[StoredDim, ...], ...]:
     """Orders dims as stored: [out, in] in a linear layer; [in, out] in GPT-2's layers and gpt-oss's experts."""
     is_row = weight.part == "buffer" and (model.family == "ernie4_5_moe" or weight.name == "unembed_bias")
@@ -196,7 +197,7 @@ def _stored_order(
     num_inputs = 2 if dims[0] in ("N", "Nx") else 1
     input_dims, output_dims = tuple(stored_dims[:num_inputs]), tuple(stored_dims[num_inputs:])
     inputs_first = (model.family == "gpt2" and bool(weight.layers) and weight.part != "adapter") or (
-        model.family in ("gpt_oss", "llama4") and weight.part == "experts"
+        model.family in ("gpt_oss", "llama4") and stacked
     )
     return (input_dims, output_dims) if inputs_first else (output_dims, input_dims)
 

@@ -234,8 +234,9 @@ def stored_matrices(
     for row in weight_table(model):
         if row.kind != "matrix" or row.tied_to or row.part in ("embedding", "router"):
             continue
-        indices = itertools.product(row.layers or (0,), range(model.num_experts if "{expert}" in row.hf_name else 1))
-        modules = [row.hf_name.format(layer=layer, expert=expert).removesuffix(".weight") for layer, expert in indices]
+        name = row.stored_name(names)
+        indices = itertools.product(row.layers or (0,), range(model.num_experts if "{expert}" in name else 1))
+        modules = [name.format(layer=layer, expert=expert).removesuffix(".weight") for layer, expert in indices]
         suffixes = *SCALES, "_scales"
         flags = [not any(m + end in names for end in suffixes) if names else quantisation.is_plain(m) for m in modules]
         schemes = {None if is_plain else quantisation.scheme(m) for m, is_plain in zip(modules, flags, strict=True)}
