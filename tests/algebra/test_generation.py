@@ -407,10 +407,10 @@ def test_pairs_and_positions_of_like_sequences(window, rows, before):
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 @pytest.mark.parametrize(("rows", "before"), [(1, 0), (1, 5), (12, 0), (12, 3), (12, 30), (5, 95), (40, 90)])
 def test_pairs_and_positions_in_chunks(chunk, rows, before):
-    """Row by row: a position sees its chunk up to itself; one row behind a chunk sees the mean of all places in one."""
-    seen = [range(at // chunk * chunk, at + 1) for at in range(before, before + rows)]
-    pairs, positions = sum(map(len, seen)), len(set().union(*seen))
-    if rows == 1 and before >= chunk:
-        pairs = positions = sum(range(1, chunk + 1)) / chunk
+    """Row by row: a position sees its chunk up to itself; a few rows behind a chunk begin anywhere in one."""
+    places = range(chunk) if rows < chunk <= before else [before]
+    seen = [[range(at // chunk * chunk, at + 1) for at in range(place, place + rows)] for place in places]
+    pairs = sum(len(each) for rows_seen in seen for each in rows_seen) / len(places)
+    positions = sum(len(set().union(*rows_seen)) for rows_seen in seen) / len(places)
     like = LikeSequences(3, rows, before)
     assert (like.pairs(chunk, chunked=True), like.positions(chunk, chunked=True)) == (3 * pairs, 3 * positions)

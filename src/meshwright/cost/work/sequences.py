@@ -24,19 +24,23 @@ class LikeSequences(msgspec.Struct, frozen=True):
 
     def pairs(self, window: int | None, *, chunked: bool = False) -> Number:
         """Returns the pairs of a row and a position that it sees: those up to it, at most the window, or ``chunked``
-        those of its chunk of so many. One row behind whole chunks is anywhere in its own, and sees half of it."""
+        those of its chunk of so many. Rows that are `_anywhere` see half of it in the mean."""
         num_rows, num_before = self.rows, self.before
         if window is not None and chunked:
             sums = (p // window * window * (window + 1) / 2 + p % window * (p % window + 1) / 2
                     for p in (num_before + num_rows, num_before))  # fmt: skip
             pairs_each = next(sums) - next(sums)
-            is_anywhere = (np.asarray(num_rows) <= 1) & (np.asarray(num_before) >= window)
-            return self.count * np.where(is_anywhere, num_rows * (window + 1) / 2, pairs_each)
+            return self.count * np.where(self._anywhere(window), num_rows * (window + 1) / 2, pairs_each)
         pairs_each = num_rows * (num_before + (num_rows + 1) / 2)
         if window is not None:
             unclipped_rows = np.clip(window - num_before, 0, num_rows)  # rows that see all positions
             pairs_each = unclipped_rows * (num_before + (unclipped_rows + 1) / 2) + (num_rows - unclipped_rows) * window
         return self.count * pairs_each
+
+    def _anywhere(self, chunk: int) -> Number:
+        """True of fewer rows than a chunk behind a whole one: of texts that are alike on average, they begin anywhere
+        in a chunk."""
+        return (np.asarray(self.rows) < chunk) & (np.asarray(self.before) >= chunk)
 
     @property
     def fresh_pairs(self) -> Number:
@@ -52,7 +56,6 @@ class LikeSequences(msgspec.Struct, frozen=True):
         """Returns the positions of the cache that rows see."""
         positions_each = self.rows + self.before
         if window is not None and chunked:
-            is_anywhere = (np.asarray(self.rows) <= 1) & (np.asarray(self.before) >= window)
-            before_rows = np.where(is_anywhere, (window - 1) / 2, self.before % window)
+            before_rows = np.where(self._anywhere(window), (window - 1) / 2, self.before % window)
             return self.count * (self.rows + before_rows)
         return self.count * (positions_each if window is None else np.minimum(positions_each, window - 1 + self.rows))
