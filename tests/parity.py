@@ -16,6 +16,8 @@ import optax
 
 from meshwright.algebra.generation.program import Storage
 from meshwright.algebra.notation import check
+from meshwright.algebra.rewrites.pipeline import no_stages
+from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import UserError
 from meshwright.nn.hf.weights import read_params, save_hf
 from meshwright.parallel.generation.packed_step import PackedStep
@@ -63,9 +65,12 @@ STACKS = {"decoder_layers": "encoder_layers", "num_decoder_layers": "num_layers"
 
 
 def shapes_of(case: str) -> dict[str, str]:
-    """Further shapes of a case, and their meshes."""
-    has_kv_heads = "num_key_value_heads" in CONFIGS[case]
-    return {name: mesh for name, (_, mesh) in SHAPES.items() if has_kv_heads or name != "one kv head"}
+    """Further shapes of a case and their meshes; layers that share results do not run in pipelines."""
+    mesh_of = {name: mesh for name, (_, mesh) in SHAPES.items()}
+    if "num_key_value_heads" not in CONFIGS[case]:
+        del mesh_of["one kv head"]
+    has_no_stages = no_stages(transformer(model_of(case)))
+    return {name: mesh for name, mesh in mesh_of.items() if not (has_no_stages and mesh == PIPELINE)}
 
 
 # The frequencies of dynamic scaling follow the length of what is there: in transformers the present one of a text that
@@ -99,6 +104,8 @@ def config_of(case: str, shape: str = "") -> dict[str, Any]:
             given |= {key: num_layers, STACKS[key]: num_layers + 1}
     if "kv_lora_rank" in config or "num_key_value_heads" not in config:
         given.pop("num_key_value_heads", None)  # others have as many as heads, or their own key
+    if "vocab_size_per_layer_input" in config and "vocab_size" in given:
+        given["vocab_size_per_layer_input"] = given["vocab_size"]
     for key, value in given.items():
         if key == "num_hidden_layers":
             for lists in {"layer_types", "no_rope_layers", "mlp_layer_types"} & config.keys():

@@ -75,7 +75,7 @@ def test_meshes_and_policies_give_what_one_device_does(axes, choices):
 
 
 def test_pipelines_are_refused_in_a_line():
-    with pytest.raises(CannotRunError, match="layers share keys does not run in a pipeline"):
+    with pytest.raises(CannotRunError, match="layers share keys or embeddings does not run in a pipeline"):
         TrainStep(MODEL, strategy_of({"pipeline": 2}))
 
 

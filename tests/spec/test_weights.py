@@ -46,7 +46,7 @@ SMALL = {
     "gemma3": _DENSE | {"model_type": "gemma3_text"},
     "gemma4": _DENSE
     | {"model_type": "gemma4_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1, "head_dim": 24}
-    | {"hidden_size_per_layer_input": 0, "num_hidden_layers": 12}
+    | {"hidden_size_per_layer_input": 12, "num_hidden_layers": 12, "vocab_size_per_layer_input": 128}
     | {"num_kv_shared_layers": 5, "use_double_wide_mlp": True},
     "gemma4-moe": _DENSE
     | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "enable_moe_block": True}

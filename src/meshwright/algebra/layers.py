@@ -17,6 +17,8 @@ ENCODER, CROSS = "encoder_", "cross_"
 """Prefixes of the variables of an encoder and of cross-attention; the rest of a name is as in a decoder's layer."""
 ENCODER_END, ENCODED = f"{ENCODER}end", "encoded"
 """The last block of an encoder, and its result."""
+EMBEDDED = ("embedded", "shared_layer_norm")
+"""What the first block shares with layers that have embeddings of their own."""
 FULL = "_full"
 """Suffix of variables that have dims of their own in layers without a window; the rest of a name is as in others."""
 
@@ -194,12 +196,26 @@ The weights of slots go to the devices of the experts, and are applied before th
 pass needs neither its result nor its way back; only a bias after that product keeps them behind it."""
 
 LAYER_END = """
-    x2[B,T,D] = scaled_by(x3[B,T,D], layer_scale[]) if layer_scale
+    pe[B,T,Dl] = embed(tokens[B,T], layer_embed[V,Dl]; scale=sqrt(Dl)) if layer_embed_dim
+    pp[B,T,Dl] = embedded[B,T,D] * layer_proj[D,Dl] if layer_embed_dim
+    pp~s[B,T,Dl] = scaled(pp~[B,T,Dl]; by={root}) if layer_embed_dim
+    pp~n[B,T,Dl] = norm(pp~[B,T,Dl], shared_layer_norm[Dl]) if layer_embed_dim
+    pl[B,T,Dl] = add(pe[B,T,Dl], pp~[B,T,Dl]) if layer_embed_dim
+    pl~s[B,T,Dl] = scaled(pl~[B,T,Dl]; by={half}) if layer_embed_dim
+    pg[B,T,Dl] = x3[B,T,D] * layer_gate[D,Dl] if layer_embed_dim
+    pm[B,T,Dl] = {activation}_mul(pg[B,T,Dl], pl~[B,T,Dl]) if layer_embed_dim
+    po[B,T,D] = pm[B,T,Dl] * layer_out[Dl,D] if layer_embed_dim
+    po~n[B,T,D] = norm(po~[B,T,D], post_layer_norm[D]) if layer_embed_dim
+    {x4}[B,T,D] = add(x3[B,T,D], po~[B,T,D]) if layer_embed_dim
+    x2[B,T,D] = scaled_by({x4}[B,T,D], layer_scale[]) if layer_scale
 """
-"""What follows the feed-forward block, whose stream is x3 then."""
+"""What follows the feed-forward block, whose stream is x3 then: what the layer itself knows of the token and of its
+embedding, gated by the stream; a number. Source: Gemma 3n and Gemma 4, per-layer embeddings."""
 
 EMBED = """
-    {embedded}[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})
+    {first}[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})
+    shared_layer_norm[Dl] = copy(layer_norm[Dl]) if layer_embed_dim
+    {embedded}[B,T,D] = copy(embedded[B,T,D]) if layer_embed_dim
     p[B,T,D] = embed(positions[B,T], position_table[P,D]) if learned_positions
     {sum}[B,T,D] = add(e[B,T,D], p[B,T,D]) if learned_positions
     x[B,T,D] = norm({sum}[B,T,D], embed_norm[D]) if embed_norm
@@ -249,7 +265,10 @@ def written(model: Model, text: str, **names: str | bool) -> str:
         "mlp_x": mlp_x,
         "residual": f"{model.residual_multiplier}",
         "scales": model.residual_multiplier != 1,
-        "x2": "x3" if model.layer_scale else "x2",
+        "x2": "x3" if model.layer_scale or model.layer_embed_dim else "x2",
+        "x4": "x2" if not model.layer_scale else "x4" if model.layer_embed_dim else "x3",
+        "half": f"{2**-0.5}",
+        "activation": _activation(model),
         "cross_h": "cross_h" if model.pre_norms else "x0",
         "zero": "0" * model.qkv_bias,
         "zero_k": "0" * (model.qkv_bias and model.key_bias),
@@ -277,6 +296,7 @@ def embed_text(model: Model) -> str:
     multiplier = model.embed_multiplier if model.embed_multiplier != 1 else ""
     names = {"sum": "es" if model.embed_norm else "x"}
     names["embedded"] = "e" if model.learned_positions else names["sum"]
+    names["first"] = EMBEDDED[0] if model.layer_embed_dim else names["embedded"]
     scale_text = given_attributes(scale="sqrt(D)" if model.embed_scale else multiplier)
     return written(model, EMBED, scale=scale_text, **names)
 
@@ -322,7 +342,7 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
     routing_text = given_attributes(**loss_weights, capacity=capacity_factor, correction_rate=correction_rate)
     attribute_text = given_attributes(capacity=capacity_factor)
     texts = {"correction": ", router_correction[E]" * is_corrected, "routing": routing_text, "capacity": attribute_text}
-    text += written(model, EXPERTS + LAYER_END, activation=_activation(model), **texts)
+    text += written(model, EXPERTS + LAYER_END, **texts)
     return with_adapters(model, text)
 
 
@@ -456,8 +476,8 @@ def _quoted(rule: str) -> str:
 
 def _dense(model: Model, joins: bool) -> str:
     names = {"y": "a", "before": "x"} if joins else {"y": "y", "before": "x1"}
-    names |= sums(model, "x3" if model.layer_scale else "x2")
-    return written(model, DENSE, activation=_activation(model), joins=joins, **names)
+    names |= sums(model, "x3" if model.layer_scale or model.layer_embed_dim else "x2")
+    return written(model, DENSE, joins=joins, **names)
 
 
 def sums(model: Model, result_name: str) -> dict[str, str]:

@@ -22,8 +22,8 @@ from meshwright.spec.strategy import Strategy, assign
 Details = TypeVar("Details", bound=msgspec.Struct)
 
 
-ALIKE = {"S": "T", "Nx": "N", "Kx": "K", "Fx": "F", "Dc": "F"}
-"""Dims of an encoder that have the rules of a dim of the decoder, unless they have their own."""
+ALIKE = {"S": "T", "Nx": "N", "Kx": "K", "Fx": "F", "Dc": "F", "Dl": "D"}
+"""Dims of an encoder, and of layers' own embeddings, that have the rules of another dim, unless they have their own."""
 
 
 class Shardings:
@@ -64,7 +64,7 @@ class Shardings:
         role, dims = weight_role if variable.role == "weight" else variable.role, variable.dims
         rules = self.strategy.rules(role)
         # dims of an encoder are split as a decoder's are, and before others where those are
-        alias_of = {ALIKE[dim]: dim for dim in dims if dim in ALIKE and dim not in rules}
+        alias_of = {ALIKE[dim]: dim for dim in dims if dim in ALIKE and dim not in rules and ALIKE[dim] not in dims}
         rules = {dim: axes for rule_dim, axes in rules.items() for dim in (alias_of.get(rule_dim, rule_dim), rule_dim)}
         group_rules = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}
         rules = {**group_rules, **rules}  # groups of entries are split as the entries are
@@ -145,9 +145,22 @@ class Tape:
     ) -> None:
         """Adds the op's backward step, from the result's cotangent and ``inputs`` to the cotangents of variables."""
         names, results = zip(*cotangents, strict=True)
-        self.run(f"{self.op.kind}_backward", (dout or self.dout, *inputs), *results, details=details)
+        parts = (results[0], *self.as_parts(results[1:]))
+        self.run(f"{self.op.kind}_backward", (dout or self.dout, *inputs), *parts, details=details)
+        self.join_parts(parts, results)
         for name, cotangent in zip(names, results, strict=True):
             self.contribute(name, cotangent)
+
+    def as_parts(self, cotangents: Iterable[ShardedArray]) -> list[ShardedArray]:
+        """Returns cotangents under other names where they exist: of what several layers read, to which each adds its
+        part by `join_parts`."""
+        return [array.replace(name=f"{array.name}_part") if array in self.available else array for array in cotangents]
+
+    def join_parts(self, parts: Iterable[ShardedArray], cotangents: Iterable[ShardedArray]) -> None:
+        """Adds parts to the cotangents that exist."""
+        for part, array in zip(parts, cotangents, strict=True):
+            if part != array:
+                self.run("copy", (part,), array)
 
     def add(self, *steps: Step) -> None:
         """Adds steps after the steps that make what they need, and skips a move whose result exists."""

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from meshwright.algebra.layers import (
     AFTER_MTP,
     BEFORE_MTP,
+    EMBEDDED,
     ENCODED,
     ENCODER,
     ENCODER_LENGTHS,
@@ -135,7 +136,7 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     blocks = (
         *encoder_blocks,
         *bias_blocks,
-        parse_block("embed", embed_text(model), variables),
+        replace(parse_block("embed", embed_text(model), variables), shares=EMBEDDED if model.layer_embed_dim else ()),
         *(_layer_block(model, kind, variables, options, names) for kind in kinds),
     )
     inputs = (*((ENCODED,) if encoder_blocks else ()), *_shared_bias(model).values())

@@ -9,7 +9,8 @@ Sf frames of its convolutions of Ct taps, Dc the width between them. Experts: E 
 slots of one expert, Fe width of a routed expert, Fs of all shared experts, Er rows of the router's counts. Latent
 attention: Rq, Rkv ranks of latents, Hn, Hr widths of a head's unrotated and rotated part, Hv of its values. Pages of a
 cache: Pg pages in all, Pl positions of a page, Bp pages of a sequence. Packed rows: Q their sequences, O rows with
-logits. Adapters: Ra rank. Dg (Fg, Hg, ...): groups of inputs D with one scale. Dj is 2 D.
+logits. Adapters: Ra rank. Dg (Fg, Hg, ...): groups of inputs D with one scale. Dj is 2 D. Dl is the width of layers'
+own embeddings.
 """
 
 from typing import Literal, get_args

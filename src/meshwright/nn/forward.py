@@ -64,7 +64,10 @@ def run_stack(
         return (stream, state), None
 
     named = {**given, **params}
-    stream: Any = run_block(context, steps_by_block[stack.first], named)[0] if stack.first else named.get(stack.carry)
+    stream: Any = named.get(stack.carry)
+    if stack.first:
+        stream, env = run_block(context, first := steps_by_block[stack.first], named)
+        given = {**given, **{name: env[context.derived.declared[name]] for name in first.block.shares}}
     carry = stream, state
     has_tuples = any(isinstance(weight, tuple) for weight in params.values())
     for span in spans(stack.layers):

@@ -19,7 +19,10 @@ STORED_DTYPES = {"fp32": jnp.float32, "int8": jnp.int8, "int4": jnp.int4, "fp8":
 """Dtypes of weights that have one of their own, whatever the training state."""
 
 INIT_STD = 0.02
-_INTO_STREAM = ("wo", "w_down", "experts_w_down", "shared_w_down", "cross_wo", "encoder_wo", "encoder_w_down")
+_INTO_STREAM = (
+    *("wo", "w_down", "experts_w_down", "shared_w_down", "layer_out"),
+    *("cross_wo", "encoder_wo", "encoder_w_down"),
+)
 
 
 def stacked_shape(weight: Weight) -> tuple[int, ...]:

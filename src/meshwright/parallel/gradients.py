@@ -66,12 +66,14 @@ def microbatch_gradients(
         # else compilers put the products off until all layers have run, and hold the cotangent of the logits for them
         cotangent = after(cotangent, head_grads.values())
         # Layers add to the cotangents of the results of earlier stacks.
-        dresults = {name: jnp.zeros_like(results[name]) for name in stack.stack.inputs}
+        first_shares = stack.embed.steps.block.shares if stack.stack.first else ()
+        dresults = {name: jnp.zeros_like(results[name]) for name in (*stack.stack.inputs, *first_shares)}
         (cotangent, dresults), stack_grads = stack.layers_backward(
             params, results, layers_saved, Cotangents(cotangent, dresults), earlier=earlier, overlapped=overlapped
         )
         if stack.stack.first:
-            _, embed_grads = stack.embed.backward(params, results, embed_saved, Cotangents(cotangent, {}))
+            _, embed_grads = stack.embed.backward(params, results, embed_saved, Cotangents(cotangent, dresults))
+            dresults = {name: dresults[name] for name in stack.stack.inputs}
         else:
             # its stream is an earlier stack's result, if it has one
             embed_grads, dresults = {}, {stack.stack.carry: cotangent} if stack.stack.carry else {}
@@ -98,7 +100,10 @@ def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, li
     for stack in passes.stacks:
         embeds, head = stack.stack.first, stack.head
         entering: Tree = (results.get(stack.stack.carry), ())
-        stream, embed_saved = stack.embed.forward(params, results, None) if embeds else entering
+        stream, embed_saved = entering
+        if embeds:
+            stream, embed_saved, shares = stack.embed.forward_shared(params, results, None)
+            results |= shares
         stream, layers_saved = stack.layers_forward(params, results, stream)
         # else compilers keep a table that both ends gather whole through all layers
         tied_names = {step.result.name for step in head.gathers} & {*stack.embed.weights} if embeds else ()

@@ -24,6 +24,7 @@ NOUNS: dict[str, str] = {
     "H": "head width",
     "Kf": "kv heads of layers without a window",
     "Hf": "head width of layers without a window",
+    "Dl": "width of layers' own embeddings",
     "Fw": "feed-forward width of layers with shared keys",
     "Hn": "head width without rope",
     "Hr": "head width with rope",

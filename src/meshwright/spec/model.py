@@ -160,7 +160,7 @@ GROUP = 64
 """Inputs that share a scale in a quantised base, and in int4 weights of generation: the greatest common divisor of this
 number and the size of the dim."""
 
-GROUPED = ("D", "F", "Fw", "H", "Hf", "Fe", "Fs", "Rq", "Rkv", "Hv", "Fx", "Hx", "Dc")
+GROUPED = ("D", "Dl", "F", "Fw", "H", "Hf", "Fe", "Fs", "Rq", "Rkv", "Hv", "Fx", "Hx", "Dc")
 """Dims of inputs whose groups may share a scale; the groups of D are the dim Dg."""
 
 
@@ -300,6 +300,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     value_norm: bool = False  # values are divided by their root mean square
     num_shared_kv_layers: int = 0  # the last ones, which read keys and values of the last own layer of their kind
     wide_shared_mlp: bool = False  # and whose feed-forward width is twice the others'
+    layer_embed_dim: int = 0  # width of the embeddings of tokens that each layer has besides
     layer_scale: bool = False  # the result of each layer is multiplied by a number, which is not trained
     attention_sinks: bool = False
     query_temper: float = 0.0  # queries grow by this times ln(1 + floor(position / temper_length))
@@ -478,6 +479,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Hf": self.global_head_dim if self.global_head_dim != self.head_dim else 0,
             "Kf": self.num_global_kv_heads if self.num_global_kv_heads != self.num_kv_heads else 0,
             "Fw": 2 * self.d_ff if self.wide_shared_mlp and self.num_shared_kv_layers else 0,
+            "Dl": self.layer_embed_dim,
             "P": self.max_positions + self.position_offset if self.learned_positions else 0,
             "S": self.encoder.length if self.encoder else 0,
             "Ps": self._encoder_positions if self.learned_positions else 0,

@@ -47,8 +47,9 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     No gradient trains a ``frozen`` weight. ``dtype`` is its stored dtype where that is not the training state's; the
     part "scale" is for scales of matrices in whole numbers. ``dims`` and ``shape`` are those of one layer, in einsum
-    order; ``hf_name`` is its name in published checkpoints with ``{layer}`` and ``{expert}`` to fill in. Rows with the
-    same ``hf_name`` are parts of one stored array. ``tied_to`` names the row that has the values; this one counts 0.
+    order; ``hf_name`` is its name in published checkpoints with ``{layer}`` and ``{expert}`` to fill in; without
+    ``{layer}`` all layers are one array. Rows with the same ``hf_name`` are parts of one stored array. ``tied_to``
+    names the row that has the values; this one counts 0.
     """
 
     name: str
@@ -255,6 +256,7 @@ def _layers(model: Model, stored_prefix: str = "") -> list[Weight]:
     ids_by_part |= dict.fromkeys(("wk", "bk", "k_norm"), model.kv_layers)
     branch_names = ("router_norm", "expert_norm", "post_expert_norm", "post_shared_norm", "expert_scale")
     ids_by_part |= dict.fromkeys(branch_names, model.moe_layers)
+    ids_by_part |= dict.fromkeys(("layer_proj", "layer_gate", "layer_out"), all_layers)
     # a layer that predicts the token after the next is like the last one
     ids_by_part = {part: ids + model.mtp_layers if all_layers[-1] in ids else ids for part, ids in ids_by_part.items()}
     rows = _rows(model, "layers", layers=ids_by_part, stored_prefix=stored_prefix)
@@ -314,7 +316,8 @@ def _rows(
         return name in fixed_names or _VECTOR.search(name) is not None
 
     def stored(name: str, llama_name: str) -> str:
-        text = layer_prefix + own_name_of.get(stored_prefix + name, own_name_of.get(name, llama_name))
+        text = own_name_of.get(stored_prefix + name, own_name_of.get(name, llama_name))
+        text = text if text.startswith("{prefix}") else layer_prefix + text  # else stored as one for all layers
         for field, replacement in replacement_by_field.items():
             text = text.replace(field, replacement)
         return text
@@ -361,6 +364,7 @@ def _encoder(model: Model) -> list[Weight]:
         sliding_layers=(),
         dense_layers=(),
         num_shared_kv_layers=0,
+        layer_embed_dim=0,
     )
     layer_rows = [
         replace(

@@ -42,9 +42,12 @@ def test_many_tokens_of_one_row_lose_nothing_in_bf16():
 
 def test_the_scale_of_gemma_is_rounded_to_the_weights_dtype():
     gemma = replace(catalogue.load_model("gemma3-27b"), d_model=3072)
-    assert embed_scale(gemma, jnp.bfloat16) == 55.5
-    assert embed_scale(gemma, jnp.float32) == pytest.approx(3072**0.5, rel=1e-7)
-    assert embed_scale(catalogue.load_model("tiny"), jnp.float32) == 1.0
+    table = parse_array("embed[V,D]")
+    assert embed_scale(gemma, jnp.bfloat16, table) == 55.5
+    assert embed_scale(gemma, jnp.float32, table) == pytest.approx(3072**0.5, rel=1e-7)
+    assert embed_scale(catalogue.load_model("tiny"), jnp.float32, table) == 1.0
+    assert embed_scale(replace(gemma, layer_embed_dim=256), jnp.bfloat16, parse_array("layer_embed[V,Dl]")) == 16.0
+    assert embed_scale(gemma, jnp.bfloat16, parse_array("position_table[P,D]")) == 1.0
 
 
 def test_a_bias_lies_on_the_dims_that_it_names():

@@ -179,7 +179,9 @@ class _Writer:
                     self.ops.append(Op("pick_adapter", (*op.inputs, "adapters"), op.out, attributes))
                 else:
                     self.ops.append(op)
-        return replace(block, ops=self._needed({block.result or self.ops[-1].out, *self.outputs}), shares=())
+        shares = () if block.carry else block.shares  # what layers share is in caches
+        results = {block.result or self.ops[-1].out, *self.outputs, *shares}
+        return replace(block, ops=self._needed(results), shares=shares)
 
     def source_keys(self, block: Block) -> Block:
         """Returns a layer of the decoder as the program that reads sources has it: the keys and values of its

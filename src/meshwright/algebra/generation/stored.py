@@ -49,7 +49,13 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
             if not stored_dtype or not (has_groups or len(dims) == len(weight.dims) - len(weight.inputs)):
                 continue
             dims = group_dims(weight.dims, weight.inputs) if has_groups else dims
-        elif dtype == "int4" and weight.layers and weight.inputs and model.dims[weight.inputs[-1]] % 2 == 0:
+        elif (
+            dtype == "int4"
+            and weight.part != "embedding"
+            and weight.layers
+            and weight.inputs
+            and model.dims[weight.inputs[-1]] % 2 == 0
+        ):
             dims = group_dims(weight.dims, weight.inputs)
         elif dtype == "int4":
             stored_dtype = "int8"

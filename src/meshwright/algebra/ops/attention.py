@@ -143,12 +143,10 @@ def backward(tape: Tape) -> None:
     results = [d.like(key).replace(unreduced=unsummed_axes) for d, key in zip(cotangents[:2], keys, strict=True)]
     results += [d.like(dq).replace(unreduced=axes_beside(dq, d)) for d in cotangents[2:]]
     inputs = (dout, o, lse, *operands)
-    # the cotangent of a table that several layers read exists, and this layer adds its part
-    parts = [array.replace(name=f"{array.name}_part") if array in tape.available else array for array in results]
+    parts = tape.as_parts(results)
     step = Step(op=f"{tape.op.kind}_backward", inputs=inputs, result=dq, more=tuple(parts), details=details)
     tape.add(*in_ring(step, keys))
-    for part, array in zip(parts, results, strict=True):
-        tape.add(*([] if part == array else [Step(op="copy", inputs=(part,), result=array)]))
+    tape.join_parts(parts, results)
     for name, array in zip(input_names, (dq, *results), strict=True):
         tape.contribute(name, array)
 

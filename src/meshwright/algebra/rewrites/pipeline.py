@@ -16,7 +16,7 @@ from meshwright.core.errors import CannotRunError
 from meshwright.spec.strategy import Strategy
 
 NO_PIPELINE = "a model with mtp_weight does not run in a pipeline in this version. Use pipeline=1."
-NO_SHARING = "a model whose layers share keys does not run in a pipeline in this version. Use pipeline=1."
+NO_SHARING = "a model whose layers share keys or embeddings does not run in a pipeline in this version. Use pipeline=1."
 
 
 class SplitBackward(msgspec.Struct, frozen=True):

@@ -124,7 +124,18 @@ def stored_parts(model: Model, names: Collection[str] = ()) -> Iterator[StoredPa
         for leading in np.ndindex(*leading_sizes):
             numbers = (weight.layers[leading[0]], leading[-1], leading[-1]) if leading else ()
             number_by_field = dict(zip(("layer", "expert", "head"), numbers, strict=False))
-            yield StoredPart(variable, leading, tensor_pattern.format(**number_by_field), axes)
+            in_all_layers = weight.layers and "{layer}" not in tensor_pattern
+            part_axes = _of_layer(model, weight, axes, weight.layers[leading[0]]) if in_all_layers else axes
+            yield StoredPart(variable, leading, tensor_pattern.format(**number_by_field), part_axes)
+
+
+def _of_layer(
+    model: Model, weight: Weight, axes: tuple[tuple[StoredDim, ...], ...], layer: int
+) -> tuple[tuple[StoredDim, ...], ...]:
+    """Returns the stored dims of a layer's part of an array that has all layers one after the other along Dl."""
+    num_layers, width = model.num_layers, model.layer_embed_dim
+    packed_dims = {weight.dims.index("Dl"): {"size": num_layers * width, "start": layer * width}}
+    return tuple(tuple(dim._replace(**packed_dims.get(dim.dim, {})) for dim in axis) for axis in axes)
 
 
 def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:

@@ -14,9 +14,12 @@ from meshwright.nn.order import zeros_after
 from meshwright.spec.model import Model
 
 
-def embed_scale(model: Model, dtype: DTypeLike) -> float:
-    """Returns sqrt(D) rounded to the dtype of the weights, as in training (gemma); else the model's multiplier."""
-    return float(np.asarray(model.d_model**0.5, dtype)) if model.embed_scale else model.embed_multiplier
+def embed_scale(model: Model, dtype: DTypeLike, table: ShardedArray) -> float:
+    """Returns the factor on rows: sqrt(D) rounded to the dtype of the weights, as in training (gemma; of a layer's own
+    table sqrt(Dl)), else the model's multiplier; of positions 1."""
+    if table.dims[0] != "V":
+        return 1.0
+    return float(np.asarray(model.dims[table.dims[-1]] ** 0.5, dtype)) if model.embed_scale else model.embed_multiplier
 
 
 def embed(
@@ -49,20 +52,15 @@ def _first_row(context: Context, table: ShardedArray, num_rows: int) -> Int[Arra
     return first_index(table.axes[0], num_rows) - offset
 
 
-def _scale(context: Context, table: ShardedArray, dtype: DTypeLike) -> float:
-    """Returns the factor on rows, of which those of positions have none."""
-    return embed_scale(context.model, dtype) if table.dims[0] == "V" else 1.0
-
-
 def _embed(context: Context, step: Step, tokens: Array, table: Array) -> Array:
     first_row = _first_row(context, step.inputs[1], table.shape[0])
-    return embed(tokens, table, first_row=first_row, scale=_scale(context, step.inputs[1], table.dtype))
+    return embed(tokens, table, first_row=first_row, scale=embed_scale(context.model, table.dtype, step.inputs[1]))
 
 
 def _embed_backward(context: Context, step: Step, tokens: Array, dout: Array) -> Array:
     num_rows = context.local_size(step.result, step.result.dims[0])
     first_row = _first_row(context, step.result, num_rows)
-    scale = _scale(context, step.result, dout.dtype)
+    scale = embed_scale(context.model, dout.dtype, step.result)
     return embed_backward(tokens, dout, first_row=first_row, num_rows=num_rows, scale=scale)
 
 

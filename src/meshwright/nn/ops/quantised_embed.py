@@ -17,7 +17,9 @@ def quantised_embed(context: Context, step: Step, tokens: Array, values: Array, 
     dtype = jnp.dtype(DTYPES[context.dtype])
     # rows and scales are both zero for tokens of other devices' parts
     wide_rows = embed(tokens, values, first_row=first_row).astype(jnp.float32)
-    row_scales = embed(tokens, scale[:, None], first_row=first_row, scale=embed_scale(context.model, dtype))
+    row_scales = embed(
+        tokens, scale[:, None], first_row=first_row, scale=embed_scale(context.model, dtype, step.inputs[1])
+    )
     return (wide_rows * row_scales).astype(dtype)
 
 

@@ -367,9 +367,15 @@ def _layers_without_experts(config: _Config) -> tuple[int, ...]:
 
 
 def _gemma4_parts(config: _Config, fields: HfFields) -> HfFields:
-    """Returns the heads of Gemma 4's layers without a window, and what it has of shared keys and experts: the dense
-    block beside the routed experts is what other families call a shared one."""
+    """Returns the heads of Gemma 4's layers without a window, and what it has of layers' own embeddings, shared keys
+    and experts: the dense block beside the routed experts is what other families call a shared one."""
     parts = _global_heads(config, fields)
+    table_len = config.keys["vocab_size_per_layer_input"]
+    if fields["layer_embed_dim"] and table_len not in (None, fields["vocab_size"]):
+        raise InputError(
+            f"{config.what}: vocab_size_per_layer_input={table_len} is not vocab_size={fields['vocab_size']}. Only "
+            f"embeddings of layers for all tokens are known here."
+        )
     parts["wide_shared_mlp"] = fields["wide_shared_mlp"] and fields["num_shared_kv_layers"] > 0
     if not config.read("enable_moe_block", bool):
         return parts | dict.fromkeys(("num_experts", "experts_per_token", "d_ff_expert"), 0)

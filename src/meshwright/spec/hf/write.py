@@ -150,7 +150,7 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
         "sliding_attention": {"rope_theta": model.rope_local_theta, "rope_type": "default"},
     },
     "num_global_key_value_heads": lambda model: model.num_global_kv_heads if model.values_from_keys else None,
-    "hidden_size_per_layer_input": lambda model: 0,
+    "vocab_size_per_layer_input": lambda model: model.vocab_size,
     "enable_moe_block": lambda model: model.num_experts > 0,
     "num_experts": lambda model: model.num_experts or None,
     "top_k_experts": lambda model: model.experts_per_token or None,
