@@ -12,6 +12,7 @@ from meshwright.algebra.generation.program import Storage
 from meshwright.algebra.transformer import layer_names
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import kv_cache_bytes
+from meshwright.nn.hf.format import checked_parts, stored_parts
 from meshwright.nn.weights import param_shapes
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.hf.read import model_from_config
@@ -103,3 +104,12 @@ def test_caches_are_of_layers_with_keys_of_their_own():
     near, full = 2 * 2 * 12, 2 * 1 * 20
     assert kv_cache_bytes(MODEL, 16) == 2 * (16 * full + 2 * 6 * near)
     assert sequence_bytes(MODEL, 16, Storage()) == kv_cache_bytes(MODEL, 16)
+
+
+def test_stored_keys_of_layers_that_read_those_of_others_are_left_out():
+    tensors = {part.tensor: np.zeros(part.shape, np.float32) for part in stored_parts(MODEL)}
+    own = "model.layers.{}.self_attn.{}.weight"
+    beside = {own.format(layer, name): np.ones(3) for layer in (3, 7) for name in ("k_proj", "v_proj", "k_norm")}
+    assert checked_parts(MODEL, tensors | beside)
+    with pytest.raises(InputError, match=r"has model\.layers\.3\.self_attn\.o_norm\.weight, which shared has no place"):
+        checked_parts(MODEL, tensors | {own.format(3, "o_norm"): np.ones(3)})

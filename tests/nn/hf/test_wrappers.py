@@ -38,6 +38,10 @@ _AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "enc
 
 WRAPPED = {
     "gemma3": (CONFIGS["gemma3"], {"vision_config": _VISION | {"model_type": "siglip_vision_model"}}),
+    "gemma4": (
+        CONFIGS["gemma4-shared"] | {"pad_token_id": 0, "use_bidirectional_attention": "vision"},
+        {"vision_config": _VISION | {"head_dim": 8, "num_key_value_heads": 2}, "audio_config": None},
+    ),
     "glm46v": (_TEXT | _GLM | {"model_type": "glm4v_text"}, {"vision_config": _QWEN | {"model_type": "glm4v_vision"}}),
     "glm4v": (_TEXT | _GLM | {"model_type": "glm4v_text"}, {"vision_config": _QWEN | {"image_size": 28}}),
     "glm4v_moe": (_GROUPED | _GLM | {"model_type": "glm4v_moe_text"}, {"vision_config": _QWEN3 | {"image_size": 28}}),
@@ -100,7 +104,12 @@ SAVED_UNDER_OTHER_NAMES = {"kimi_k25": "layers are saved as blocks", "llava_next
 
 def config_of(wrapper):
     text, others = copy.deepcopy(WRAPPED[wrapper])
-    return {"model_type": wrapper, "text_config": text, "tie_word_embeddings": wrapper == "gemma3", **others}
+    return {
+        "model_type": wrapper,
+        "text_config": text,
+        "tie_word_embeddings": wrapper in ("gemma3", "gemma4"),
+        **others,
+    }
 
 
 def their_wrapper(wrapper):
@@ -159,4 +168,4 @@ def test_stacked_experts_are_read_with_inputs_before_outputs():
 
 def test_every_wrapper_is_compared_but_those_with_another_in_them():
     """Whole Omni models have the thinker of the case in them; Kimi VL's code is not in transformers."""
-    assert tables()["wrappers"].keys() - WRAPPED.keys() == {"qwen2_5_omni", "qwen3_omni_moe", "kimi_vl", "gemma4"}
+    assert tables()["wrappers"].keys() - WRAPPED.keys() == {"qwen2_5_omni", "qwen3_omni_moe", "kimi_vl"}

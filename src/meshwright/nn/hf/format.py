@@ -247,6 +247,7 @@ IGNORED_OF = {
     **dict.fromkeys(_DECODERS, _OTHER_PARTS),
     # layers for tokens after the next, if they are not asked for
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "hy_v3"), ("*.layers.{num_layers}.*", *_OTHER_PARTS)),
+    "gemma4": ("*.embed_vision.*", "*.embed_audio.*", *_OTHER_PARTS),
     "exaone_moe": ("mtp.*",),
     "ernie4_5_moe": ("model.mtp*",),
 }
@@ -256,6 +257,11 @@ IGNORED_OF = {
 def _require_all_used(model: Model, tensors: Tensors, used_names: set[str]) -> None:
     """Raises InputError for a tensor that the model lacks, or a tied unembedding unlike the embedding."""
     ignored_forms = [form.format(num_layers=model.num_layers) for form in (*IGNORED, *IGNORED_OF.get(model.family, ()))]
+    # published files have keys and values of layers that read those of others
+    shared_layers = range(len(model.kv_layers), model.num_layers)
+    ignored_forms += [
+        f"*.layers.{n}.self_attn.{part}.weight" for n in shared_layers for part in ("[kv]_proj", "k_norm")
+    ]
     variable_of_copy = {name: variable for variable, name in mtp_copies(model).items()}
     for name in tensors.keys() - used_names:
         is_tied = name.endswith(("lm_head.weight", "proj_out.weight")) and model.tied_embeddings
