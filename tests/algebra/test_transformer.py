@@ -28,7 +28,10 @@ def test_a_program_uses_every_weight_of_the_table_in_its_layers(name):
     layers = {}
     for weight, repeat in rows.values():
         layers[weight.name] = layers.get(weight.name, 0) + repeat
-    assert layers == {w.name: w.repeat for w in weight_table(load_model(name)) if not w.tied_to}
+    stored = {}
+    for weight in (w for w in weight_table(load_model(name)) if not w.tied_to):
+        stored[weight.name] = stored.get(weight.name, 0) + weight.repeat
+    assert layers == stored
 
 
 @pytest.mark.parametrize("name", [name for name in models() if not load_model(name).encoder])
@@ -39,12 +42,13 @@ def test_a_program_is_a_chain_of_blocks(name):
     assert sum(layer.repeat for layer in layers) == load_model(name).num_layers
     for layer in layers:
         assert (layer.carry, layer.result, layer.ops[-1].out) == ("x", "x2", "x2")
-        made = ["x", *(op.out for op in layer.ops)]
+        shared = program.shared_inputs(layer.name)
+        made = [*shared, "x", *(op.out for op in layer.ops)]
         # attention and the feed-forward of a parallel block end in one sum
         assert len(made) - len(set(made)) == load_model(name).parallel_block
         for number, op in enumerate(layer.ops):
             own = [n for n in op.inputs if program.variables[n].role == "activation"]
-            assert set(own) <= set(made[: number + 1])
+            assert set(own) <= set(made[: len(shared) + number + 1])
     assert {op.kind for block in program.blocks for op in block.ops} <= set(op_names())
 
 
@@ -85,4 +89,7 @@ def test_what_enters_attention_has_the_names_that_policies_keep():
         for block in program.blocks:
             for op in (op for op in block.ops if op.kind == "attention"):
                 names = ("cross_q", "cross_k", "cross_v") if op.inputs[0].startswith("cross_") else ("qr", "kr", "v")
-                assert tuple(name.removeprefix("encoder_") for name in op.inputs[:3]) == names
+                found = tuple(name.removeprefix("encoder_").removesuffix("_full") for name in op.inputs[:3])
+                kind = "_local" * block.name.endswith("_local")
+                shared = ("qr", f"shared_k{kind}", f"shared_v{kind}")
+                assert found == (shared if "shared_k" in op.inputs[1] else names)

@@ -161,8 +161,9 @@ def _attention_intensity(m: Model) -> dict[str, float] | None:
 def cache_designs(m: Model) -> list[Facts]:
     """Returns bytes that each design of the cache keeps of one token, and of a sequence; ``own`` marks the model's.
 
-    Full heads (MHA), own groups or latent, one head (MQA), layers that share; no windows if the model has some. A head
-    keeps a key and a value, H + Hv. Sources: How to Scale Your Model, sections 4.5 and 7.2.
+    Full heads (MHA), own groups or latent, one head (MQA), layers that share; no windows if the model has some; first
+    the model's own if its layers differ in their heads, or share. A head keeps a key and a value, H + Hv. Sources: How
+    to Scale Your Model, sections 4.5 and 7.2.
     """
     is_latent, num_heads, kv_heads = m.latent_attention, m.num_heads, m.num_kv_heads
     head_elements = m.head_dim + (m.v_head_dim if is_latent else m.head_dim)
@@ -179,25 +180,32 @@ def cache_designs(m: Model) -> list[Facts]:
     designs.append((f"{model_design}, {SHARED_LAYERS} layers share", elements_of[model_design], windows, SHARED_LAYERS))
     if windows:
         designs.append((f"{model_design}, no windows", elements_of[model_design], {}, 1))
-    rows = []
-    for name, width, window_args, layers_per_cache in designs:
-        token_elements, sequence_elements = (
+    elements = [
+        tuple(
             accounting.cached_elements(
                 positions, per_position=width, num_layers=m.num_layers, layers_per_cache=layers_per_cache, **window_args
             )
             for positions in (1, CACHE_POSITIONS)
         )
-        rows.append(
-            {
-                "design": name,
-                "own": name == model_design,
-                "elements_per_layer": width,
-                "layers_per_cache": layers_per_cache,
-                "bytes_per_token": {dtype: token_elements * DTYPE_BYTES[dtype] for dtype in CACHE_DTYPES},
-                "sequence": {"positions": CACHE_POSITIONS, "bytes": sequence_elements * DTYPE_BYTES[CACHE_DTYPES[0]]},
-            }
+        for _, width, window_args, layers_per_cache in designs
+    ]
+    if m.num_shared_kv_layers or m.full_heads != (kv_heads, m.head_dim):
+        model_design = f"own heads, {len(m.kv_layers)} of {m.num_layers} layers"
+        own = tuple(accounting.kv_cache_bytes(m, n, element_bytes=1) for n in (1, CACHE_POSITIONS))
+        designs, elements = [(model_design, own[0] / m.num_layers, {}, 1), *designs], [own, *elements]
+    return [
+        {
+            "design": name,
+            "own": name == model_design,
+            "elements_per_layer": width,
+            "layers_per_cache": layers_per_cache,
+            "bytes_per_token": {dtype: token_elements * DTYPE_BYTES[dtype] for dtype in CACHE_DTYPES},
+            "sequence": {"positions": CACHE_POSITIONS, "bytes": sequence_elements * DTYPE_BYTES[CACHE_DTYPES[0]]},
+        }
+        for (name, width, _, layers_per_cache), (token_elements, sequence_elements) in zip(
+            designs, elements, strict=True
         )
-    return rows
+    ]
 
 
 def _saved(m: Model) -> Facts:
