@@ -12,12 +12,16 @@ from meshwright.algebra.generation.program import Storage
 from meshwright.algebra.transformer import layer_names
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import kv_cache_bytes
+from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import estimate_step
 from meshwright.nn.hf.format import checked_parts, stored_parts
 from meshwright.nn.weights import param_shapes
 from meshwright.parallel.train_step import State, TrainStep
+from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.hf.read import model_from_config
+from meshwright.spec.job import Job
 from meshwright.spec.weights import weight_table
-from tests.nn.families import CONFIGS
+from tests.nn.families import CONFIGS, FAMILIES, WINDOW
 from tests.parallel.cases import assert_equal, keep_gradients, run_step, strategy_of
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -113,3 +117,11 @@ def test_stored_keys_of_layers_that_read_those_of_others_are_left_out():
     assert checked_parts(MODEL, tensors | beside)
     with pytest.raises(InputError, match=r"has model\.layers\.3\.self_attn\.o_norm\.weight, which shared has no place"):
         checked_parts(MODEL, tensors | {own.format(3, "o_norm"): np.ones(3)})
+
+
+@pytest.mark.parametrize("case", ["gemma4-shared", "gemma4-moe"])
+def test_steps_are_priced_with_the_caches_that_they_have(case):
+    job = Job(kind="decode", batch_seqs=4, seq_len=WINDOW)  # which windows hold whole
+    found = estimate_step(Setting(FAMILIES[case], parse_cluster("h100:1"), job), strategy_of({}))
+    assert found.step_s > 0
+    assert found.memory["kv_cache"] == 4 * kv_cache_bytes(FAMILIES[case], WINDOW)
