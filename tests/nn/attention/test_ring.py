@@ -179,7 +179,9 @@ def derived(mesh, window, chunked):
     [
         ("zigzag", (4,), "causal", None, 3),
         ("in order", (8,), "sliding_window(17)", 17, 2),
-        ("in order", (8,), "chunked(10)", 10, 2),
+        ("in order", (8,), "chunked(10)", 10, 1),
+        ("in order", (8,), "chunked(16)", 16, 1),
+        ("in order", (4,), "chunked(8)", 8, 0),
     ],
 )
 def test_the_compiled_ring_has_the_derived_permutes(dealt, sizes, mask, window, hops):

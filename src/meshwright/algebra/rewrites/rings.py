@@ -17,13 +17,15 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     """Details of a permute that sends blocks round a ring of n devices in n - 1 moves.
 
     With the ``ring`` "past" a block starts at its owner and visits every other device; with "home" it visits them
-    first, is added to by each, and ends at its owner. With a ``window`` of W positions it visits only the next
-    ceil((W - 1) n / T) devices, at most n - 1: no queries further on see it. With ``ways`` 2 the block is sent in two
-    halves in opposite directions. ``beside_products`` says that the products of a collective matmul run meanwhile.
+    first, is added to by each, and ends at its owner. With a ``window`` of W positions, or a chunk of so many, it
+    visits only the next ceil(R n / T) devices, at most n - 1, with R the `positions_back`: no queries further on see
+    it. With ``ways`` 2 the block is sent in two halves in opposite directions. ``beside_products`` says that the
+    products of a collective matmul run meanwhile.
     """
 
     ring: Literal["past", "home"]
     window: int | None = None
+    chunked: bool = False
     ways: int = 1
     beside_products: bool = False
 
@@ -39,8 +41,15 @@ def num_moves(step: Step, sizes: OpSizes) -> Number:
     ring_size = product(sizes.mesh[axis] for axis in step.axes)
     num_sends = ring_size - 1
     if ring.window is not None:
-        num_sends = np.minimum(num_sends, np.ceil((ring.window - 1) * ring_size / sizes.dims["T"]))
+        num_back = positions_back(ring.window, sizes.dims["T"] / ring_size, chunked=ring.chunked)
+        num_sends = np.minimum(num_sends, np.ceil(num_back * ring_size / sizes.dims["T"]))
     return num_sends
+
+
+def positions_back(window: int, length: Number, *, chunked: bool) -> Number:
+    """Returns how many positions before those of a device, ``length`` of them, its queries see at most: all but one of
+    a window. Where devices begin in chunks differ by multiples of the greatest common divisor of both lengths."""
+    return window - np.gcd(np.asarray(length, dtype=np.int64), window) if chunked else window - 1
 
 
 def num_ways(step: Step, sizes: OpSizes) -> Number:
@@ -76,5 +85,5 @@ def in_ring(step: Step, keys: Sequence[ShardedArray]) -> tuple[Step, ...]:
 
 def _round(step: Step, array: ShardedArray, result: ShardedArray, *, ring: Literal["past", "home"]) -> Step:
     """Returns the permute of an array round the ring of an attention step, as far as its window needs."""
-    details = Round(ring=ring, window=step.details.window)
+    details = Round(ring=ring, window=step.details.window, chunked=step.details.chunked)
     return Step(op="permute", inputs=(array,), result=result, axes=step.details.ring, details=details)

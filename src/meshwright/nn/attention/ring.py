@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from meshwright.algebra.rewrites.rings import positions_back
 from meshwright.masks.table import NOTHING
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
@@ -52,10 +53,11 @@ class KeyRing(Ring):
 
         In zigzag order the neighbours of a chunk are on the ranks before and after, so a window saves nothing.
         """
-        reach = call.terms.get("window") or call.terms.get("chunk")
-        if not reach or "causal" not in call.terms or self.order.zigzag_ranks:
+        near = next((name for name in ("chunk", "window") if name in call.terms), "")
+        if not near or "causal" not in call.terms or self.order.zigzag_ranks:
             return self.size - 1
-        return min(self.size - 1, -(-(reach[0] - 1) // length))
+        num_back = int(positions_back(call.terms[near][0], length, chunked=near == "chunk"))
+        return min(self.size - 1, -(-num_back // length))
 
     def own(self, call: AttentionCall, length: int) -> AttentionCall:
         """Returns the call of a rank's queries on its own keys.
