@@ -37,6 +37,20 @@ EXPERTS = msgspec.structs.replace(
     gates_sum_to_one=True,
 )
 
+CHUNKS = msgspec.structs.replace(
+    EXPERTS,
+    name="chunks",
+    family="llama4",
+    sliding_window=200,
+    sliding_layers=(0, 2),
+    chunked_windows=True,
+    unrotated_layers=(1, 3),
+    qk_unit_norm=True,
+    router_scores="sigmoid",
+    gates_sum_to_one=False,
+    weighted_inputs=True,
+)
+
 NAMED = {"full all-reduce", "scattered all-reduce", "joined", "padding", "repeated", "shared"}
 """Differences that these compilers make in plans without fault."""
 
@@ -166,6 +180,13 @@ def test_sixteen_bits_are_float32_for_a_compiler_that_lacks_them():
 )
 def test_experts_with_a_bound(on, axes):
     check(proof_of(EXPERTS, on, axes, choices={"capacity_factor": 1.25}), memory=0.25)
+
+
+@pytest.mark.parametrize(
+    ("on", "axes"), [("v5e:2x2", {"fsdp": 2, "context": 2}), ("h100:8x1", {"fsdp": 4, "expert": 2})]
+)
+def test_attention_in_chunks(on, axes):
+    check(proof_of(CHUNKS, on, axes, choices={"context_attention": "gather"}), memory=0.25)
 
 
 def test_stages():

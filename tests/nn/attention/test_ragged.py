@@ -325,7 +325,14 @@ def test_a_page_may_be_as_long_as_a_sequence(on):
     assert temporaries < kept / 3
 
 
-def compiled_layers(on, dtype, kv_heads, page_len):
+@pytest.mark.aot
+@pytest.mark.parametrize("on", ["v5e:2x2", "v6e:2x2"])
+def test_chunks_are_compiled_too(on):
+    temporaries, kept = compiled_layers(on, "bf16", 8, PAGE_LEN, window=500, chunked=True)
+    assert temporaries < kept / 3
+
+
+def compiled_layers(on, dtype, kv_heads, page_len, **options):
     """Bytes of temporary arrays, and of keys, of a scan that writes and reads pages of 64 sequences."""
     num_pages = NUM_PAGES * PAGE_LEN // page_len
     platform = target_of(parse_cluster(on)).platform
@@ -359,6 +366,7 @@ def compiled_layers(on, dtype, kv_heads, page_len):
             lengths=positions + 1,
             pages=caches[0].in_pool(pages),
             longest=1,
+            **options,
         )
         return ragged_attention(call, [PagedPart(q, k, key_scale)], v, value_scale)[0], [one.stack for one in caches]
 
