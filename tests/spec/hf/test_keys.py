@@ -84,7 +84,7 @@ def test_a_scaling_of_sliding_layers_is_refused():
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("lama", "llama"), ("GPT-OSS", "gpt_oss"), ("deepseek-v3", "deepseek_v3")]
-    + [(name, "") for name in ("bloom", "mpt", "gemma3n", "llama5", "ministral")],
+    + [(name, "") for name in ("bloom", "mpt", "xglm", "llama5", "ministral")],
 )
 def test_only_a_spelling_of_a_family_is_suggested(name, meant):
     with pytest.raises(InputError) as caught:
