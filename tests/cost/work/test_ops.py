@@ -115,6 +115,14 @@ def test_round_a_ring_every_key_comes_by_and_queries_are_read_again():
     assert op_flops(ring, sizes()) == op_flops(whole, sizes())
     one = 2 * 8 * (16 / 4) * 8 * (2 * 4 + 2 * 2)  # q, o, k and v
     assert op_hbm_bytes(ring, sizes()) == 4 * one
+    # devices have 4 positions: a window of 5 begins one device before at most, chunks of 4 and of 6 where and before
+    for near, blocks in (
+        (Attention(window=5), 2),
+        (Attention(window=4, chunked=True), 1),
+        (Attention(window=6, chunked=True), 2),
+    ):
+        details = msgspec.structs.replace(near, ring=("context",))
+        assert op_hbm_bytes(msgspec.structs.replace(ring, details=details), sizes()) == blocks * one
 
 
 def test_a_bias_is_added_on_the_way_out_of_its_product():

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray, product
-from meshwright.algebra.rewrites.rings import in_ring
+from meshwright.algebra.rewrites.rings import in_ring, num_before
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape, axes_beside
@@ -189,15 +189,17 @@ def keys_per_query(length: Number, *, window: int | None = None, causal: bool = 
 
 
 def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
-    """Returns the blocks of keys that attention works through one after the other: the devices of its ring, else 1."""
-    return product(sizes.mesh[axis] for axis in step.details.ring)
+    """Returns the blocks of keys that attention works through one after the other: those of the devices of its ring,
+    as far as a window or a chunk reaches; 1 without a ring."""
+    ring_size = product(sizes.mesh[axis] for axis in step.details.ring)
+    return 1 + num_before(step.details.window, ring_size, sizes, chunked=step.details.chunked)
 
 
 def score_elements(step: Step, sizes: OpSizes) -> Number:
     """Returns the local B x N x T x S, S the keys of a query: all or the window, masked ones too unless causal."""
     arrays, window, chunked = AttentionArrays.of(step), step.details.window, step.details.chunked
     q_sizes = sizes.local(arrays.q)
-    num_keys = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)
+    num_keys = sizes.local(arrays.k)[positions_of(arrays.k)] * product(sizes.mesh[axis] for axis in step.details.ring)
     is_causal = sizes.causal and not step.details.sees_all
     if step.details.mask and not step.details.sees_all:
         block_shares = np.vectorize(partial(block_share, step.details.mask, window, chunked=chunked))(num_keys)

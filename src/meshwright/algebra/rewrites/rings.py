@@ -38,12 +38,15 @@ def num_moves(step: Step, sizes: OpSizes) -> Number:
     ring = step.details
     if not isinstance(ring, Round):
         return 1
-    ring_size = product(sizes.mesh[axis] for axis in step.axes)
-    num_sends = ring_size - 1
-    if ring.window is not None:
-        num_back = positions_back(ring.window, sizes.dims["T"] / ring_size, chunked=ring.chunked)
-        num_sends = np.minimum(num_sends, np.ceil(num_back * ring_size / sizes.dims["T"]))
-    return num_sends
+    return num_before(ring.window, product(sizes.mesh[axis] for axis in step.axes), sizes, chunked=ring.chunked)
+
+
+def num_before(window: int | None, ring_size: Number, sizes: OpSizes, *, chunked: bool) -> Number:
+    """Returns how many devices before a device of a ring have keys that its queries see."""
+    if window is None:
+        return ring_size - 1
+    num_back = positions_back(window, sizes.dims["T"] / ring_size, chunked=chunked)
+    return np.minimum(ring_size - 1, np.ceil(num_back * ring_size / sizes.dims["T"]))
 
 
 def positions_back(window: int, length: Number, *, chunked: bool) -> Number:
