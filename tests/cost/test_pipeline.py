@@ -1,5 +1,6 @@
 """What a schedule does to a step: layers per device, microbatches in flight, idle time, the two ends."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -134,3 +135,13 @@ def test_many_at_once():
         assert many.stash[index] == one.stash
         mine = {**times, "forward_s": float(times["forward_s"][index])}
         assert many.bubble_s(**times)[index] == one.bubble_s(**mine)
+
+
+def test_one_program_holds_the_layers_of_each_block_that_its_pattern_has():
+    """Two stages of four layers and four others: both devices have room for all of the first and two of the others."""
+    cost = PipelineCost(stages=2, microbatches=4, names=("encoder_layer",) * 4 + ("layer",) * 4)
+    assert [cost.share(8), cost.share(8, "encoder_layer"), cost.share(8, "layer")] == [0.75, 1.0, 0.5]
+    apart = msgspec.structs.replace(cost, in_lockstep=False)
+    assert apart.share(8, "layer") == apart.share(8) == 0.5
+    alike = msgspec.structs.replace(cost, names=("layer",) * 8)
+    assert alike.share(8, "layer") == alike.share(8) == 0.5

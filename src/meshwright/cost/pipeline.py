@@ -40,15 +40,15 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         """Runs of layers of all stages."""
         return np.asarray(self.stages * self.chunks)
 
-    def layers_held(self, num_layers: int) -> Number:
-        """Returns the layers of the device with the most layers."""
+    def layers_held(self, num_layers: int, block: str = "") -> Number:
+        """Returns the layers of the device with the most layers; with a ``block`` of ``names`` those of this block."""
         num_runs = self.runs
         if not self.in_lockstep or len({*self.names}) < 2:
             return np.ceil(num_layers / num_runs) * self.chunks
         run_counts, count_indices = np.unique(num_runs, return_inverse=True)
         # one stage also runs layers that are not of the main stack
-        layer_counts = (len(stage_layers(self.names, int(n)).pattern) if n > 1 else num_layers for n in run_counts)
-        layers_by_count = np.array([*layer_counts])
+        patterns = (stage_layers(self.names, int(n)).pattern if n > 1 else self.names for n in run_counts)
+        layers_by_count = np.array([p.count(block) if block else len(p) for p in patterns])
         return layers_by_count[count_indices].reshape(num_runs.shape) * self.chunks
 
     def layers_beside_head(self, num_layers: int) -> Number:
@@ -61,9 +61,13 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         num_missing = np.ceil((max_layers * self.stages - num_layers) / 2)
         return np.where(self.is_one | self.in_lockstep, 0.0, np.minimum(num_missing, max_layers / self.chunks))
 
-    def share(self, num_layers: int) -> Number:
-        """Returns the share of all layers on the device with the most layers."""
-        return self.layers_held(num_layers) / num_layers
+    def share(self, num_layers: int, block: str = "") -> Number:
+        """Returns the share of all layers on the device with the most layers; with a ``block`` of several the share of
+        its layers: one program for all stages holds the same layers of each block on every device."""
+        num_in_block = self.names.count(block)
+        if not self.in_lockstep or num_in_block in (0, num_layers):
+            return self.layers_held(num_layers) / num_layers
+        return self.layers_held(num_layers, block) / num_in_block
 
     @property
     def _forms(self) -> StageForms | LockstepForms:

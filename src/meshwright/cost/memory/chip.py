@@ -30,11 +30,13 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     Five fields count all repeats: ``elements`` of each of `STATE_PARTS`, ``kept_bytes`` and ``logits_bytes`` of results
     kept for the backward pass of one microbatch, ``pending_bytes`` that a separate pass for weight gradients reads, and
     ``retiled_bytes`` of second copies of weights.
-    The others are of one repeat: ``stream_bytes`` enter it; ``gathered_bytes`` of whole weights and ``working_bytes``
-    of temporary results are alive only while it runs. ``segment`` is that of `BlockSteps`; one that ``reruns`` its
-    layers for each of them keeps a repeat's results while it is being run again, else those of all its repeats.
+    The others are of one repeat of the block ``name``: ``stream_bytes`` enter it; ``gathered_bytes`` of whole weights
+    and ``working_bytes`` of temporary results are alive only while it runs. ``segment`` is that of `BlockSteps`; one
+    that ``reruns`` its layers for each of them keeps a repeat's results while it is being run again, else those of all
+    its repeats.
     """
 
+    name: str = ""
     repeat: int
     segment: int | str | None
     reruns: bool = False
@@ -93,13 +95,17 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
     def moved_bytes(self, pipeline: PipelineCost) -> Number:
         """Returns the bytes that one repeat keeps for the backward pass of one microbatch: the most of any block."""
-        run_share = pipeline.share(self.num_layers) / np.asarray(pipeline.chunks)
-        return largest(layer.moved_bytes(run_share) for layer in self.layers)
+        num_chunks = np.asarray(pipeline.chunks)
+        return largest(layer.moved_bytes(share / num_chunks) for layer, share in self._shares(pipeline))
+
+    def _shares(self, pipeline: PipelineCost) -> list[tuple[BlockMemory, Number]]:
+        """Returns each block of layers with the share of its repeats on the fullest device."""
+        return [(layer, pipeline.share(self.num_layers, layer.name)) for layer in self.layers]
 
     def elements(self, part: str, pipeline: PipelineCost) -> Number:
         """Returns the elements of one of `STATE_PARTS` on the fullest device."""
-        held_share = pipeline.share(self.num_layers) * pipeline.copies(part)
-        return total(layer.elements[part] for layer in self.layers) * held_share + pipeline.ends_held(
+        held_elements = total(layer.elements[part] * share for layer, share in self._shares(pipeline))
+        return held_elements * pipeline.copies(part) + pipeline.ends_held(
             [end_block.elements[part] for end_block in self.ends]
         )
 
@@ -135,7 +141,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             is_one_stage & ~has_several, self.elements("optimizer", pipeline), self.elements("gradients", pipeline)
         )
         num_chunks = np.asarray(pipeline.chunks)
-        saved_bytes = total(layer.saved_bytes(layer_share, pipeline.stash, num_chunks) for layer in self.layers)
+        shares = self._shares(pipeline)
+        saved_bytes = total(layer.saved_bytes(share, pipeline.stash, num_chunks) for layer, share in shares)
         if "activations" in offload:
             saved_bytes = np.minimum(saved_bytes, BUFFERED_REPEATS * self.moved_bytes(pipeline))
         if "optimizer" in offload:
@@ -153,7 +160,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             "logits": logit_bytes,
             "kv_cache": self.cache_bytes * layer_share * np.asarray(pipeline.microbatches) + 0.0 * workspace_bytes,
             "communication": sum((num_slots * slot_bytes for num_slots, slot_bytes in messages), start=gathered_bytes),
-            "workspace": workspace_bytes + total(layer.retiled_bytes for layer in self.layers) * layer_share,
+            "workspace": workspace_bytes + total(layer.retiled_bytes * share for layer, share in shares),
         }
 
     def _fullest_moment(self, pipeline: PipelineCost, gradient_bytes: Number, saved: Number) -> tuple[Number, ...]:
@@ -161,11 +168,11 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         most together: while the head, the layers or the embedding run, or after all."""
         bytes_by_part, one_stage = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
         has_several = np.asarray(pipeline.microbatches) > 1
-        share, chunks = pipeline.share(self.num_layers), np.asarray(pipeline.chunks)
-        pending = total(pipeline.pending_stash * share * layer.pending_bytes for layer in self.layers)
-        running = total(layer.saved_bytes(share, pipeline.running_stash, chunks) for layer in self.layers)
+        shares, chunks = self._shares(pipeline), np.asarray(pipeline.chunks)
+        pending = total(pipeline.pending_stash * share * layer.pending_bytes for layer, share in shares)
+        running = total(layer.saved_bytes(share, pipeline.running_stash, chunks) for layer, share in shares)
         ends = self.shared_bytes + total(end.kept_bytes for end in self.ends)
-        act_bytes, rerun = saved + pending + ends, total(layer.segment_bytes(share / chunks) for layer in self.layers)
+        act_bytes, rerun = saved + pending + ends, total(layer.segment_bytes(share / chunks) for layer, share in shares)
         logits = pipeline.ends_held([block.logits_bytes for block in (*self.layers, *self.ends)]) + self.chunk_bytes
         zero, head_bytes, embed_bytes = 0.0 * logits, _most(self.ends[1:]), _most(self.ends[:1])
         all_grads = gradient_bytes + np.where(one_stage, self.tied_bytes, 0.0)
@@ -189,10 +196,11 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the bytes of a run's weights, where a device has several, and of its gradients before they are added.
         One program of all stages holds them besides the whole arrays."""
         num_chunks, element_bytes = np.asarray(pipeline.chunks), STATE_BYTES[self.state]["weights"]
-        elements_of = {part: total(layer.elements[part] for layer in self.layers) for part in ("weights", "gradients")}
-        num_elements = elements_of["weights"] * (num_chunks > 1) + elements_of["gradients"]
-        run_share = pipeline.share(self.num_layers) / num_chunks
-        return np.where(pipeline.is_one | (not pipeline.in_lockstep), 0.0, num_elements * run_share * element_bytes)
+        num_elements = total(
+            (layer.elements["weights"] * (num_chunks > 1) + layer.elements["gradients"]) * share / num_chunks
+            for layer, share in self._shares(pipeline)
+        )
+        return np.where(pipeline.is_one | (not pipeline.in_lockstep), 0.0, num_elements * element_bytes)
 
 
 def _fuller(figures: tuple[Number, ...], other_figures: tuple[Number, ...]) -> tuple[Number, ...]:

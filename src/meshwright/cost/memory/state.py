@@ -103,6 +103,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements_
     factor = widening(sizes)
     bytes_of = {array: sizes.bytes(array) * moves(step, sizes) * factor for array, step in gather_of.items() if trains}
     return BlockMemory(
+        name=block.name,
         repeat=block.repeat,
         segment=block.segment,
         reruns=block.rerun is not None,
