@@ -5,7 +5,7 @@ import pytest
 
 from meshwright.algebra.generation.program import Storage
 from meshwright.api.planning import make_setting
-from meshwright.cost.memory.generation import copied_bytes
+from meshwright.cost.memory.generation import copied_bytes, widened_results
 from meshwright.cost.setting import Setting
 from meshwright.plan.serving.fleet import engine_strategy
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
@@ -52,6 +52,15 @@ def test_gpus_slice_the_weights_of_a_layer():
     # beside results of 8 tokens, at most four of the 14,336 wide ones
     assert 0 < on_gpu - matrices < 4 * 8 * 14336 * 2
     assert on_tpu < matrices / 50
+
+
+def test_what_attention_reads_has_been_scaled_on_gpus():
+    """t5-11b has no rope between a product and attention: of its encoder's only the first product of the MLP waits."""
+    setting = setting_of("t5-11b", "h100:1x1", kind="prefill", storage=Storage(weights="int8"))
+    strategy = Strategy(mesh=make_mesh({}))
+    layer = next(block for block in setting.derived(strategy).blocks if block.name == "encoder_layer")
+    widened = {array.name: times for array, times in widened_results(layer.forward, setting.sizes(strategy)).items()}
+    assert widened == dict.fromkeys(("encoder_a", "encoder_u", "encoder_y"), 2.0)
 
 
 def test_products_with_int8_weights_are_in_float32_on_gpus():

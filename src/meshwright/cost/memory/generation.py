@@ -104,8 +104,9 @@ def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
 
 def widened_results(steps: tuple[Step, ...], sizes: OpSizes) -> dict[ShardedArray, float]:
     """Maps results of products with quantised weights to how much wider GPUs hold them: in float32, until they are
-    scaled as they are read."""
-    scaled_steps = (
-        (s for s in steps if not s.is_collective and kind_of(s).is_einsum and s.inputs[2:]) if sizes.on_gpus else ()
-    )
-    return {step.result: DTYPE_BYTES["fp32"] / sizes.width for step in scaled_steps if not step.result.dtype}
+    scaled as they are read. What attention reads has been scaled before it."""
+    local_steps = [step for step in steps if not step.is_collective]
+    attended = {array for s in local_steps if kind_of(s).group == "attention" for array in s.inputs}
+    scaled_steps = (s for s in local_steps if kind_of(s).is_einsum and s.inputs[2:]) if sizes.on_gpus else ()
+    results = {step.result for step in scaled_steps} - attended
+    return {array: DTYPE_BYTES["fp32"] / sizes.width for array in results if not array.dtype}
