@@ -184,12 +184,10 @@ def sizes_of(model, job, mesh):
 
 def attention_flops(model, job, *, keys_only=False):
     """Forward FLOPs of attention: 2 B T S N (H + Hv), of S no more than a window; the part of H alone if asked."""
-    value = 0 if keys_only else (model.v_head_dim or model.head_dim)
-    windows = [
-        model.sliding_window if layer in model.sliding_layers else job.seq_len for layer in range(model.num_layers)
-    ]
-    keys = sum(min(window, job.seq_len) for window in windows)
-    return 2 * job.batch_seqs * job.seq_len * keys * model.num_heads * (model.head_dim + value)
+    near, far = (min(model.sliding_window or 0, job.seq_len), model.head_dim), (job.seq_len, model.full_heads[1])
+    layers = [near if layer in model.sliding_layers else far for layer in range(model.num_layers)]
+    widths = sum(keys * (width + (0 if keys_only else model.v_head_dim or width)) for keys, width in layers)
+    return 2 * job.batch_seqs * job.seq_len * widths * model.num_heads
 
 
 def derived_flops(model, job, axes, **choices):
