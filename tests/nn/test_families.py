@@ -35,7 +35,7 @@ def sources_of(model):
 RUNNING = [name for name, model in FAMILIES.items() if model.runs_here]
 LENGTH = 40
 """Longer than the windows and than the lengths from which positions are stretched."""
-QUICK = ("gemma2", "gpt2", "qwen2_moe", "gpt_oss", "cohere", "falcon-groups", "llama4")
+QUICK = ("gemma2", "gemma4-shared", "gpt2", "qwen2_moe", "gpt_oss", "cohere", "falcon-groups", "llama4")
 """Families of the default tier where a test is not of all: between them they have every part that llama has not."""
 ROWS = np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH + 1)).astype(np.int32)
 TOKENS, LABELS = ROWS[:, :-1], ROWS[:, 1:]

@@ -394,7 +394,8 @@ def _global_heads(config: _Config, fields: HfFields) -> HfFields:
     heads = {key: config.read(own_keys[key], int) for key in own_keys if config.has(own_keys[key])}
     heads = heads if fields["values_from_keys"] else {**heads, heads_key: fields["num_kv_heads"]}
     full_layers = [str(layer) for layer in config.layers() if layer not in fields.get("sliding_layers", ())]
-    layer_tables = [{str(key): keys for key, keys in table.items()}.get(layer, {}) for layer in full_layers]
+    keys_of_layer = {str(layer).lstrip("0") or "0": keys for layer, keys in table.items()}  # written as "05"
+    layer_tables = [keys_of_layer.get(layer, {}) for layer in full_layers]
     if table and (len(table) > len(full_layers) or any(keys != layer_tables[0] for keys in layer_tables)):
         raise InputError(
             f"{config.what}: per_layer_config must be alike in all layers without a window, and only there."
