@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.algebra.sizes import Number
 from meshwright.calculators.sweeps.fields import model_or_size
 from meshwright.calculators.verbs.compare_memory import (
@@ -16,7 +15,7 @@ from meshwright.calculators.verbs.compare_memory import (
 from meshwright.cli.output import format_flop_count
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.cost.formulas.accounting import kv_cache_bytes
+from meshwright.cost.formulas.accounting import kv_cache_bytes, score_flops
 from meshwright.cost.letters import feed_forward_width
 from meshwright.cost.work.ops import token_flops
 from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
@@ -135,11 +134,7 @@ def attention_train_flops(model: Model, seq_len: Number) -> Number:
     12 T^2 N H with values as wide as keys; a layer with a window sees at most that many keys. No causal discount.
     Source: How to Scale Your Model, section 4.3.
     """
-    value_dim = model.v_head_dim if model.latent_attention else model.head_dim
-    num_sliding = len(model.sliding_layers) if model.sliding_window else 0
-    keys_in_window = keys_per_query(seq_len, window=model.sliding_window, chunked=model.chunked_windows)
-    keys_of_all_layers = (model.num_layers - num_sliding) * keys_per_query(seq_len) + num_sliding * keys_in_window
-    return 6 * seq_len * keys_of_all_layers * model.num_heads * (model.head_dim + value_dim)
+    return 3 * score_flops(model, seq_len)
 
 
 def _text(rows: list[Facts], seq_len: int) -> Iterator[Piece]:

@@ -120,11 +120,16 @@ def forward_flops(model: Model, seq_len: int, *, causal: bool = False) -> dict[s
         if row.kind == "matrix" and row.part in FLOP_PARTS:
             num_used_params = math.prod(row.shape) if row.tied_to else row.num_active_params
             flops_by_item[FLOP_PARTS[row.part]] += 2.0 * num_used_params * seq_len
+    flops_by_item["scores"] = float(score_flops(model, seq_len, causal=causal))
+    return flops_by_item
+
+
+def score_flops(model: Model, seq_len: Number, *, causal: bool = False) -> Number:
+    """Returns the FLOPs of attention's own products in the forward pass of one sequence, see `forward_flops`."""
     window_keys = keys_per_query(seq_len, window=model.sliding_window, causal=causal, chunked=model.chunked_windows)
     near_widths, full_widths = _head_widths(model)
     key_widths = full_widths * keys_per_query(seq_len, causal=causal) + near_widths * window_keys
-    flops_by_item["scores"] = 2.0 * seq_len * key_widths * model.num_heads
-    return flops_by_item
+    return 2.0 * seq_len * key_widths * model.num_heads
 
 
 def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Number, str, Number]]:
