@@ -4,8 +4,10 @@ import pytest
 
 from meshwright.calculators.verbs.compare import attention_train_flops, model_row
 from meshwright.calculators.verbs.compare_memory import state_bytes_per_param, training_bytes
+from meshwright.cost.work.ops import model_flops, token_flops
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import chips
+from meshwright.spec.job import Job
 
 
 def test_the_books_table_of_llama3_70b():
@@ -33,6 +35,14 @@ def test_windows_bound_what_attention_does():
     assert window is not None
     whole = layers - len(gemma2.sliding_layers)
     assert far / near == pytest.approx((4 * whole + 2 * len(gemma2.sliding_layers)) / layers)
+
+
+@pytest.mark.parametrize("name", ["gemma4-31b", "llama4-scout", "deepseek-v3"])
+def test_attention_is_what_mfu_counts_beside_matrices(name):
+    """Heads of another width in layers without a window, chunks, latents."""
+    model, job = load_model(name), Job(batch_seqs=1, seq_len=20480)
+    beside = model_flops(model, job) - token_flops(model) * job.seq_len
+    assert attention_train_flops(model, job.seq_len) == pytest.approx(beside, rel=1e-9)
 
 
 def test_experts_count_by_what_a_token_uses():
