@@ -145,3 +145,6 @@ def test_one_program_holds_the_layers_of_each_block_that_its_pattern_has():
     assert apart.share(8, "layer") == apart.share(8) == 0.5
     alike = msgspec.structs.replace(cost, names=("layer",) * 8)
     assert alike.share(8, "layer") == alike.share(8) == 0.5
+    # a step of decode has the decoder's layers alone
+    alone = msgspec.structs.replace(cost, stages=1)
+    assert [alone.share(4), alone.share(4, "layer"), alone.share(8, "layer")] == [1.0, 1.0, 1.0]

@@ -46,9 +46,15 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         if not self.in_lockstep or len({*self.names}) < 2:
             return np.ceil(num_layers / num_runs) * self.chunks
         run_counts, count_indices = np.unique(num_runs, return_inverse=True)
-        # one stage also runs layers that are not of the main stack
-        patterns = (stage_layers(self.names, int(n)).pattern if n > 1 else self.names for n in run_counts)
-        layers_by_count = np.array([p.count(block) if block else len(p) for p in patterns])
+        # without stages there are as many as the step has, which on a server may be those of one stack
+        num_in_all = self.names.count(block) if block else num_layers
+
+        def in_pattern(num_stages: int) -> int:
+            pattern = stage_layers(self.names, num_stages).pattern
+            # one stage also runs layers that are not of the main stack
+            return pattern.count(block) if block else len(pattern)
+
+        layers_by_count = np.array([in_pattern(int(n)) if n > 1 else num_in_all for n in run_counts])
         return layers_by_count[count_indices].reshape(num_runs.shape) * self.chunks
 
     def layers_beside_head(self, num_layers: int) -> Number:
