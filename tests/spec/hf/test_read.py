@@ -363,3 +363,21 @@ def test_names_come_from_the_folder_or_the_file(tmp_path):
     assert model_from_config(folder).name == "my-llama"
     assert model_from_config(folder / "other.json").name == "other"
     assert model_from_config(folder, "given").name == "given"
+
+
+def test_layers_of_gemma4_are_named_as_transformers_writes_them():
+    """With a leading zero from ten layers on."""
+    keys = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+    keys |= {"intermediate_size": 48, "num_hidden_layers": 12, "hidden_size_per_layer_input": 0}
+    layer_types = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    table = {"05": {"head_dim": 16}, "11": {"head_dim": 16}}
+    model = model_from_config(
+        keys | {"model_type": "gemma4_text", "layer_types": layer_types, "per_layer_config": table}, "x"
+    )
+    assert model.global_head_dim == 16
+    with pytest.raises(InputError, match="alike in all layers without a window"):
+        model_from_config(
+            keys
+            | {"model_type": "gemma4_text", "layer_types": layer_types, "per_layer_config": {"05": {"head_dim": 16}}},
+            "x",
+        )
