@@ -61,6 +61,18 @@ def test_decode_copies_no_cache(cluster, cache_dtype, seqs):
     assert proof.memory.temporaries < 0.3 * proof.memory.items["kv_cache"]
 
 
+@pytest.mark.parametrize("cluster", ON)
+@pytest.mark.parametrize(("model", "length"), [("t5-11b", 512), ("whisper-large-v3", 1500)])
+def test_the_program_that_reads_sources_is_as_predicted(cluster, model, length):
+    """Prefill beside an encoder, whose frames are the innermost dim of a whisper's features."""
+    axes = {"data": 2, "tensor": 4}
+    proof = proof_of(catalogue.load_model(model), cluster, axes, seqs=8, length=length, step="prefill", weights="int8")
+    assert proof.runs, proof.refusal
+    assert abs(proof.memory.error) <= 0.05
+    assert proof.traffic.remainder <= 0.02
+    assert proof.products.compiled == proof.products.derived
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", EXECUTED)
 @pytest.mark.parametrize(
