@@ -36,6 +36,9 @@ CASES = (
     ("minimax-m2", ("v5p:4x4x8", "h100:8x16"), (128, 4096), ("v6e:4x8", "h100:8x4"), CHAT),
     ("t5-11b", ("v5e:4x4", "h100:8x1"), (64, 512), ("v5e:4x4", "h100:8x1"), TEXT),
     ("whisper-large-v3", ("v5e:4x4", "h100:8x1"), (256, 448), ("v5e:4x4", "h100:8x1"), SPEECH),
+    ("gemma4-31b", ("v5p:4x4x4", "h100:8x8"), (128, 4096), ("v6e:4x4", "h100:8x1"), CHAT),
+    ("gemma4-e4b", ("v5e:4x4", "h100:8x1"), (32, 4096), ("v5e:4x4", "h100:8x1"), CHAT),
+    ("llama4-scout", ("v5p:4x4x8", "h100:8x16"), (128, 8192), ("v5p:4x4x4", "h100:8x4"), CHAT),
 )
 """Model; clusters that train it, sequences of a step and their length; clusters that serve it, and the requests."""
 

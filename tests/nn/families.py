@@ -151,8 +151,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4-shared": _BASE
     | _GEMMA4
     | {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
-    | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12},
-    "gemma4-ple": _BASE | _GEMMA4 | {"hidden_size_per_layer_input": 12, "final_logit_softcapping": 3.0},
+    | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 24},
+    "gemma4-ple": _BASE | _GEMMA4 | {"hidden_size_per_layer_input": 24, "final_logit_softcapping": 3.0},
     "gemma4-moe": _BASE
     | _GEMMA4
     | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}

@@ -6,7 +6,8 @@ import jax
 import msgspec
 import pytest
 
-from meshwright.algebra.transformer import layer_dims
+from meshwright.algebra.rewrites.pipeline import no_stages
+from meshwright.algebra.transformer import layer_dims, transformer
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.hlo.collectives import collectives
@@ -54,7 +55,8 @@ def cases():
     for place, (family, strategy, optimizer) in enumerate(itertools.product(families, STRATEGIES, OPTIMIZERS)):
         pair, number = divmod(place, len(OPTIMIZERS))
         sampled = number == pair % len(OPTIMIZERS)
-        if FAMILIES[family].num_layers < STRATEGIES[strategy]["mesh"].get("pipeline", 1):
+        num_stages, model = STRATEGIES[strategy]["mesh"].get("pipeline", 1), FAMILIES[family]
+        if model.num_layers < num_stages or (num_stages > 1 and no_stages(transformer(model))):
             continue
         yield pytest.param(family, strategy, optimizer, marks=() if sampled else pytest.mark.slow)
 
