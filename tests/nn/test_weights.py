@@ -35,7 +35,10 @@ def test_layers_of_two_kinds_are_dealt_out_in_order():
 
 @pytest.fixture(scope="module")
 def first():
-    return {family: jax.jit(partial(init_params, FAMILIES[family], 0))() for family in ("llama", "gemma3", "gpt_oss")}
+    return {
+        family: jax.jit(partial(init_params, FAMILIES[family], 0))()
+        for family in ("llama", "gemma3", "gemma4-moe", "gpt_oss")
+    }
 
 
 def test_the_first_weights_of_llama_stay_what_they_are(first):
@@ -52,6 +55,8 @@ def test_spread_of_matrices_and_start_of_vectors(first):
     assert float(jnp.std(llama["w_down"])) == pytest.approx(0.02 / np.sqrt(2 * layers), rel=0.1)
     assert (np.asarray(llama["attn_norm"]) == 1).all()
     assert not np.asarray(first["gemma3"]["q_norm_local"]).any()
+    for name in ("layer_scale_moe", "expert_scale_moe", "router_norm_moe"):
+        assert (np.asarray(first["gemma4-moe"][name]) == 1).all()
     oss = first["gpt_oss"]
     for name in ("bq_moe", "sinks_moe", "router_bias_moe", "experts_b_down_moe_local"):
         assert not np.asarray(oss[name]).any()

@@ -71,7 +71,7 @@ def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> P
 
 def _initial(model: Model, weight: Weight, key: Array) -> Array:
     """Draws from a normal distribution with standard deviation 0.02, divided by sqrt(2 L) for matrices that write into
-    the residual stream (GPT-2). Norms start as identities; biases and sinks are zeros,
+    the residual stream (GPT-2). Norms and scales of layers start as identities; biases and sinks are zeros,
     fixed tables of positions `sinusoids`. The A of an adapter is uniform
     in +-1/sqrt(inputs), B is zero, as in PEFT."""
     shape = stacked_shape(weight)
@@ -81,6 +81,8 @@ def _initial(model: Model, weight: Weight, key: Array) -> Array:
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound) if is_into_rank else jnp.zeros(shape)
     if weight.part == "norm" and not weight.name.endswith("_bias"):
         return jnp.zeros(shape) if model.norm_unit_offset else jnp.ones(shape)
+    if weight.name == "layers.layer_scale":
+        return jnp.ones(shape)
     if weight.name in fixed_tables(model):
         return jnp.asarray(sinusoids(*shape, num_steps=None if model.sinusoids else shape[1] // 2 - 1))
     if weight.kind == "vector" and weight.name != "layers.shared.gate":
