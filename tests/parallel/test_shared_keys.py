@@ -20,6 +20,7 @@ from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.job import Job
+from meshwright.spec.model import Lora
 from meshwright.spec.weights import weight_table
 from tests.nn.families import CONFIGS, FAMILIES, WINDOW
 from tests.parallel.cases import assert_equal, keep_gradients, run_step, strategy_of
@@ -34,15 +35,15 @@ MODEL = model_from_config(
 
 
 @lru_cache
-def params():
+def params(model=MODEL):
     """Weights of which none is zero."""
     draw = np.random.default_rng(2).normal
-    return {name: draw(scale=0.2, size=array.shape).astype(np.float32) for name, array in param_shapes(MODEL).items()}
+    return {name: draw(scale=0.2, size=array.shape).astype(np.float32) for name, array in param_shapes(model).items()}
 
 
-def run(axes, **choices):
-    step = TrainStep(MODEL, strategy_of(axes, **choices), optimizer=keep_gradients())
-    placed = jax.device_put(step.from_canonical(params()), step.state_shardings.params)
+def run(axes, model=MODEL, **choices):
+    step = TrainStep(model, strategy_of(axes, **choices), optimizer=keep_gradients())
+    placed = jax.device_put(step.from_canonical(params(model)), step.state_shardings.params)
     return run_step(step, state=State(placed, step.init_optimizer(placed)))
 
 
@@ -77,6 +78,14 @@ def test_meshes_and_policies_give_what_one_device_does(axes, choices):
     assert_equal(found, alone())
     if axes == {"tensor": 2}:  # others gather weights, which straight code does once for both passes
         assert found.compiled == found.derived
+
+
+def test_adapters_stand_beside_weights_of_two_widths():
+    model = replace(FAMILIES["gemma4-shared"], lora=Lora(rank=4))
+    names = ("layers.wk_lora_a", "layers.wk_lora_b", "layers.wv_lora_b")
+    rows = [row for row in weight_table(model) if row.name in names]
+    assert {(row.name, row.layers) for row in rows} == {(name, layers) for name in names for layers in ((0, 2), (1,))}
+    assert_equal(run({"tensor": 2}, model), run({}, model))
 
 
 def test_pipelines_are_refused_in_a_line():

@@ -360,7 +360,7 @@ def with_dims(text: str, dim_of: Mapping[str, str], *, but: Collection[str]) -> 
 
 def without_keys(text: str) -> str:
     """Returns the lines of a layer without those that make its keys and values, which an earlier layer shares."""
-    return re.sub(r"^[kv]\w*\[.*\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"^([kv]\w*|w[kv]_lora_\w*)\[.*\n", "", text, flags=re.MULTILINE)
 
 
 def shared_keys(sliding: bool) -> dict[str, str]:

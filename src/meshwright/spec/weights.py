@@ -194,16 +194,16 @@ def _frozen(model: Model, row: Weight) -> tuple[Weight, ...]:
 def _adapters(model: Model, base_weights: tuple[Weight, ...]) -> list[Weight]:
     """Returns the rows of the adapters, named as PEFT names them: A has the input dims of its weight and the rank, B
     the rank and the output dims."""
-    row_by_name = {row.name.removeprefix("layers."): row for row in base_weights if row.layers}
-    adapter_by_name: dict[str, Weight] = {}
-    for name, a_name in adapted(model).items():
-        row = row_by_name[name]
+    layer_rows = [row for row in base_weights if row.layers]
+    adapter_by_place: dict[tuple[str, tuple[int, ...]], Weight] = {}
+    pairs = adapted(model).items()
+    for name, a_name, row in ((n, a, row) for n, a in pairs for row in layer_rows if row.name == f"layers.{n}"):
         output_dims = tuple(dim for dim in row.dims if dim not in row.inputs)
         for adapter_name, dims, letter in (
             (a_name, (*row.inputs, "Ra"), "A"),
             (f"{name}_lora_b", ("Ra", *output_dims), "B"),
         ):
-            adapter_by_name[adapter_name] = Weight(
+            adapter_by_place[adapter_name, row.layers] = Weight(
                 name=f"layers.{adapter_name}",
                 hf_name="base_model.model." + row.hf_name.replace(".weight", f".lora_{letter}.weight"),
                 dims=dims,
@@ -212,7 +212,7 @@ def _adapters(model: Model, base_weights: tuple[Weight, ...]) -> list[Weight]:
                 kind="matrix",
                 layers=row.layers,
             )
-    return list(adapter_by_name.values())
+    return list(adapter_by_place.values())
 
 
 def num_params(model: Model) -> int:

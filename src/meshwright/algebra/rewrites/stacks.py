@@ -29,8 +29,10 @@ def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]])
         using_steps = [step for step in steps if not step.only_moves or step.op == "permute"]  # rounds of a ring
         read_arrays = {array for step in using_steps for array in step.inputs if array.name == name}
         cotangents = {array for step in using_steps for array in step.results if array.name == f"d{name}"}
-        if len(read_arrays) != 1 or len(cotangents) != 1:
+        if len(read_arrays) != 1 or len(cotangents) > 1:
             arrays = ", ".join(map(str, read_arrays | cotangents))
             raise InputError(f"layers need {name} in several shardings: {arrays}. Split heads and widths alike.")
-        shared_by_name[name] = SharedInput(given=read_arrays.pop(), cotangent=cotangents.pop())
+        given = read_arrays.pop()
+        unused = given.replace(name=f"d{name}", dtype="")  # of what depends on no weight that trains
+        shared_by_name[name] = SharedInput(given=given, cotangent=cotangents.pop() if cotangents else unused)
     return shared_by_name
