@@ -34,7 +34,7 @@ class PacedStep:
         self.clock, self.max_len, self.max_seqs = clock, max_len, limits.max_requests
         self.storage = SimpleNamespace(page_len=limits.page_len, adapters=0, window_pages=0)
         self.cache_sizes = {"Pg": limits.num_pages, "Bp": -(-max_len // limits.page_len), "Bx": 0}
-        self.model = SimpleNamespace(vocab_size=VOCAB, sliding_window=None, encoder=None)
+        self.model = SimpleNamespace(vocab_size=VOCAB, sliding_window=None, encoder=None, chunked_windows=False)
         self.free_s = 0.0
 
     def row_parts(self, longest):

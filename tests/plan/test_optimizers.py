@@ -3,6 +3,7 @@
 import pytest
 
 from meshwright.algebra.derive import derive
+from meshwright.algebra.rewrites.pipeline import no_stages
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import splits
@@ -19,7 +20,7 @@ def test_the_optimizer_asks_nothing_of_the_number_of_layers(name):
     """Whole matrices are dealt out to any number of devices, so a mesh is legal for all optimizers or for none."""
     one = load_model(name)
     axes = {
-        "pipeline": 1 if one.encoder else 2,
+        "pipeline": 1 if one.encoder or no_stages(transformer(one)) else 2,
         "data": 2,
         "fsdp": 2,
         "tensor": 2,
