@@ -219,6 +219,16 @@ def test_int8_generation(on, tensor):
     assert wide.memory.arguments - found.memory.arguments == pytest.approx(weights / tensor, rel=0.02)
 
 
+@pytest.mark.parametrize("on", ["v5e:2x2", "v6e:2x2"])
+def test_int8_caches_of_heads_that_are_wider_than_tiles(on):
+    """Of layers with a window each device has 4 heads of 256, of the others one of 512: neither pool is copied."""
+    given = msgspec.structs.replace(
+        load_model("gemma4-31b"), num_layers=12, sliding_layers=(*range(5), *range(6, 11)), d_ff=2048, vocab_size=16384
+    )
+    asked = {"seqs": 64, "length": 4096, "step": "generate", "cache_dtype": "int8"}
+    check(proof_of(given, on, {"tensor": 4}, weights="int8", **asked), memory=0.1)
+
+
 def test_the_whole_compiler():
     found = proof_of(SMALL, "v5e:2x2", {"fsdp": 2, "tensor": 2}, depth="full", timeout_s=300)
     assert found.outcome.ended == "done"

@@ -18,6 +18,9 @@ from meshwright.nn.contract import FLOATS
 Pages = Int[Array, "B Bp"]
 """The page table: the pages of each sequence, in the order of its positions."""
 
+PART_SLOTS, PART_LAYOUT = 16, Layout((0, 1, 2, 4, 3, 5), tiling=((SUBLANES, LANES), (4, 1)))
+"""Slots of a part of a page, and the order in memory of pages in parts, all layers; see `page_parts`."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class LayerCache:
     """One layer of an array of all layers of a kind; a write changes entries of this layer in that array, in place.
 
     Without ``layer`` the array, of pages, is the layer's own: with a dim of 1 in front XLA would copy it. With
-    ``heads_first`` pages are [K, Pl, ...] in the array, as products on CPUs read them, not [Pl, K, ...].
+    ``heads_first`` pages are [K, Pl, ...] in the array, as products on CPUs read them, not [Pl, K, ...]. Pages in parts
+    are [parts, slots of a part, K, H].
     """
 
     stack: Array
@@ -35,14 +39,21 @@ class LayerCache:
     @property
     def pages(self) -> Array:
         """The pages of all layers, [L Pg, Pl, ...], without a copy."""
+        if self.in_parts:
+            return self.stack.reshape(-1, self.page_sizes[1], *self.stack.shape[4:])
         pages = self.stack if self.layer is None else self.stack.reshape(-1, *self.stack.shape[2:])
         return jnp.swapaxes(pages, 1, 2) if self.heads_first else pages
+
+    @property
+    def in_parts(self) -> bool:
+        """True if pages are in parts, see `page_parts`."""
+        return self.stack.ndim == 6
 
     @property
     def page_sizes(self) -> tuple[int, int]:
         """Pages of the layer, and positions of a page."""
         num_pages, *page_dims = self.stack.shape[self.layer is not None :]
-        return num_pages, page_dims[self.heads_first]
+        return num_pages, page_dims[0] * page_dims[1] if self.in_parts else page_dims[self.heads_first]
 
     def in_pool(self, pages: Pages) -> Pages:
         """Returns the numbers of this layer's pages among those of all layers."""
@@ -52,6 +63,18 @@ class LayerCache:
 def fills_tiles(num_heads: int) -> bool:
     """True if so many rows fill whole tiles of a TPU, which have 8 rows, or fewer by a power of two."""
     return num_heads % min(SUBLANES, 1 << (num_heads - 1).bit_length()) == 0
+
+
+def page_parts(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> int:
+    """Returns how many parts of `PART_SLOTS` slots a page of a device's shard, all layers, is stored in; 1 if whole.
+
+    On TPUs a page of one head of 8 bits that is wider than a tile has tiles of 32 slots, and XLA copies the array into
+    tiles of 8 before it writes single slots. Parts have tiles of 8. Of shards it takes no layout with other tiles than
+    its own of a shape.
+    """
+    is_wide = len(shape) == 5 and shape[3] == 1 and shape[4] > LANES and DTYPE_BYTES[dtype] == 1
+    in_parts = platform == "tpu" and is_wide and dims[2].startswith("K") and shape[2] % PART_SLOTS == 0
+    return shape[2] // PART_SLOTS if in_parts else 1
 
 
 def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Layout | None:
@@ -74,7 +97,7 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
         return Layout(dim_order)
     elif not has_widths or heads_in_tiles:
         tile_rows = min(SUBLANES, max(per_word, 1 << (num_heads - 1).bit_length()))
-    elif per_word == 4:
+    elif per_word == 4 and shape[2] > PART_SLOTS:
         tile_rows *= 4
     return Layout(dim_order, tiling=((tile_rows, LANES), (per_word, 1)) if per_word > 1 else ((tile_rows, LANES),))
 
@@ -108,6 +131,9 @@ def write_slots(
 ) -> LayerCache:
     """Writes values[R, ...] into slots of a layer's pages, counted through those of all devices: axes ``pages`` split
     the pages, ``of_page`` the slots of each. Slots of other devices are dropped."""
+    if cache.in_parts:  # which are written as if they were pages
+        parts = replace(cache, stack=cache.stack.reshape(len(cache.stack), -1, *cache.stack.shape[3:]))
+        return replace(cache, stack=write_slots(parts, values, slots, pages).stack.reshape(cache.stack.shape))
     num_pages, page_len = cache.page_sizes
     full_len = page_len * (lax.axis_size(of_page) if of_page else 1)
     page, slot = slots // full_len - first_index(pages, num_pages), slots % full_len - first_index(of_page, page_len)

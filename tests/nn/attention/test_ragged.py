@@ -36,6 +36,7 @@ class Case:
     dtype: str = "float32"
     latent: bool = False
     heads: tuple[int, int] = (4, 2)
+    width: int = 6
 
 
 @st.composite
@@ -68,8 +69,7 @@ def drawn(case, seed=0):
     rows = int(first[-1] + counts[-1]) + 1
     sinks = case.options.get("sinks")
     call = RaggedCall(
-        scale=0.4,
-        **{**case.options, "sinks": None if sinks is None else jnp.asarray(sinks)},
+        **{"scale": 0.4, **case.options, "sinks": None if sinks is None else jnp.asarray(sinks)},
         first=jnp.asarray(first, jnp.int32),
         counts=jnp.asarray(counts),
         lengths=jnp.asarray([length for length, _ in case.sequences], jnp.int32),
@@ -88,9 +88,9 @@ def drawn(case, seed=0):
 
     parts = [
         PagedPart(jnp.asarray(rng.normal(size=(rows, heads, width)), jnp.float32), *pool(width))
-        for width in ((6, 3) if case.latent else (6,))
+        for width in ((case.width, 3) if case.latent else (case.width,))
     ]
-    values = (parts[0].keys, parts[0].scale) if case.latent else pool(5)
+    values = (parts[0].keys, parts[0].scale) if case.latent else pool(case.width - 1)
     return call, parts, *values
 
 
@@ -106,7 +106,7 @@ def plain(case, call, parts, values, value_scale):
         for i, n in np.ndindex(count, heads):
             row, position = int(call.first[b]) + i, length - count + i
             scores = sum(
-                0.4 * w[where][:, n * kv_heads // heads] @ np.asarray(p.queries, np.float64)[row, n]
+                call.scale * w[where][:, n * kv_heads // heads] @ np.asarray(p.queries, np.float64)[row, n]
                 for w, p in zip(wide, parts, strict=True)
             )
             scores = call.softcap * np.tanh(scores / call.softcap) if call.softcap else scores
@@ -203,10 +203,33 @@ def test_pages_whose_slots_are_spread_over_devices_are_attended_in_parts(platfor
 )
 def test_the_kernel_of_tpus_attends_so_too(interpreted, sequences, options, dtype, heads):
     case = Case(sequences, 16, options, dtype, heads[1] == 1, heads)
+    attends_on_tpu(case)
+
+
+@pytest.mark.parametrize(("dtype", "heads"), [("int8", (8, 4)), ("float32", (4, 2)), ("float32", (2, 1))])
+def test_the_kernel_of_tpus_reads_slots_of_several_tiles(interpreted, dtype, heads):
+    attends_on_tpu(Case(DECODE, 16, {"window": 150, "scale": 0.1}, dtype, False, heads, 160))
+
+
+def attends_on_tpu(case):
     call, *arrays = drawn(case)
     call = dataclasses.replace(call, platform="tpu")
     close(attended(call, *arrays), plain(case, call, *arrays), 3e-6)
     assert "pallas_call" in str(jax.make_jaxpr(lambda: ragged_attention(call, *arrays))())
+
+
+def test_pages_in_parts_are_written_and_read_as_whole_ones():
+    layers, pages, page_len, width = 2, 5, 48, 6
+    new, slots = jnp.arange(1.0, 4 * width + 1).reshape(4, 1, width), jnp.array([0, 95, 47, pages * page_len])
+    whole = LayerCache(jnp.zeros((layers, pages, page_len, 1, width)), jnp.int32(1))
+    parts = LayerCache(whole.stack.reshape(layers, pages, 3, 16, 1, width), jnp.int32(1))
+    assert parts.in_parts
+    assert parts.page_sizes == whole.page_sizes == (pages, page_len)
+    assert parts.in_pool(slots).tolist() == whole.in_pool(slots).tolist()
+    whole, parts = write_slots(whole, new, slots), write_slots(parts, new, slots)
+    assert parts.in_parts
+    np.testing.assert_array_equal(parts.pages, whole.pages)
+    np.testing.assert_array_equal(whole.pages[6, 47], new[1])
 
 
 def test_rows_of_no_sequence_are_zero_and_pages_of_none_are_not_read():
@@ -313,6 +336,15 @@ LAYERS, NUM_PAGES, PAGE_LEN, WIDTH = 4, 1024, 128, 128
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8, 20])
 def test_compiled_programs_copy_no_pool(on, dtype, kv_heads):
     """Layers write pages and read them in a scan: temporary arrays are smaller than a pool, in `cache_layout`."""
+    temporaries, kept = compiled_layers(on, dtype, kv_heads, PAGE_LEN)
+    assert temporaries < kept / 3
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("on", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize(("dtype", "kv_heads"), [("bf16", 1), ("bf16", 2), ("bf16", 4), ("int8", 4), ("int8", 8)])
+def test_compiled_programs_copy_no_pool_of_wide_heads(on, dtype, kv_heads, monkeypatch):
+    monkeypatch.setattr("tests.nn.attention.test_ragged.WIDTH", 256)
     temporaries, kept = compiled_layers(on, dtype, kv_heads, PAGE_LEN)
     assert temporaries < kept / 3
 

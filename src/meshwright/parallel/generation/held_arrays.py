@@ -19,7 +19,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.transformer import rows, weight_variables
 from meshwright.nn import quantisation
 from meshwright.nn.attention.platform import platform_of
-from meshwright.nn.cache import LayerCache, cache_layout
+from meshwright.nn.cache import PART_LAYOUT, LayerCache, cache_layout, page_parts
 from meshwright.nn.context import Context
 from meshwright.nn.contract import FLOATS, Turned
 from meshwright.nn.forward import run_block, run_stack
@@ -81,7 +81,27 @@ class HeldArrays:
     @cached_property
     def cache_specs(self) -> dict[str, PartitionSpec]:
         """Shardings of the cache."""
+        return {
+            name: spec if self._page_parts[name] == 1 else PartitionSpec(*spec[:2], None, *spec[2:])
+            for name, spec in self._whole_specs.items()
+        }
+
+    @cached_property
+    def _whole_specs(self) -> dict[str, PartitionSpec]:
+        """Shardings of the cache if no page were in parts."""
         return {row.name: partition_spec(self.declared[row.name], stacked=True) for row in self.table}
+
+    @cached_property
+    def _page_parts(self) -> dict[str, int]:
+        """Parts of the pages of each array of the cache, see `page_parts`; 1 where devices have some slots of each."""
+        return {
+            r.name: 1 if self.declared[r.name].axes[1] else page_parts(self.platform, r.dims, self._shard(r), r.dtype)
+            for r in self.table
+        }
+
+    def _shard(self, row: CacheArray) -> tuple[int, ...]:
+        """Returns a device's shape of an array of the cache, if no page were in parts."""
+        return NamedSharding(self.mesh, self._whole_specs[row.name]).shard_shape(row.stacked_shape)
 
     @cached_property
     def param_shardings(self) -> dict[str, NamedSharding]:
@@ -98,9 +118,10 @@ class HeldArrays:
         """The order in memory of each array of the cache whose order is not the platform's own, see `cache_layout`."""
         if isinstance(self.mesh, AbstractMesh):
             return {}
-        sharding_of = self.cache_shardings
         layouts = {
-            r.name: cache_layout(self.platform, r.dims, sharding_of[r.name].shard_shape(r.stacked_shape), r.dtype)
+            r.name: cache_layout(self.platform, r.dims, self._shard(r), r.dtype)
+            if self._page_parts[r.name] == 1
+            else PART_LAYOUT
             for r in self.table
         }
         return {name: layout for name, layout in layouts.items() if layout}
@@ -163,8 +184,15 @@ class HeldArrays:
         """Global shapes and dtypes of the cache, on CPUs of the bits of floats; see `nn.contract.FLOATS`."""
         bits_of = {floats: bits for bits, floats in FLOATS.items()} if self.unrolled else {}
         dtype_of = {row.name: jnp.dtype(DTYPES[row.dtype]) for row in self.table}
+
+        def shape(row: CacheArray) -> tuple[int, ...]:
+            num_layers, num_pages, page_len, *dims = row.stacked_shape
+            if (parts := self._page_parts[row.name]) == 1:
+                return row.stacked_shape
+            return num_layers, num_pages, parts, page_len // parts, *dims
+
         return {
-            row.name: jax.ShapeDtypeStruct(row.stacked_shape, bits_of.get(dtype_of[row.name], dtype_of[row.name]))
+            row.name: jax.ShapeDtypeStruct(shape(row), bits_of.get(dtype_of[row.name], dtype_of[row.name]))
             for row in self.table
         }
 

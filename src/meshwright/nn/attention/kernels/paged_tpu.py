@@ -77,9 +77,11 @@ def attend_on_tpu(
     query, head = np.divmod(np.arange(num_rows), heads)
     query = query * (call.known is None)
     heads_first = has_heads_first("tpu", mixed.values, kv_heads)
-    # heads that leave rows of a slot's tiles over are read with these rows: in another shape XLA would copy the pool
-    is_whole = heads_first or fills_tiles(kv_heads)
-    held_heads = kv_heads if is_whole else -(-kv_heads // SUBLANES) * SUBLANES
+    # heads that leave rows of a slot's tiles over are read with these rows, and slots of several tiles of few heads as
+    # they are: in another shape XLA would copy the pool
+    fills_rows, is_narrow = kv_heads == 1 or kv_heads % SUBLANES == 0, max(v_width, parts[0].keys.shape[-1]) <= LANE
+    is_whole = heads_first or fills_rows or (fills_tiles(kv_heads) and is_narrow)
+    held_heads = kv_heads if is_whole or fills_tiles(kv_heads) else -(-kv_heads // SUBLANES) * SUBLANES
     index_grid = np.indices((num_pages, held_heads, page_len))
     page_in_tile, key_head, slot = (index_grid if heads_first else np.swapaxes(index_grid, 2, 3)).reshape(3, -1)
     slot += page_in_tile * tiles.span
