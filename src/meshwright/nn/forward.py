@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from meshwright.algebra.derived import BlockSteps
@@ -47,10 +48,18 @@ def run_stack(
     results runs without a loop, so that its state may have more than the one before.
     """
     steps_by_block = {steps.block.name: steps for steps in context.derived.blocks}
+    declared = context.derived.declared
 
     def row(weight: Array | tuple[Array, ...], index: Array | int) -> Array:
         is_split = isinstance(weight, tuple)
         return weight[index] if is_split else lax.dynamic_index_in_dim(weight, index, keepdims=False)
+
+    def in_order(name: str, weight: Array) -> Array:
+        """Returns a layer's weight, of heads in its order in the array of all layers: else XLA for TPUs copies that
+        array, whole, into the order of the products before a loop whose iterations have several layers of the kind."""
+        dims = declared[name].dims
+        has_heads = len(dims) == 3 and dims[0] != "E"
+        return with_layout_constraint(weight, Layout((0, 1, 2))) if has_heads else weight
 
     def iteration(span: Span, carry: tuple[Array, _State], repeat: Array | int) -> tuple[tuple[Array, _State], None]:
         stream, state = carry
@@ -60,6 +69,8 @@ def run_stack(
                 # else the weights of all layers of the iteration are copied at its start
                 layer_no = after(layer_no, [stream])
             weights = {name: row(params[name], layer_no) for name in steps_by_block[kind].block.reads if name in params}
+            if default_platform() == "tpu" and span.pattern.count(kind) > 1:
+                weights = {name: in_order(name, array) for name, array in weights.items()}
             stream, state = layer(steps_by_block[kind], layer_no, {**given, **weights, stack.carry: stream}, state)
         return (stream, state), None
 
@@ -67,7 +78,7 @@ def run_stack(
     stream: Any = named.get(stack.carry)
     if stack.first:
         stream, env = run_block(context, first := steps_by_block[stack.first], named)
-        given = {**given, **{name: env[context.derived.declared[name]] for name in first.block.shares}}
+        given = {**given, **{name: env[declared[name]] for name in first.block.shares}}
     carry = stream, state
     has_tuples = any(isinstance(weight, tuple) for weight in params.values())
     for span in spans(stack.layers):
