@@ -203,6 +203,8 @@ def test_a_file_of_features_is_a_prompt(tmp_path):
             given = {"input_features": torch.tensor(values[None]), "decoder_input_ids": torch.tensor([tokens])}
             tokens.append(int(theirs(**given).logits[0, -1].argmax()))
     assert list(found.generated.completions[0].tokens) == tokens[-4:]
+    (as_many_as_fit,) = generate_text(tmp_path, [prompt]).generated.completions  # of 40 positions
+    assert 4 < len(as_many_as_fit.tokens) <= 40 - len(opened.model.encoder.start)
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt}))
     (line,) = read_prompts(opened, lambda _: None, tmp_path / "a.jsonl", USUAL)
     assert line.request.source == SourceFeatures(values)

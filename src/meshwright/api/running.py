@@ -94,12 +94,13 @@ def require_devices(plan: Plan) -> None:
 
 class TextOptions(EngineOptions, frozen=True, kw_only=True):
     """How text is generated: by the likeliest tokens (``sampling`` takes a `Sampling`), on an engine that has room for
-    all prompts unless the options say more."""
+    all prompts unless the options say more. Without ``max_tokens`` a text has `USUAL_TOKENS`, or those that fit."""
 
-    max_tokens: int = 128
+    max_tokens: int | None = None
     sampling: Any = None
 
 
+USUAL_TOKENS = 128
 AS_TRAINED, BETWEEN = TextOptions(), " => "
 
 
@@ -140,9 +141,11 @@ def generate_text(
     source = open_model(Path(folder), options.adapters or {})
     prompt_ids = [source.encode(text) for text in prompts]
     sampling = fitted(options.sampling or LIKELIEST, type(LIKELIEST), "TextOptions.sampling")
-    requests = as_requests(prompt_ids, max_tokens=options.max_tokens, sampling=sampling, end_tokens=source.end_tokens)
-    max_positions, num_new = source.model.max_positions, options.max_tokens
+    max_positions = source.model.max_positions
     bounds = RequestBounds.of(source.model, options.max_len or max_positions, source.adapters)
+    room = min((bounds.room(len(prompt)) for prompt in prompt_ids), default=0)
+    num_new = max(1, min(USUAL_TOKENS, room)) if options.max_tokens is None else options.max_tokens
+    requests = as_requests(prompt_ids, max_tokens=num_new, sampling=sampling, end_tokens=source.end_tokens)
     num_in = max(len(bounds.resolved(request).prompt) for request in requests)
     if num_in + num_new > max_positions:  # beyond its positions the model would not write text
         raise InputError(

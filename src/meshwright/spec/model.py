@@ -358,6 +358,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         positive_fields = ["num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
         positive_fields += ["max_positions", "relative_distance", *["d_ff_expert"] * (self.num_experts > 0)]
         positive_fields += ["temper_length"] * (self.query_temper > 0)
+        positive_fields += ["sliding_window"] * (self.sliding_window is not None)
         if self.latent_attention or self.family.startswith("deepseek"):
             positive_fields += ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
         for field in positive_fields:

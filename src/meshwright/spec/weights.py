@@ -137,6 +137,11 @@ def fixed_tables(model: Model) -> tuple[str, ...]:
     return (*["position_table"] * model.sinusoids, *["encoder_position_table"] * has_encoders)
 
 
+def unsaved_tables(model: Model) -> list[Weight]:
+    """Returns the rows of fixed tables of both stacks, which transformers does not save (Marian's)."""
+    return [row for row in weight_table(model) if model.sinusoids and row.name in fixed_tables(model)]
+
+
 def frozen_base(model: Model) -> Model:
     """Returns the model without its adapters."""
     return replace(model, lora=None)

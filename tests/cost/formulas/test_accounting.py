@@ -76,3 +76,11 @@ def test_a_token_keeps_a_slot_with_each_of_its_experts():
     assert widths["x"] == widths["x1"] == deepseek.d_model
     assert widths["g"] == pytest.approx(12288 / 60)
     assert widths["ge"] == pytest.approx(59 * 6 * 1536 / 60)
+
+
+def test_activations_beside_an_encoder_are_those_of_a_pair_of_tokens():
+    """With every layer's input kept: a stream of each stack, which have as many layers."""
+    model = load_model("t5-11b")
+    widths = saved_widths(model, "block")
+    assert set(widths) == {"encoder_x", "x"}
+    assert sum(widths.values()) == 2 * model.d_model

@@ -24,14 +24,15 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.hf.adapter import open_tensors
 from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.gguf import open_files
-from meshwright.nn.hf.published import with_floats
+from meshwright.nn.hf.published import why_refused, with_floats
 from meshwright.nn.hf.weights import load_params, read_params
 from meshwright.spec.hf.published import folder_weights, quantisation_of
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.hf.write import config_from_model
 from tests.logits import logits_fn
-from tests.nn.families import FAMILIES
+from tests.nn.families import CONFIGS, FAMILIES
 from tests.parallel.generate_cases import dequantise_params
+from tests.parity import their_model
 
 DATA = Path(__file__).parents[2] / "data" / "published"
 FORMS = sorted(file.stem for file in DATA.glob("*.safetensors"))
@@ -431,3 +432,15 @@ def test_experts_of_llama4_may_be_stored_one_by_one(tmp_path):
     kept = load_params(replace(model, stored=stored), tmp_path)
     for name, array in dequantise_params(replace(model, stored=stored), "", kept).items():
         np.testing.assert_allclose(array, expected[name], rtol=1e-6, err_msg=name)
+
+
+def test_tables_that_transformers_does_not_save_are_not_missed(tmp_path):
+    """Marian's sinusoids: the folder is whole without them, and not without any other tensor."""
+    their_model(CONFIGS["marian"]).save_pretrained(tmp_path)
+    model = model_from_config(tmp_path / "config.json", "x")
+    with open_files(tmp_path) as tensors:
+        assert not any("embed_positions" in name for name in tensors)
+        assert why_refused(model, tensors, None) == ""
+        (left_out, *_) = [name for name in tensors if name.endswith("fc1.weight")]
+        rest = {name: tensor for name, tensor in tensors.items() if name != left_out}
+        assert left_out in why_refused(model, rest, None)

@@ -7,6 +7,7 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import RopeScaling
+from tests.nn.families import CONFIGS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
 
@@ -381,3 +382,17 @@ def test_layers_of_gemma4_are_named_as_transformers_writes_them():
             | {"model_type": "gemma4_text", "layer_types": layer_types, "per_layer_config": {"05": {"head_dim": 16}}},
             "x",
         )
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("t5", "relative_attention_num_buckets"),
+        ("whisper", "num_mel_bins"),
+        ("llama4", "attention_chunk_size"),
+        ("gemma4", "sliding_window"),
+    ],
+)
+def test_zeros_that_mean_nothing_are_refused(case, key):
+    with pytest.raises(InputError, match=rf"{key} is 0|sliding_window=0"):
+        model_from_config(CONFIGS[case] | {key: 0}, "x")

@@ -275,7 +275,8 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
         if method:
             yield Fact("training", "widens the weights to the dtypes of its state; the base of an adapter too")
     yield Fact("training state", f"{states_text} (bf16-adam without its short-lived gradients)")
-    yield Fact("here", f"counted and planned, not run: {m.missing_to_run}" if m.missing_to_run else "trains")
+    if not (folder and folder["refused"]):
+        yield Fact("here", f"counted and planned, not run: {m.missing_to_run}" if m.missing_to_run else "trains")
 
 
 def _positions(num_positions: float) -> str:
@@ -352,5 +353,6 @@ def _saved_text(m: Model, saved: Facts) -> Iterator[Piece]:
     yield Table.of(
         ({"remat": remat, **row} for remat, row in saved.items()),
         {**columns, "results that are kept": ("results", " ".join)},
-        f"Activations kept of a token: elements of a layer, bytes in bf16 of all {m.num_layers}",
+        f"Activations kept of a token{' and one of its source' * bool(m.encoder)}: elements of a layer, bytes in bf16 "
+        f"of all {m.num_layers}",
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 from msgspec.structs import asdict, replace
 
-from meshwright.api.running import GeneratedText, TextOptions, generate_text
+from meshwright.api.running import USUAL_TOKENS, GeneratedText, TextOptions, generate_text
 from meshwright.cli.engine import EngineGiven, folders_by_name, open_given, opened_options, prepare_devices, say_all
 from meshwright.cli.output import say
 from meshwright.cli.verb import Count, option, verb
@@ -28,7 +28,7 @@ class Given(EngineGiven):
     out: Path | None = option(
         "Where the answers to JSON lines go, one by one; goes on with what is there.", "-o", "--out"
     )
-    max_tokens: Count = option("Most tokens after each prompt.", default=128)
+    max_tokens: Count | None = option("Most tokens after each prompt; by default 128, or those that fit.")
     temperature: float = option("0 takes the likeliest token each time.", default=0.0)
     top_k: int = option("Draw from this many likeliest tokens; 0 from all.", default=0)
     top_p: float = option("Draw from the likeliest tokens that have this probability together.", default=1.0)
@@ -73,7 +73,8 @@ def bulk(given: Given) -> Answer:
     from meshwright.serve.request import RequestBounds
 
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
-    request, told_tenths, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
+    max_tokens = given.max_tokens or USUAL_TOKENS
+    request, told_tenths, out = replace(USUAL, max_tokens=max_tokens, sampling=sampling), set[int](), given.out
     assert out is not None
     # what cannot be read or run is said before anything compiles
     prepare_devices(given.on, given.axes)

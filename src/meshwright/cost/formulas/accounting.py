@@ -204,12 +204,15 @@ def saved_widths(
 
     They are read off the derived steps on one device, or on each of ``tensor``: "block" keeps the layer's input alone
     (D), the list ("g", "u") keeps the outputs of the feed-forward matmuls as well (D + 2 F). Layers that differ count
-    with their mean; a token has one slot in each of its experts.
+    with their mean; a token has one slot in each of its experts. Beside an encoder a token is one of the target and one
+    of the source, and the encoder's layers count among those of the decoder.
     """
     assignment = standard_assignment(sequence_parallel=sequence_parallel)
     strategy = Strategy(mesh={"tensor": tensor}, remat=remat, assignment=assignment)
     derived = derive(transformer(model), strategy_of_heads(strategy, model.common_kv_heads))
     size_by_dim: dict[str, Number] = held_dims(model.dims, strategy.mesh) | {"B": 1, "T": 1}
+    if model.encoder:
+        size_by_dim |= {"S": 1, "Sf": 2}
     if model.num_experts:
         size_by_dim["C"] = Fraction(model.experts_per_token, model.num_experts)
     width_by_name: dict[str, Number] = {}

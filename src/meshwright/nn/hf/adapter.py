@@ -24,7 +24,7 @@ from meshwright.nn.hf.tokenizer import CONFIG
 from meshwright.nn.weights import sinusoids
 from meshwright.spec.hf.published import Quantisation, quantisation_of
 from meshwright.spec.model import LORA_TARGETS, Lora, Model
-from meshwright.spec.weights import adapted, fixed_tables, frozen_base, weight_table
+from meshwright.spec.weights import adapted, frozen_base, unsaved_tables, weight_table
 
 ADAPTER_CONFIG, ADAPTER_MODEL = "adapter_config.json", "adapter_model.safetensors"
 
@@ -130,9 +130,7 @@ def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> I
             return with_floats(stack.enter_context(open_files(path)), *_quantisation(model, path))
 
         folders = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
-        # transformers does not save sinusoids of both stacks
-        fixed_rows = (row for row in weight_table(model) if model.sinusoids and row.name in fixed_tables(model))
-        tensors: dict[str, Any] = {row.hf_name: sinusoids(*row.shape) for row in fixed_rows}
+        tensors: dict[str, Any] = {row.hf_name: sinusoids(*row.shape) for row in unsaved_tables(model)}
         tensors |= {name: tensor for weights_folder in folders for name, tensor in opened(weights_folder).items()}
         if adapters:
             tensors |= _side_by_side(model, [(adapter, opened(adapter)) for adapter in adapters], tensors)

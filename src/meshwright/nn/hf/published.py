@@ -17,6 +17,7 @@ from meshwright.nn.hf.files import DTYPES, Tensor, Tensors
 from meshwright.nn.hf.format import Box, StoredPart, checked_parts
 from meshwright.spec.hf.published import SCALES, Quantisation, Scheme
 from meshwright.spec.model import Model
+from meshwright.spec.weights import unsaved_tables
 
 _VALUES, _ZEROS, _GROUPS = (
     (".weight_packed", ".qweight", ".weight"),
@@ -334,7 +335,8 @@ def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.d
 def why_refused(model: Model, tensors: Tensors, quantisation: Quantisation | None) -> str:
     """Returns why the tensors of a folder would be refused, by their names, shapes and dtypes; "" if they are not."""
     try:
-        checked_parts(model, with_floats(tensors, quantisation, DTYPES["bf16"]))
+        tables = {row.hf_name: np.zeros(row.shape, np.float32) for row in unsaved_tables(model)}
+        checked_parts(model, {**tables, **with_floats(tensors, quantisation, DTYPES["bf16"])})
     except InputError as error:
         return str(error)
     return ""

@@ -281,6 +281,9 @@ def _fields(config: _Config) -> HfFields:
 def _encoder(config: _Config) -> HfFields:
     """Returns the encoder of a family that has one."""
     sizes = {field: config.read(key, int) for field, key in config.form.encoder.items()}
+    for key in ("num_mel_bins", "relative_attention_num_buckets"):
+        if sizes and config.has(key) and config.read(key, int) < 1:
+            raise InputError(f"{config.what}: {key} is {config.read(key, int)}. Give a positive number.")
     num_target_tokens, num_tokens = (config.keys.get(key) for key in ("decoder_vocab_size", "vocab_size"))
     if num_target_tokens not in (None, num_tokens):
         raise InputError(
