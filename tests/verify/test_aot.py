@@ -205,6 +205,13 @@ def test_what_is_too_large_is_refused_with_bytes(on, axes):
     assert found.memory.predicted > found.memory.available  # the prediction refuses it too
 
 
+@pytest.mark.parametrize("capped", [{}, {"family": "gemma2", "logit_softcap": 30.0}])
+def test_a_large_vocabulary_in_chunks(capped):
+    """The sum of the table's gradient over chunks is in float32; capped logits stand beside their cotangent."""
+    given = msgspec.structs.replace(load_model("llama3.2-1b"), num_layers=4, **capped)
+    check(proof_of(given, "v5e:2x4", {"fsdp": 8}, length=4096, choices={"remat": "full"}), memory=0.03)
+
+
 @pytest.mark.parametrize(("on", "tensor"), [("v5e:2x2", 4), ("h100:8x1", 8)])
 def test_int8_generation(on, tensor):
     # a small vocabulary: what is copied of a large one to generate on TPUs is in no item

@@ -48,8 +48,17 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def chunk_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Returns the bytes of one chunk's logits and their cotangent, in float32."""
-    return 2 * DTYPE_BYTES["fp32"] * local_logits(step, sizes) / num_chunks(step, sizes)
+    """Returns the bytes of one chunk's logits and their cotangent, in float32.
+
+    Joined passes on TPUs make the cotangent inside its products, unless the logits are capped, and hold the sum of the
+    table's over chunks in float32 until the last.
+    """
+    chunk_logits_bytes = DTYPE_BYTES["fp32"] * local_logits(step, sizes) / num_chunks(step, sizes)
+    if step.op != "fused_head" or not sizes.tile_rows:
+        return 2 * chunk_logits_bytes
+    tables = (array for array in step.results if array.dims == step.inputs[1].dims)
+    widened_bytes = sum(DTYPE_BYTES["fp32"] * sizes.elements(array) - sizes.bytes(array) for array in tables)
+    return chunk_logits_bytes * (2 if step.details and step.details.softcap else 1) + widened_bytes
 
 
 OP = OpKind(
