@@ -10,7 +10,6 @@ import httpx
 import jax
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 
 from meshwright.algebra.generation.program import Storage
@@ -187,6 +186,7 @@ async def test_a_file_of_features_over_http_is_the_source():
 
 def test_a_file_of_features_is_a_prompt(tmp_path):
     """Of `generate`, by its name, also on a line of a file of prompts."""
+    torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
     theirs = their_model(CONFIGS["whisper"])
     theirs.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"forced_decoder_ids": [[2, 7], [1, 9], [4, 8]]}))
