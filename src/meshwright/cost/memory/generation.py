@@ -45,6 +45,16 @@ def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
     return np.where(n_heads >= np.maximum(heads_per_word, 2), np.ceil(n_heads / tile_heads) * tile_heads / n_heads, 1.0)
 
 
+def _copied_pool(array: ShardedArray, sizes: OpSizes) -> Number:
+    """Returns the bytes of a layer's pool that TPUs copy into tiles of 8 rows to write it: of several heads that do not
+    fill a word, wider than a tile (`nn.cache.page_parts`)."""
+    if len(array.dims) < 4:
+        return 0.0
+    n_heads, width = (sizes.local(array)[dim] for dim in array.dims[2:])
+    is_copied = (n_heads > 1) & (n_heads < WORD_BYTES / DTYPE_BYTES[array.dtype]) & (width > LANES)
+    return np.where(is_copied, sizes.bytes(array), 0.0)
+
+
 def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes that XLA copies of the weights and caches of one layer.
 
@@ -71,6 +81,8 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         caches = (derived.declared[name] for name in caches_of(block.block))
         int8_bytes = total(sizes.bytes(array) for array in caches if array.dtype == "int8" and len(array.dims) == 3)
         num_bytes = num_bytes + np.where(has_few_rows, block.repeat * int8_bytes, 0.0)
+        pools = [derived.declared[name] for name in caches_of(block.block)]
+        num_bytes = num_bytes + block.repeat * total(_copied_pool(array, sizes) for array in pools)
     gather_steps = [s for s in block.forward if s.is_collective and s.op == "all_gather"]
     if slot_gathers := [step for step in gather_steps if step.dim == "C"]:
         result_arrays = (s.result for s in block.forward if not s.is_collective and kind_of(s).is_einsum)
