@@ -5,6 +5,7 @@ import json
 import os
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 
 import httpx
 import pytest
@@ -130,7 +131,7 @@ def test_what_is_cancelled_frees_its_pages_within_a_step(folder):
                     await goes.take()
                     assert engine.state().running == 3
                 after = asyncio.get_running_loop().create_future()
-                frontend.command(lambda to=after: frontend._post(to.set_result, engine.state()))
+                frontend.command(lambda to=after: frontend._post(partial(to.set_result, engine.state())))
                 state = await after
                 assert (state.running, state.waiting) == (1, 0)
                 assert state.pages_used <= 256 // 16
