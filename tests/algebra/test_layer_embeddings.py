@@ -15,14 +15,15 @@ MODEL = FAMILIES["gemma4-ple"]
 
 def test_a_layers_table_is_a_part_of_one_array():
     parts = [part for part in stored_parts(MODEL) if part.variable.startswith("layer_embed")]
-    stored = np.arange(MODEL.vocab_size * 4 * 12).reshape(MODEL.vocab_size, 4, 12)
+    width = MODEL.layer_embed_dim
+    stored = np.arange(MODEL.vocab_size * 4 * width).reshape(MODEL.vocab_size, 4, width)
     flat = {parts[0].tensor: stored.reshape(MODEL.vocab_size, -1)}
     assert {part.tensor for part in parts} == {"model.embed_tokens_per_layer.weight"}
     assert [(part.variable, part.leading) for part in parts] == [
         *(("layer_embed_local", (row,)) for row in range(2)),
         *(("layer_embed", (row,)) for row in range(2)),
     ]
-    box = (slice(0, MODEL.vocab_size), slice(0, 12))
+    box = (slice(0, MODEL.vocab_size), slice(0, width))
     for part, layer in zip(parts, (0, 2, 1, 3), strict=True):
         np.testing.assert_array_equal(part.read(flat, box), stored[:, layer])
 
