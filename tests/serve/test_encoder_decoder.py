@@ -175,6 +175,7 @@ async def test_a_file_of_features_over_http_is_the_source():
             ([3, 4], "not base64"),
             (texts[0][:-8], "float32"),
             (base64.b64encode(npy(values[:, 1:])).decode(), "reads features"),
+            (base64.b64encode(npy(np.tile(values, 2))).decode(), "reads features"),
             (base64.b64encode(b"RIFF....WAVE").decode(), "no NumPy file"),
             (base64.b64encode(npy(np.full(shape, np.nan))).decode(), "not finite"),
         ):

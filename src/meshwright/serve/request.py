@@ -145,6 +145,7 @@ class RequestBounds(NamedTuple):
         if self.source_len and request.echo and not request.source:
             raise InputError("an encoder reads the prompt, which is no part of the answer. Leave echo out.")
         request = self.resolved(request)
+        self._check_form(request)
         if len(request.source) > self.source_len:
             raise InputError(
                 f"a source of {counted(len(request.source), 'token')} needs as many positions; the encoder has "
@@ -154,7 +155,6 @@ class RequestBounds(NamedTuple):
             hint = nearest(request.adapter, list(self.adapters)) if self.adapters else " Give --adapters NAME=FOLDER."
             raise InputError(f"this engine has no adapter {request.adapter!r}.{hint}")
         num_in, vocab = len(request.prompt), self.vocab_size
-        self._check_form(request)
         source_tokens = () if isinstance(request.source, SourceFeatures) else request.source
         known_tokens = *request.prompt, *source_tokens
         if wrong_tokens := [token for token in (min(known_tokens), max(known_tokens)) if not 0 <= token < vocab]:

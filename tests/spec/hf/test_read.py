@@ -250,7 +250,10 @@ def test_qwen_windows_are_off_unless_switched_on():
             "toy: num_attention_heads=3 does not divide hidden_size=64, and head_dim is not given. "
             "Set head_dim, or a number of heads that divides 64.",
         ),
-        ({"num_key_value_heads": 3}, "toy: num_kv_heads=3 does not divide num_heads=4. Use a divisor of 4."),
+        (
+            {"num_key_value_heads": 3},
+            "toy: num_key_value_heads=3 does not divide num_attention_heads=4. Use a divisor of 4.",
+        ),
         (
             {"rope_scaling": {"rope_type": "lama3"}},
             "toy: rope_type 'lama3' is not known. Did you mean 'llama3'?",
@@ -290,12 +293,27 @@ def test_bad_values_are_refused_in_one_line(change, text):
     assert str(caught.value) == text
 
 
+def test_sizes_that_do_not_suit_are_told_by_the_keys_of_the_file():
+    """A name of the family's, another spelling that the file has, groups of experts, and fields that are its own."""
+    wrong_sizes = [
+        ("gpt2", {"n_head": 3}, "n_head=3 does not divide n_embd="),
+        ("mixtral", {"num_experts_per_tok": 99}, "num_experts_per_tok=99 of num_local_experts="),
+        ("glm4_moe", {"n_group": 4}, "n_group=4 and topk_group="),
+        ("t5", {"decoder_start_token_id": 999}, "decoder_start_token_id=999 is no token of the"),
+        ("llama", {"meshwright": {"d_ff": 0}}, "d_ff=0 must be at least 1"),
+    ]
+    for family, keys, words in wrong_sizes:
+        with pytest.raises(InputError) as caught:
+            model_from_config(CONFIGS[family] | keys, "toy")
+        assert str(caught.value).startswith(f"toy: {words}")
+
+
 def test_impossible_sizes_are_told_with_the_file(tmp_path):
     """The model's name is that of its folder."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 0}))
     with pytest.raises(InputError) as caught:
         model_from_config(tmp_path)
-    assert str(caught.value) == f"{tmp_path / 'config.json'}: num_layers=0 must be at least 1."
+    assert str(caught.value) == f"{tmp_path / 'config.json'}: num_hidden_layers=0 must be at least 1."
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,14 @@ class _Config:
         key_by_field = {field: key for field, key in keys.items() if key not in self.form.nullable or self.has(key)}
         return {field: self.read(key, _TYPES[field]) for field, key in key_by_field.items()}
 
+    def in_its_words(self, message: str) -> str:
+        """Returns a message about fields of `Model` with the keys that this config has for them."""
+        key_of_field = self.form.keys | {f"encoder.{field}": key for field, key in self.form.encoder.items()}
+        spelling_of = {aliases().get(key, key): key for key in self.given}
+        keys = {field: spelling_of.get(key, key) for field, key in key_of_field.items()}
+        keys |= {field: field for field in self.given.get(OWN_FIELDS, ())}
+        return re.sub(r"[\w.]*\w", lambda word: keys.get(word[0], word[0]), message)
+
     def has(self, key: str) -> bool:
         return self.keys.get(key) is not None
 
@@ -216,13 +224,16 @@ def _from_keys(keys: HfFields, name: str, what: str) -> Model:
         hint = similar(family, FAMILIES) or f" Known: {', '.join(FAMILIES)}."
         raise InputError(f"{what}: model_type {family!r} is not known.{hint}")
     quantisation_of(keys, family=family, what=what)
-    fields = _fields(_Config(keys, family=family, what=what))
+    config = _Config(keys, family=family, what=what)
+    fields = _fields(config)
     fields = {"name": name, "family": family, "weights_prefix": prefix or formats()[family].prefix, **fields}
     try:
         return convert_fields(fields, Model, section=what)
     except InputError as error:
         message = str(error)
-        raise InputError(what + message.removeprefix(name) if message.startswith(f"{name}:") else message) from None
+        if message.startswith(f"{name}:"):
+            message = what + config.in_its_words(message.removeprefix(name))
+        raise InputError(message) from None
 
 
 def _fields(config: _Config) -> HfFields:
@@ -247,12 +258,12 @@ def _fields(config: _Config) -> HfFields:
         head_dim = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
         fields |= {"num_kv_heads": fields["num_heads"], "head_dim": head_dim}
     elif "head_dim" not in fields:
-        heads_key, width_key = form.keys["num_heads"], form.keys["d_model"]
         d_model, num_heads = fields["d_model"], fields["num_heads"]
         if num_heads < 1 or d_model % num_heads:
+            fault = config.in_its_words(f"num_heads={num_heads} does not divide d_model={d_model}")
             raise InputError(
-                f"{config.what}: {heads_key}={num_heads} does not divide {width_key}={d_model}, "
-                f"and head_dim is not given. Set head_dim, or a number of heads that divides {d_model}."
+                f"{config.what}: {fault}, and head_dim is not given. Set head_dim, or a number of heads that divides "
+                f"{d_model}."
             )
         fields["head_dim"] = d_model // num_heads
     if family == "gemma4":
