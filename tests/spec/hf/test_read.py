@@ -308,6 +308,19 @@ def test_sizes_that_do_not_suit_are_told_by_the_keys_of_the_file():
         assert str(caught.value).startswith(f"toy: {words}")
 
 
+def test_the_longer_contexts_of_a_hunyuan_are_a_larger_theta():
+    """By the width of its heads, which the file may leave out."""
+    keys = CONFIGS["hunyuan_v1_dense"] | {"rope_theta": 1e4}
+    scaled = {"rope_scaling": {"type": "dynamic", "alpha": 50.0}}
+    theta = {width: model_from_config(keys | scaled | {"head_dim": width}, "toy").rope_theta for width in (12, None)}
+    width_left_out = keys["hidden_size"] // keys["num_attention_heads"]
+    assert theta == pytest.approx({12: 1e4 * 50 ** (12 / 10), None: 1e4 * 50 ** (width_left_out / (width_left_out - 2))})
+    for alpha, width, words in (("x", 12, "alpha is 'x'"), (-1.0, 12, "alpha is -1"), (50.0, 2, "heads 2 wide")):
+        wrong = {"rope_scaling": {"type": "dynamic", "alpha": alpha}, "head_dim": width}
+        with pytest.raises(InputError, match=words):
+            model_from_config(keys | wrong, "toy")
+
+
 def test_impossible_sizes_are_told_with_the_file(tmp_path):
     """The model's name is that of its folder."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 0}))

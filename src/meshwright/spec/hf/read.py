@@ -249,9 +249,6 @@ def _fields(config: _Config) -> HfFields:
     fields.setdefault("num_kv_heads", fields["num_heads"])
     if beta := config.rope.get("llama_4_scaling_beta"):
         fields |= {"query_temper": beta, "temper_length": config.read(ROPE_KEYS["original_max_positions"], int)}
-    if family.startswith("hunyuan") and (alpha := config.rope.get("alpha")):  # longer contexts by a larger theta alone
-        width = fields["head_dim"]
-        fields |= {"rope_scaling": None, "rope_theta": fields["rope_theta"] * alpha ** (width / (width - 2))}
     if family == "gemma" and fields["activation"] == "gelu":  # so did its first releases say, and mean the other
         fields["activation"] = "gelu_pytorch_tanh"
     if "kv_lora_rank" in form.keys:
@@ -266,6 +263,8 @@ def _fields(config: _Config) -> HfFields:
                 f"{d_model}."
             )
         fields["head_dim"] = d_model // num_heads
+    if family.startswith("hunyuan") and config.rope.get("alpha"):
+        fields |= {"rope_scaling": None, "rope_theta": _theta_by_alpha(config, fields)}
     if family == "gemma4":
         fields |= _gemma4_parts(config, fields)
     if fields.get("num_experts"):
@@ -287,6 +286,16 @@ def _fields(config: _Config) -> HfFields:
     fields |= _encoder(config) | (_t5_fields(config) if config.has("feed_forward_proj") else {})
     config.require_understood()
     return fields | (config.read(OWN_FIELDS, dict) if config.has(OWN_FIELDS) else {})
+
+
+def _theta_by_alpha(config: _Config, fields: HfFields) -> float:
+    """Returns the rotary theta of a Hunyuan, which is larger for longer contexts, and nothing else is."""
+    alpha, width = config.read("alpha", float), fields["head_dim"]
+    if alpha <= 0 or width < 3:
+        raise InputError(
+            f"{config.what}: alpha is {alpha:g}, for heads {width} wide. Give a positive one, and heads 4 wide or more."
+        )
+    return float(fields["rope_theta"] * alpha ** (width / (width - 2)))
 
 
 def _encoder(config: _Config) -> HfFields:
