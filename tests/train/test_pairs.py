@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.spec.job import Job
 from meshwright.spec.model import Encoder
+from meshwright.train.data.tokenizer import save_tokenizer, train_tokenizer
 from meshwright.train.loop import train
 from tests.parallel.cases import RELATIVE
 from tests.train.small import MODEL, settings, strategy, write_text
@@ -36,10 +37,10 @@ def data(tmp_path_factory):
     return {"pairs": str(pairs), "text": write_text(folder)}
 
 
-def run(data, root, axes=(), choices=(), *, resume=None, on_step=None, **changes):
+def run(data, root, axes=(), choices=(), *, resume=None, on_step=None, model=BOTH, **changes):
     given = settings(data, steps=4, evaluate_every=2, held_out=0.2, **changes)
     mesh = msgspec.structs.replace(strategy(**dict(axes)), **dict(choices))
-    return train(BOTH, mesh, JOB, given, run_root=root, resume=resume, on_step=on_step)
+    return train(model, mesh, JOB, given, run_root=root, resume=resume, on_step=on_step)
 
 
 @pytest.mark.slow
@@ -52,6 +53,24 @@ def test_losses_are_alike_on_every_mesh(data, tmp_path, kind):
         found = run(data[kind], tmp_path, axes, choices)
         np.testing.assert_allclose(found.losses, one.losses, rtol=10 * RELATIVE)
         assert found.validation_loss == pytest.approx(one.validation_loss, rel=10 * RELATIVE)
+
+
+@pytest.mark.slow
+def test_files_of_features_are_sources_on_every_mesh(tmp_path):
+    """Each file is drawn around the number that its target says."""
+    speech = msgspec.structs.replace(BOTH, encoder=msgspec.structs.replace(BOTH.encoder, length=16, features=6))
+    pairs, tokenizer = tmp_path / "pairs.jsonl", tmp_path / "tokenizer.json"
+    save_tokenizer(train_tokenizer((), vocab_size=257), tokenizer)
+    with pairs.open("w") as lines:
+        for number in range(48):
+            file = tmp_path / f"{number}.npy"
+            np.save(file, np.random.default_rng(number).normal(number % 10, size=(6, 32)).astype(np.float32))
+            lines.write(f"{json.dumps({'source': str(file), 'target': str(number % 10)})}\n")
+    one = run(str(pairs), tmp_path / "one", model=speech, tokenizer=str(tokenizer))
+    assert one.losses[-1] < one.losses[0]
+    for axes, choices in MESHES.values():
+        found = run(str(pairs), tmp_path / "many", axes, choices, model=speech, tokenizer=str(tokenizer))
+        np.testing.assert_allclose(found.losses, one.losses, rtol=10 * RELATIVE)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from meshwright.core.digests import require_intact
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, adapted_model, base_folder, is_adapter, model_with_adapters
 from meshwright.nn.hf.beside import files_beside
+from meshwright.nn.hf.features import read_features
 from meshwright.nn.hf.gguf import as_folder, open_files
 from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, TOKENIZER, end_tokens, read_tokenizer, start_tokens
 from meshwright.serve.request import Prompt, SourceFeatures
@@ -64,7 +65,7 @@ class ModelFolder(NamedTuple):
         if not (self.model.encoder and self.model.encoder.features):
             return self.text.encode(prompt)
         try:
-            return SourceFeatures.read(Path(prompt).expanduser().read_bytes(), prompt)
+            return SourceFeatures(read_features(Path(prompt).expanduser().read_bytes(), prompt))
         except OSError as error:
             raise InputError(
                 f"{self.model.name} reads features, and {prompt[:80]!r} is no file of them ({error.strerror}). Give a "

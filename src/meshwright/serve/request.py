@@ -1,9 +1,7 @@
 """What an engine is asked for, and what it says of each token."""
 
 import hashlib
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from io import BytesIO
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -30,28 +28,6 @@ class SourceFeatures:
     def __init__(self, values: np.ndarray) -> None:
         self.values = np.ascontiguousarray(values, np.float32)
         self.digest = hashlib.sha256(self.values.tobytes()).digest()
-
-    @classmethod
-    def read(cls, npy: bytes, name: str) -> "SourceFeatures":
-        """Returns the features of a NumPy file, [features, 2 positions] or [1, features, 2 positions] of floats, as
-        Whisper's feature extractors make them. Raises InputError for other files; ``name`` is what it calls them."""
-        advice = "Save log-mel features by numpy.save, floats [bins, frames]."
-        file = BytesIO(npy)
-        try:
-            version = np.lib.format.read_magic(file)
-            read_header = (
-                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            )
-            shape, is_fortran, dtype = read_header(file)
-        except ValueError:
-            raise InputError(f"{name} is no NumPy file of an array. {advice}") from None
-        shape = shape[1:] if shape[:1] == (1,) else shape
-        if dtype.kind != "f" or len(shape) != 2 or len(npy) - file.tell() != math.prod(shape) * dtype.itemsize:
-            raise InputError(f"{name} has {dtype} {list(shape)} in {len(npy):,} bytes. {advice}")
-        values = np.frombuffer(npy, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran else "C")
-        if not np.isfinite(values).all():
-            raise InputError(f"{name} has values that are not finite. {advice}")
-        return cls(values)
 
     def __len__(self) -> int:
         return self.values.shape[1] // 2

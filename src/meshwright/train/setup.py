@@ -13,11 +13,12 @@ import numpy as np
 from jaxtyping import Array
 
 from meshwright.algebra.transformer import rows
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
 from meshwright.masks.names import mask_named
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.hf.weights import load_params
+from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.job import Job
@@ -90,29 +91,25 @@ class Setup(NamedTuple):
     held_out: HeldOut | None
 
 
-def pair_form(model: Model, job: Job, settings: TrainSettings) -> PairForm | None:
-    """Returns how documents become pairs for an encoder and its decoder; None for a decoder alone. An encoder of
-    features raises CannotRunError."""
+def pair_form(model: Model, strategy: Strategy, job: Job, settings: TrainSettings) -> PairForm | None:
+    """Returns how documents become pairs for an encoder and its decoder; None for a decoder alone."""
     if model.encoder is None:
         return None
-    if model.encoder.features:
-        raise CannotRunError(
-            f"the encoder of {model.name} reads features, and this version reads no data with such. In Python, "
-            "TrainStep trains it on batches with encoder_features."
-        )
     return PairForm(
         source_len=model.encoder.length,
         target_len=job.seq_len,
         start_token=model.encoder.start_token,
         noise_density=settings.noise_density,
         mean_span=settings.mean_span,
+        features=model.encoder.features,
+        dtype=jnp.dtype(DTYPES[strategy.state_dtype]).name,
     )
 
 
 def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings) -> Setup:
     """Prepares a run. Raises InputError for inputs that do not fit together."""
     mask_rule = mask_named(model.attention_mask) if model.attention_mask else None
-    form = pair_form(model, job, settings)
+    form = pair_form(model, strategy, job, settings)
     if form and mask_rule and mask_rule.data:
         raise InputError(
             f"attention_mask={model.attention_mask!r} reads {mask_rule.data[0]} of each record, which no row of an "

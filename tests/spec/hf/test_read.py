@@ -314,7 +314,9 @@ def test_the_longer_contexts_of_a_hunyuan_are_a_larger_theta():
     scaled = {"rope_scaling": {"type": "dynamic", "alpha": 50.0}}
     theta = {width: model_from_config(keys | scaled | {"head_dim": width}, "toy").rope_theta for width in (12, None)}
     width_left_out = keys["hidden_size"] // keys["num_attention_heads"]
-    assert theta == pytest.approx({12: 1e4 * 50 ** (12 / 10), None: 1e4 * 50 ** (width_left_out / (width_left_out - 2))})
+    assert theta == pytest.approx(
+        {12: 1e4 * 50 ** (12 / 10), None: 1e4 * 50 ** (width_left_out / (width_left_out - 2))}
+    )
     for alpha, width, words in (("x", 12, "alpha is 'x'"), (-1.0, 12, "alpha is -1"), (50.0, 2, "heads 2 wide")):
         wrong = {"rope_scaling": {"type": "dynamic", "alpha": alpha}, "head_dim": width}
         with pytest.raises(InputError, match=words):

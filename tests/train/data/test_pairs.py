@@ -67,6 +67,40 @@ def test_texts_of_pairs_and_prompts_with_completions_end_with_the_end_token(tmp_
         np.testing.assert_array_equal(array, found[name])
 
 
+def test_sources_of_features_are_files(tmp_path, tokenizer, monkeypatch):
+    """By their names, as given; a target that begins with the start token has it once."""
+    monkeypatch.chdir(tmp_path)
+    values = np.random.default_rng(0).normal(size=(2, 3, 12)).astype(np.float32)
+    for name, array in (("a.npy", values[0]), ("ü.npy", values[1:].astype(np.float64)), ("long.npy", values[0].T)):
+        np.save(name, array)
+    plain = opened(tmp_path, [{"source": "s", "target": "ab"}], tokenizer=tokenizer)
+    (start, *_), letters = in_order(plain, num_rows=1)["encoder_tokens"][0], in_order(plain, num_rows=1)["labels"][0]
+    form = FORM._replace(features=3, dtype="bfloat16", start_token=int(start))
+    records = [{"source": "a.npy", "target": "ab"}, {"source": "ü.npy", "target": "sab"}]
+    data = opened(tmp_path, records, form, tokenizer=tokenizer)
+    assert not data.is_padded
+    arrays = in_order(data, num_rows=2, form=form)
+    assert arrays.keys() == {"encoder_features", "encoder_positions", "tokens", "labels", "positions"}
+    assert arrays["encoder_features"].dtype.name == "bfloat16"
+    np.testing.assert_array_equal(arrays["encoder_features"], values.astype("bfloat16"))
+    assert arrays["labels"].tolist() == [letters.tolist()] * 2
+    assert arrays["tokens"].tolist() == [[start, *letters[:2], 0]] * 2
+    (samples,) = Batches(data.train, batch_seqs=2, seq_len=4, seed=0).samples
+    assert samples.rows.summary == "2 pairs in rows of 6 and 4, 100% and 75% filled; 0 sources and 0 targets cut"
+    for record, words in (
+        ({"source": "none.npy", "target": "a"}, "'none.npy' is no file. Give JSON lines"),
+        ({"source": [1, 2], "target": [3]}, "has no pairs, and the encoder reads features. Give JSON lines"),
+        ({"text": "a text" * 50}, "has no pairs"),
+        ({"source": "long.npy", "target": "a"}, r"long.npy has features \[12, 3\]. The encoder reads \[3, 12\]"),
+        ({"source": "pairs.jsonl", "target": "a"}, "pairs.jsonl is no NumPy file"),
+    ):
+        with pytest.raises(InputError, match=words):
+            in_order(opened(tmp_path, [record], form, tokenizer=tokenizer), num_rows=1, form=form)
+    (tmp_path / "a.npy").unlink()
+    with pytest.raises(InputError, match=r"a.npy: No such file"):
+        in_order(data, num_rows=1, form=form)
+
+
 def test_noise_is_that_of_t5():
     """Lengths are those of its ``random_spans_helper``; of the parts, text comes first and both alternate."""
     t5 = FORM._replace(source_len=512, target_len=114, sentinel=32099, end_id=1)

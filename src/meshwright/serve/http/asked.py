@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted
+from meshwright.nn.hf.features import read_features
 from meshwright.serve.drawing.grammar import GrammarKind
 from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.frontend import Frontend
@@ -226,7 +227,7 @@ def _features(prompt: str | list[int]) -> SourceFeatures:
     try:
         if not isinstance(prompt, str):
             raise ValueError("tokens")
-        return SourceFeatures.read(b64decode(prompt, validate=True), "prompt")
+        return SourceFeatures(read_features(b64decode(prompt, validate=True), "prompt"))
     except InputError as error:
         raise RequestError(str(error), param="prompt") from None
     except ValueError:

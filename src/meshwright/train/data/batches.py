@@ -13,13 +13,21 @@ from jax.sharding import Sharding
 from jaxtyping import Array
 from tokenizers import Tokenizer
 
-from meshwright.algebra.layers import ENCODER, ENCODER_LENGTHS
+from meshwright.algebra.layers import ENCODER, ENCODER_LENGTHS, FEATURES
 from meshwright.core.errors import InputError
 from meshwright.masks.names import Rule
 from meshwright.parallel.second_labels import second_labels
 from meshwright.spec.model import MASK_DATA
-from meshwright.train.data.chat import ChatTokenizer, open_chat_tokenizer
-from meshwright.train.data.pairs import PairForm, PairRows, SpanRows, TokenPair, open_pair_tokenizer, pair_arrays
+from meshwright.train.data.chat import open_chat_tokenizer
+from meshwright.train.data.pairs import (
+    PAIR_OF_FEATURES,
+    PairForm,
+    PairRows,
+    SpanRows,
+    TokenPair,
+    open_pair_tokenizer,
+    pair_arrays,
+)
 from meshwright.train.data.records import open_records, with_mask_data
 from meshwright.train.data.rows import RowPart, Rows, WholeRows
 from meshwright.train.data.sources import DataPhase, Draw, Samples, Source, SourcePattern
@@ -100,7 +108,7 @@ class Data(NamedTuple):
         """True if rows of an encoder may have padding."""
         forms = ((source.form, source.store.is_records) for source in self.train + self.held_out)
         return any(
-            form and (is_records or form.spans_of(form.text_len).source_len < form.source_len)
+            form and not form.features and (is_records or form.spans_of(form.text_len).source_len < form.source_len)
             for form, is_records in forms
         )
 
@@ -120,7 +128,7 @@ def open_data(
     encoder = open_tokenizer(path, vocab_size=vocab_size) if settings.tokenizer else None
     train_sources, held_sources = list[Source](), list[Source]()
     for name, share in data_sources(settings.data).items():
-        store = open_tokens(Path(name), vocab_size=vocab_size)
+        store, records = open_tokens(Path(name), vocab_size=vocab_size), None
         if store is None:
             corpus = open_corpus(name, skip_bad=settings.skip_bad_records)
             if isinstance(corpus, FileCorpus) and corpus.is_tokens:
@@ -129,14 +137,15 @@ def open_data(
         if store is None:
             if not settings.tokenizer and (corpus.is_chat or (train_sources and not encoder)):
                 raise InputError(f"data {name!r} needs train.tokenizer: {NEEDS_TOKENIZER[corpus.is_chat]}.")
-            records: ChatTokenizer | None = None
             if encoder and corpus.is_chat:
                 open_chats = partial(open_chat_tokenizer, path, loss_on=settings.loss_on)
-                records = open_pair_tokenizer(encoder) if form else open_chats(encoder)
-            num_free = form.spans_of(form.text_len).spans if form and not encoder else 0
+                records = open_pair_tokenizer(encoder, form) if form else open_chats(encoder)
+            num_free = form.spans_of(form.text_len).spans if form and not (encoder or form.features) else 0
             opened_store = open_store(corpus, records or encoder, vocab_size=vocab_size - num_free, folder=folder)
             encoder, store = encoder or TextTokenizer(opened_store.tokenizer, opened_store.end_id), opened_store.store
             num_skipped += opened_store.skipped_records
+        if form and form.features and records is None:
+            raise InputError(f"data {name!r} has no pairs, and the encoder reads features. {PAIR_OF_FEATURES}")
         store, named_form = with_mask_data(store, mask, name), form
         if form and not store.is_records:
             named_form = form.with_tokens(encoder, name, vocab_size=vocab_size)
@@ -287,6 +296,8 @@ class Batches:
             if name.startswith("num_"):
                 return ()
             row_len = self.form.source_len if self.form and name.startswith(ENCODER) else self.seq_len
+            if self.form and name == FEATURES:
+                return self.batch_seqs, self.form.features, 2 * self.form.source_len
             is_of_rows = name == ENCODER_LENGTHS or MASK_DATA.get(name) == ("B",)
             return (self.batch_seqs,) if is_of_rows else (self.batch_seqs, row_len)
 

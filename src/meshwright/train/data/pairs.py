@@ -4,6 +4,7 @@ Source of the noise: Raffel et al., Exploring the Limits of Transfer Learning (2
 """
 
 import hashlib
+import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.core.errors import InputError
+from meshwright.algebra.layers import ENCODER, ENCODER_LENGTHS, FEATURES
+from meshwright.core.errors import InputError, path_errors
+from meshwright.nn.hf.features import read_features
 from meshwright.train.data.chat import ChatTokenizer
 from meshwright.train.data.rows import NO_LABEL, PADDING, Rows, WholeRows
 from meshwright.train.data.token_store import TokenStore
@@ -19,6 +22,7 @@ from meshwright.train.data.tokenizer import TextTokenizer, num_ids
 
 SENTINELS = "<extra_id_{}>", "▁<extra_id_{}>"
 """Names of the tokens that T5's tokenizers have for spans of noise, from the end of the vocabulary downwards."""
+PAIR_OF_FEATURES = 'Give JSON lines {"source": "a.npy", "target": "text"}, with files of numpy.save.'
 
 
 class TokenPair(NamedTuple):
@@ -35,6 +39,9 @@ class PairForm(NamedTuple):
     Of text, ``noise_density`` is the share of tokens that are noise, in spans of ``mean_span`` tokens on average; it
     needs ``sentinel``, the token that the first span leaves in the source (the next one leaves the token before that in
     the vocabulary), and ``end_id``, which ends sources and targets.
+
+    With ``features`` a source is the name of a file, see `read_features`, in bytes, and what it has is read as
+    ``dtype``.
     """
 
     source_len: int
@@ -44,6 +51,24 @@ class PairForm(NamedTuple):
     mean_span: float
     sentinel: int = 0
     end_id: int = 0
+    features: int = 0
+    dtype: str = "float32"
+
+    @property
+    def most_source_tokens(self) -> int:
+        """Tokens that are kept of a source: of a file's name all."""
+        return sys.maxsize if self.features else self.source_len
+
+    def read_source(self, source: np.ndarray) -> np.ndarray:
+        """Returns the features [features, 2 source_len] of the file that ``source`` names. Raises InputError."""
+        name = bytes(source.tolist()).decode()
+        with path_errors():
+            values = read_features(Path(name).expanduser().read_bytes(), name)
+        if values.shape != (shape := (self.features, 2 * self.source_len)):
+            raise InputError(
+                f"{name} has features {list(values.shape)}. The encoder reads {list(shape)}: make them so."
+            )
+        return values.astype(self.dtype)
 
     def spans_of(self, num_tokens: int) -> "Spans":
         """Returns the spans of noise in a row of text."""
@@ -142,22 +167,25 @@ class SpanRows(Rows):
 
 class PairRows(WholeRows):
     """A source and its target in each row, both cut to their lengths. Of a document the target begins with the first
-    token that counts in the loss; a document without one is left out."""
+    token that counts in the loss, or behind that if it is the start token; a document without one is left out."""
 
     def __init__(self, store: TokenStore, form: PairForm, name: str = "") -> None:
         self.store, self.seq_len, self.form, self.packing = store, form.target_len, form, False
         doc_edges = np.concatenate([[0], store.boundaries(0, len(store))])
         self._starts, self._stops = doc_edges[:-1], doc_edges[1:]
-        counted_indices = np.append(np.flatnonzero(store.read(np.arange(len(store))) >= 0), len(store))
-        self._targets = np.minimum(counted_indices[np.searchsorted(counted_indices, self._starts)], self._stops)
-        if (self._targets == self._starts).any():
+        tokens = store.read(np.arange(len(store)))
+        counted_indices = np.append(np.flatnonzero(tokens >= 0), len(store))
+        self._ends = np.minimum(counted_indices[np.searchsorted(counted_indices, self._starts)], self._stops)
+        self._targets = self._ends + (np.append(tokens, PADDING)[self._ends] == form.start_token)
+        if (self._ends == self._starts).any():
             raise InputError(
                 f"data {name!r} has records without a source, which the encoder reads. Give source and target, or "
                 "prompt and completion."
             )
         used_docs = np.flatnonzero(self._targets < self._stops)
         self._rows, self._length = [[int(doc)] for doc in used_docs], len(used_docs)
-        sides = (self._targets - self._starts, form.source_len), (self._stops - self._targets, form.target_len)
+        source_lens = self._ends - self._starts if not form.features else np.full(len(self._ends), form.source_len)
+        sides = (source_lens, form.source_len), (self._stops - self._targets, form.target_len)
         fills, cuts = zip(*(_filled(lens[used_docs], row_len) for lens, row_len in sides), strict=True)
         self.summary = (
             f"{len(used_docs)} pairs in rows of {form.source_len} and {form.target_len}, {fills[0]:.0%} and "
@@ -167,8 +195,11 @@ class PairRows(WholeRows):
     def pair(self, number: int, seed: tuple[int, int]) -> TokenPair:
         """Returns a row, whatever the ``seed``."""
         (doc,) = self._rows[number]
-        start, target, stop = (int(edges[doc]) for edges in (self._starts, self._targets, self._stops))
-        source_end, target_end = min(target, start + self.form.source_len), min(stop, target + self.form.target_len)
+        start, end, target, stop = (int(edges[doc]) for edges in (self._starts, self._ends, self._targets, self._stops))
+        source_end, target_end = (
+            min(end, start + self.form.most_source_tokens),
+            min(stop, target + self.form.target_len),
+        )
         # a token without a loss is stored as its complement
         return TokenPair(~self.store.read(np.arange(start, source_end)), self.store.read(np.arange(target, target_end)))
 
@@ -185,16 +216,22 @@ def _filled(lengths: np.ndarray, row_len: int) -> tuple[float, int]:
 def pair_arrays(pairs: Iterable[TokenPair], form: PairForm) -> dict[str, np.ndarray]:
     """Returns the arrays of a batch, int32: ``tokens`` (the targets after the start token), ``labels`` and
     ``positions`` [rows, target_len], ``encoder_tokens`` and ``encoder_positions`` [rows, source_len], and
-    ``encoder_lengths`` [rows]."""
+    ``encoder_lengths`` [rows]; for an encoder of features, in place of tokens and lengths, ``encoder_features``
+    [rows, features, 2 source_len], floats."""
     rows = list(pairs)
     sources, targets, inputs = [pair.source for pair in rows], [pair.target for pair in rows], list[np.ndarray]()
     inputs = [np.concatenate([[form.start_token], target[:-1]]) for target in targets]
     positions = {"positions": form.target_len, "encoder_positions": form.source_len}
-    return {
+    if form.features:
+        source_arrays = {FEATURES: np.stack([form.read_source(source) for source in sources])}
+    else:
+        source_arrays = {
+            f"{ENCODER}tokens": _padded(sources, form.source_len, PADDING),
+            ENCODER_LENGTHS: np.array([len(source) for source in sources], np.int32),
+        }
+    return source_arrays | {
         "tokens": _padded(inputs, form.target_len, PADDING),
         "labels": _padded(targets, form.target_len, NO_LABEL),
-        "encoder_tokens": _padded(sources, form.source_len, PADDING),
-        "encoder_lengths": np.array([len(source) for source in sources], np.int32),
         **{name: np.tile(np.arange(size, dtype=np.int32), (len(rows), 1)) for name, size in positions.items()},
     }
 
@@ -216,12 +253,27 @@ class PairTokenizer(ChatTokenizer):
                 f"{where} is no pair for an encoder and a decoder. Give source and target, or prompt and completion, "
                 "as texts."
             )
-        source_ids, target_ids = (self.tokenizer.encode(text).ids for text in texts)
-        source_ids, target_ids = (ids + [self.end_id] * (ids[-1:] != [self.end_id]) for ids in (source_ids, target_ids))
-        return [*(~token for token in source_ids), *target_ids]
+        return [*(~token for token in self._source_ids(texts[0], where)), *self._ended(texts[1])]
+
+    def _source_ids(self, text: str, where: str) -> list[int]:
+        return self._ended(text)
+
+    def _ended(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text).ids
+        return ids + [self.end_id] * (ids[-1:] != [self.end_id])
 
 
-def open_pair_tokenizer(given: TextTokenizer) -> PairTokenizer:
+class FeaturesTokenizer(PairTokenizer):
+    """Encodes the target of a record as `PairTokenizer` does, and of its source, a file of features, the name."""
+
+    def _source_ids(self, text: str, where: str) -> list[int]:
+        if not Path(text).expanduser().is_file():
+            raise InputError(f"{where}: the source {text[:200]!r} is no file. {PAIR_OF_FEATURES}")
+        return list(text.encode())
+
+
+def open_pair_tokenizer(given: TextTokenizer, form: PairForm) -> PairTokenizer:
     """Returns the tokenizer for records of pairs."""
-    digest = hashlib.sha256(f"pairs {given.identity}".encode()).hexdigest()
-    return PairTokenizer(given.tokenizer, given.end_id, None, "completion", Path(), digest)
+    kind = FeaturesTokenizer if form.features else PairTokenizer
+    digest = hashlib.sha256(f"{'features' if form.features else 'pairs'} {given.identity}".encode()).hexdigest()
+    return kind(given.tokenizer, given.end_id, None, "completion", Path(), digest)
