@@ -33,8 +33,6 @@ from tests.parallel.generate_cases import engine_on, logits_after
 __all__ = ["FAMILIES", "MESHES", "SHAPES", "Outcome", "run"]
 
 ROWS, LENGTH, PROMPT, NUM_TOKENS, NUM_STEPS = 8, 32, 20, 6, 3
-START = 0
-"""Token that the text of a decoder beside an encoder begins with."""
 ADAMW = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
 RATE = 1e-3
 
@@ -201,9 +199,11 @@ def theirs_of(config: Mapping[str, Any], model: Model) -> Theirs:
 
     with torch.no_grad():
         logits, text = logits_of(0, batches[0, :, :-1]).numpy(), prompts
-        length = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
+        length = {"max_new_tokens": NUM_TOKENS}
+        theirs.generation_config.update(eos_token_id=None, forced_eos_token_id=None, forced_bos_token_id=None)
         if model.encoder:
-            prompts, length["decoder_start_token_id"] = sources[0].get("encoder_tokens", prompts).long(), START
+            prompts = sources[0].get("encoder_tokens", prompts).long()
+            length["decoder_start_token_id"] = model.encoder.start_token
         if "encoder_features" not in sources[0]:
             text = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, **length)
     beta = (ADAMW["b1"], ADAMW["b2"])
