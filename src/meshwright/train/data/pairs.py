@@ -22,6 +22,8 @@ from meshwright.train.data.tokenizer import TextTokenizer, num_ids
 
 SENTINELS = "<extra_id_{}>", "▁<extra_id_{}>"
 """Names of the tokens that T5's tokenizers have for spans of noise, from the end of the vocabulary downwards."""
+SIDES = ("source", "prompt"), ("target", "completion")
+"""Names of each side in a record."""
 PAIR_OF_FEATURES = 'Give JSON lines {"source": "a.npy", "target": "text"}, with files of numpy.save.'
 
 
@@ -245,15 +247,13 @@ class PairTokenizer(ChatTokenizer):
     token if it adds none; tokens of the source have no loss."""
 
     def _tokens(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
-        texts = [
-            record.get(name, record.get(other)) for name, other in (("source", "prompt"), ("target", "completion"))
-        ]
-        if not all(isinstance(text, str) for text in texts):
+        source, target = (record.get(name, record.get(other)) for name, other in SIDES)
+        if not (isinstance(source, str) and isinstance(target, str)):
             raise InputError(
                 f"{where} is no pair for an encoder and a decoder. Give source and target, or prompt and completion, "
                 "as texts."
             )
-        return [*(~token for token in self._source_ids(texts[0], where)), *self._ended(texts[1])]
+        return [*(~token for token in self._source_ids(source, where)), *self._ended(target)]
 
     def _source_ids(self, text: str, where: str) -> list[int]:
         return self._ended(text)
