@@ -152,8 +152,8 @@ GENERATED = {
     "tree": ({"attention_mask": "tree"}, {"enter": ENTER, "leave": LEAVE}),
 }
 OTHERS = {
+    "sinks": ({"attention_mask": "causal & global_sliding(4)"}, GENERATED["global"][1]),  # and windows of layers
     "latent": ({"attention_mask": "prefix_lm & sliding_window(4)", "attention_score": "alibi"}, {}),
-    "sinks": ({"attention_mask": "causal & global_sliding(4)"}, GENERATED["global"][1]),
 }
 OF_FAMILY = {"latent": FAMILIES["deepseek_v2"], "sinks": FAMILIES["gpt_oss"]}
 

@@ -43,13 +43,14 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
     block_id = jnp.minimum(block_of_tile, num_blocks - 1)
     seq_id, chunk_id = tiles.sequence[block_id], tiles.chunk[block_id] + tile_ids - tiles.starts[block_id]
     first_row, first_pos = (call.lengths - call.counts)[seq_id] + tiles.row[block_id], tiles.first_positions(chunk_id)
-    last_seen = ((first_row if call.known is None else call.known[seq_id] - 1) - first_pos)[:, None]
+    first_distance = (first_row - first_pos)[:, None]
+    num_known = first_distance if call.known is None else (call.known[seq_id] - first_pos)[:, None]
     page_columns = chunk_id[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     page = jnp.clip(call.pages.at[seq_id[:, None], page_columns].get(mode="clip"), 0, len(mixed.values) - 1)
-    by_tile: tuple[Array, ...] = block_of_tile, last_seen, page
+    by_tile: tuple[Array, ...] = block_of_tile, first_distance, num_known, page
     if call.rule or call.chunked:
         by_tile += seq_id, first_row, first_pos
-    query_of_row = np.arange(block * per_group, dtype=np.int32) // per_group * (call.known is None)
+    query_of_row = np.arange(block * per_group, dtype=np.int32) // per_group
     distance_in_tile = (query_of_row[:, None] - tiles.offsets.astype(np.int32)[None])[None]
 
     def read(pool: Array, pages: Array) -> Array:
@@ -70,7 +71,8 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
         return array if scale is None else array * jnp.swapaxes(read(scale, pages), 2, 3)
 
     def step(blocks: Array, queries: list[Array], tile: Array, state: RunningSoftmax) -> RunningSoftmax:
-        local_block, last_seen, page, *rule_args = (lax.dynamic_slice_in_dim(array, tile, lanes) for array in by_tile)
+        tile_data = (lax.dynamic_slice_in_dim(array, tile, lanes) for array in by_tile)
+        local_block, first_distance, num_known, page, *rule_args = tile_data
         local_block = local_block - blocks[0]
         block_row = jnp.minimum(local_block, len(blocks) - 1)
         tile_keys = [operand(part.keys, page) for part in parts]
@@ -79,12 +81,13 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
             for q, k, part in zip(queries, tile_keys, parts, strict=True)
         ]
         scores = capped(call.scale * sum(products[1:], start=products[0]), call.softcap)
-        distance = last_seen[:, None] + distance_in_tile
+        distance = first_distance[:, None] + distance_in_tile
         slot_pos = (rule_args[2] if rule_args else jnp.zeros(1, jnp.int32))[:, None] + tiles.offsets[None]
         if call.rule:
             seq_id, first_row, _ = rule_args
             scores = ruled(call.rule, scores, seq_id, first_row[:, None] + np.arange(block)[None], slot_pos)
-        is_seen = call.within(distance >= 0, slot_pos[:, None] + distance, slot_pos[:, None])
+        is_seen = distance >= 0 if call.known is None else (tiles.offsets[None] < num_known)[:, None]
+        is_seen = call.within(is_seen, slot_pos[:, None] + distance, slot_pos[:, None])
         scores = jnp.where(is_seen[:, None], scores, -jnp.inf)
         tile_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)
         weights = jnp.exp(scores - tile_peak[..., None] * LN2)
