@@ -50,7 +50,7 @@ def quick_of(families, but=()):
 def their_logits(model):
     tokens, sources = (torch.tensor(rows, dtype=torch.long) for rows in (TOKENS, SOURCES))
     if model.config.model_type == "whisper":
-        return model(input_features=torch.tensor(FRAMES), decoder_input_ids=tokens).logits
+        return model(input_features=torch.tensor(FRAMES, dtype=model.dtype), decoder_input_ids=tokens).logits
     if model.config.is_encoder_decoder:
         return model(input_ids=sources, decoder_input_ids=tokens).logits
     return model(tokens).logits
@@ -91,6 +91,8 @@ def test_gradients_are_those_of_transformers(family):
     theirs, model = their_model(CONFIGS[family]), FAMILIES[family]
     step = TrainStep(model, Strategy(mesh=make_mesh({}), state="fp32"))
     trained, params = step.shards, read_params(model, arrays(theirs.state_dict().items()))
+    if not model.num_experts:  # whose products take no float64; else rounding of transformers is half of the tolerance
+        theirs = theirs.double()
     logits = their_logits(theirs).flatten(0, 1)
     expected_loss = torch.nn.functional.cross_entropy(logits, torch.tensor(LABELS, dtype=torch.long).flatten())
     expected_loss.backward()

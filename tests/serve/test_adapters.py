@@ -149,7 +149,7 @@ def test_adapters_are_split_over_devices_as_their_weights_are(folders, wanted, a
 def test_drafts_are_checked_by_the_adapter_of_their_request(folders, wanted):
     """The base proposes tokens for all; that of one adapter would be wrong for others."""
     base = engine_of({"": folders[""]})
-    engine = engine_of(folders, drafter=ModelDrafter(base._step, base._params, 2))
+    engine = engine_of(folders, drafter=ModelDrafter(base.packed, base._params, 2))
     assert_as_merged(engine, wanted)
     state = engine.state()
     assert 0 < state.accepted < state.drafted
