@@ -106,7 +106,7 @@ def config_of(case: str, shape: str = "") -> dict[str, Any]:
         given["vocab_size_per_layer_input"] = given["vocab_size"]
     for key, value in given.items():
         if key == "num_hidden_layers":
-            for lists in {"layer_types", "no_rope_layers", "mlp_layer_types"} & config.keys():
+            for lists in {"layer_types", "no_rope_layers", "mlp_layer_types", "moe_topk"} & config.keys():
                 config[lists] = (list(config[lists])[:2] * value)[:value]
         config[key] = value
     return config
