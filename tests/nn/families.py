@@ -144,6 +144,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | _GEMMA2
     | {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma3n": _BASE
+    | {"model_type": "gemma3n_text", "num_hidden_layers": 6, "num_kv_shared_layers": 3, "sliding_window": WINDOW}
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2, "laurel_rank": 6}
+    | {"activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0, 0.9], "hidden_activation": "gelu_pytorch_tanh"}
+    | {"altup_num_inputs": 3, "altup_active_idx": 1, "tie_word_embeddings": True}
+    | {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 48, "final_logit_softcapping": 3.0}
+    | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
     "gemma4": _BASE
     | _GEMMA4
     | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}

@@ -44,6 +44,9 @@ SMALL = {
     "gemma": _DENSE,
     "gemma2": _DENSE,
     "gemma3": _DENSE | {"model_type": "gemma3_text"},
+    "gemma3n": _DENSE
+    | {"model_type": "gemma3n_text", "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 120}
+    | {"num_hidden_layers": 12, "num_kv_shared_layers": 5, "laurel_rank": 8, "altup_num_inputs": 3},
     "gemma4": _DENSE
     | {"model_type": "gemma4_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1, "head_dim": 24}
     | {"hidden_size_per_layer_input": 12, "num_hidden_layers": 12, "vocab_size_per_layer_input": 128}

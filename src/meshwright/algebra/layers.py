@@ -6,6 +6,7 @@ attention, after bias, norm and rope, and o is its output. `transformer.parse_bl
 
 import re
 from collections.abc import Collection, Mapping
+from statistics import NormalDist
 
 import msgspec
 
@@ -56,6 +57,13 @@ PLAIN = ProgramOptions()
 
 
 # -- the text of every family -------------------------------------------------------------------------------
+
+STREAMS = """
+    xp[A,B,T,D] = mix_predict(streams[A,B,T,D], mix_norm[D], mix_router[D,Am], mix_predict[Am,Ao,A]) if num_streams
+    x[B,T,D] = stream(xp[A,B,T,D]) if num_streams
+"""
+"""The first lines of a layer with several residual streams, of which x is what it reads.
+Source: Gemma 3n, and Baykal et al., Alternating Updates for Efficient Transformers (2023)."""
 
 ATTENTION = """
     h[B,T,D] = norm(x[B,T,D], attn_norm[D]) if pre_norms
@@ -113,9 +121,16 @@ AFTER_ATTENTION = """
     a~b[B,T,D] = bias_add(a~[B,T,D], bo[D]) if out_bias !joins
     a~n[B,T,D] = norm(a~[B,T,D], post_attn_norm[D]) if post_norms
     a~s[B,T,D] = scaled(a~[B,T,D]; by={residual}) if scales !joins
-    {sum}[B,T,D] = add(x[B,T,D], a~[B,T,D]) if !joins
+    {sum}[B,T,D] = add(x[B,T,D], a~[B,T,D]) if !joins !laurel_rank
     {x1}[B,T,D] = norm({sum}[B,T,D], attn_norm[D]) if sum_norms
+    lr[B,T,Rl] = h[B,T,D] * laurel_in[D,Rl] if laurel_rank
+    ly[B,T,D] = lr[B,T,Rl] * laurel_out[Rl,D] if laurel_rank
+    ly~n[B,T,D] = norm(ly~[B,T,D], laurel_norm[D]) if laurel_rank
+    ly~h[B,T,D] = add(h[B,T,D], ly~[B,T,D]) if laurel_rank
+    x1l[B,T,D] = add(x[B,T,D], a~[B,T,D], ly~[B,T,D]) if laurel_rank
+    {x1}[B,T,D] = scaled(x1l[B,T,D]; by={half}) if laurel_rank
 """
+"""Beside attention a product of low rank may read the same rows: Menghani et al., LAuReL (2024), as in Gemma 3n."""
 
 CROSS_ATTENTION = """
     cross_h[B,T,D] = norm(x0[B,T,D], cross_norm[D]) if pre_norms
@@ -139,6 +154,7 @@ DENSE = """
     u[B,T,F] = {h1}[B,T,D] * w_up[D,F]
     g~b[B,T,F] = bias_add(g~[B,T,F], b_gate[F]) if gated mlp_bias
     u~b[B,T,F] = bias_add(u~[B,T,F], b_up[F]) if mlp_bias
+    g~t[B,T,F] = sparse_gate(g~[B,T,F]; by={bound}) if sparse
     m[B,T,F] = {activation}_mul(g~[B,T,F], u~[B,T,F]) if gated
     m[B,T,F] = gelu(u~[B,T,F]) if !gated
     {y}[B,T,D] = m[B,T,F] * w_down[F,D]
@@ -196,21 +212,26 @@ The weights of slots go to the devices of the experts, and are applied before th
 pass needs neither its result nor its way back; only a bias after that product keeps them behind it."""
 
 LAYER_END = """
-    pe[B,T,Dl] = embed(tokens[B,T], layer_embed[V,Dl]; scale=sqrt(Dl)) if layer_embed_dim
+    xc[A,B,T,D] = mix_correct(xp[A,B,T,D], x3[B,T,D], mix_norm[D], mix_router[D,Am], mix_correct[Am,A]) if num_streams
+    x3~c[B,T,D] = stream(xc[A,B,T,D]) if num_streams
+    x3~s[B,T,D] = scaled_by(x3~[B,T,D], mix_scale[D]) if stream_scale
+    pe[B,T,Dl] = embed(tokens[B,T], layer_embed[{vl},Dl]; scale=sqrt(Dl)) if layer_embed_dim
     pp[B,T,Dl] = embedded[B,T,D] * layer_proj[D,Dl] if layer_embed_dim
     pp~s[B,T,Dl] = scaled(pp~[B,T,Dl]; by={root}) if layer_embed_dim
     pp~n[B,T,Dl] = norm(pp~[B,T,Dl], shared_layer_norm[Dl]) if layer_embed_dim
     pl[B,T,Dl] = add(pe[B,T,Dl], pp~[B,T,Dl]) if layer_embed_dim
     pl~s[B,T,Dl] = scaled(pl~[B,T,Dl]; by={half}) if layer_embed_dim
-    pg[B,T,Dl] = x3[B,T,D] * layer_gate[D,Dl] if layer_embed_dim
+    pg[B,T,Dl] = x3~[B,T,D] * layer_gate[D,Dl] if layer_embed_dim
     pm[B,T,Dl] = {activation}_mul(pg[B,T,Dl], pl~[B,T,Dl]) if layer_embed_dim
     po[B,T,D] = pm[B,T,Dl] * layer_out[Dl,D] if layer_embed_dim
     po~n[B,T,D] = norm(po~[B,T,D], post_layer_norm[D]) if layer_embed_dim
-    {x4}[B,T,D] = add(x3[B,T,D], po~[B,T,D]) if layer_embed_dim
+    {x4}[B,T,D] = add(x3[B,T,D], po~[B,T,D]) if layer_embed_dim !num_streams
+    streams2[A,B,T,D] = add_later(xc[A,B,T,D], po~[B,T,D]) if num_streams
     x2[B,T,D] = scaled_by({x4}[B,T,D], layer_scale[]) if layer_scale
 """
 """What follows the feed-forward block, whose stream is x3 then: what the layer itself knows of the token and of its
-embedding, gated by the stream; a number. Source: Gemma 3n and Gemma 4, per-layer embeddings."""
+embedding, gated by the stream; a number. Of several streams, corrected first, all but the first have the former added.
+Source: Gemma 3n and Gemma 4, per-layer embeddings."""
 
 EMBED = """
     {first}[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})
@@ -219,9 +240,14 @@ EMBED = """
     p[B,T,D] = embed(positions[B,T], position_table[P,D]) if learned_positions
     {sum}[B,T,D] = add(e[B,T,D], p[B,T,D]) if learned_positions
     x[B,T,D] = norm({sum}[B,T,D], embed_norm[D]) if embed_norm
+    xa[An,B,T,Do] = x[B,T,D] * stream_in[An,D,Do] if num_streams
+    streams[A,B,T,D] = into_streams(x[B,T,D], xa[An,B,T,Do]) if num_streams
 """
 
 FINAL_NORM = """
+    xo[An,B,T,D] = stream(streams[A,B,T,D]) if num_streams
+    xa[An,B,T,Do] = xo[An,B,T,D] * stream_out[An,D,Do] if num_streams
+    x[B,T,D] = mean_stream(streams[A,B,T,D], xa[An,B,T,Do]) if num_streams
     hf[B,T,D] = norm(x[B,T,D], final_norm[D]) if final_norm
     hf[B,T,D] = copy(x[B,T,D]) if !final_norm
 """
@@ -268,6 +294,7 @@ def written(model: Model, text: str, **names: str | bool) -> str:
         "x2": "x3" if model.layer_scale or model.layer_embed_dim else "x2",
         "x4": "x2" if not model.layer_scale else "x4" if model.layer_embed_dim else "x3",
         "half": f"{2**-0.5}",
+        "vl": "Vl" if model.layer_vocab_size else "V",
         "activation": _activation(model),
         "cross_h": "cross_h" if model.pre_norms else "x0",
         "zero": "0" * model.qkv_bias,
@@ -316,9 +343,19 @@ def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
     return data_names if "documents" in data_names or not options.documents else (*data_names, "documents")
 
 
-def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, options: ProgramOptions) -> str:
-    """Returns the lines of one layer from x to x2: ``sliding`` limits its attention to the window, ``routed`` makes its
-    feed-forward experts, ``rotates`` adds rope."""
+class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
+    """What differs between layers: ``sliding`` limits its attention to the window, ``routed`` makes its feed-forward
+    experts, ``rotates`` adds rope, ``sparse`` bounds its gates."""
+
+    sliding: bool
+    routed: bool
+    rotates: bool
+    sparse: bool = False
+
+
+def layer_text(model: Model, form: LayerForm, options: ProgramOptions) -> str:
+    """Returns the lines of one layer from x to x2, or of all residual streams."""
+    sliding, routed, rotates = form.sliding, form.routed, form.rotates
     data_text = "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
     # norms and adapters come between the products and their sum
     joins = model.parallel_block and not (routed or model.post_norms or model.sum_norms or model.lora or model.encoder)
@@ -334,7 +371,8 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
         given_text = lengths_text + given_attributes(sees_all=True, softcap=model.attention_softcap, mask=mask)
         text += written(model, CROSS_ATTENTION, given=given_text, **sums(model, "x1"))
     if not routed:
-        return with_adapters(model, text + _dense(model, joins) + written(model, LAYER_END))
+        text = written(model, STREAMS) + text + _dense(model, joins, sparse=form.sparse)
+        return with_adapters(model, text + written(model, LAYER_END))
     capacity_factor = options.capacity_factor
     is_corrected = model.router_correction
     correction_rate = options.correction_rate if is_corrected and not has_frozen_matrices(model) else 0.0
@@ -474,10 +512,11 @@ def _quoted(rule: str) -> str:
     return rule.replace(" ", "").replace(",", ":")
 
 
-def _dense(model: Model, joins: bool) -> str:
+def _dense(model: Model, joins: bool, *, sparse: bool = False) -> str:
     names = {"y": "a", "before": "x"} if joins else {"y": "y", "before": "x1"}
     names |= sums(model, "x3" if model.layer_scale or model.layer_embed_dim else "x2")
-    return written(model, DENSE, joins=joins, **names)
+    names["bound"] = f"{NormalDist().inv_cdf(model.gate_sparsity)}" if sparse else ""
+    return written(model, DENSE, joins=joins, sparse=sparse, **names)
 
 
 def sums(model: Model, result_name: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ Number = Any
 Scores = Literal["on_chip", "in_memory", "in_memory_16"]
 """Scores of attention: never written, written in float32, or written in 16 bits (as Megatron-LM of 2021 does)."""
 
-WIDTHS = (("D",), ("Dl",), ("F",), ("Fw",), ("Fe",), ("Fs",), ("H",), ("Hf",), ("Hv",), ("Fx",), ("Hx",), ("Dc",))
+WIDTHS = tuple((dim,) for dim in ("D", "Do", "Dl", "F", "Fw", "Fe", "Fs", "H", "Hf", "Hv", "Fx", "Hx", "Dc"))
 """Last dims of arrays that TPUs have in the lanes of tiles, whatever that adds; of others the compiler chooses."""
 
 LANES, SUBLANES = 128, 8

@@ -22,7 +22,7 @@ from meshwright.spec.strategy import Strategy, assign
 Details = TypeVar("Details", bound=msgspec.Struct)
 
 
-ALIKE = {"S": "T", "Nx": "N", "Kx": "K", "Fx": "F", "Dc": "F", "Dl": "D"}
+ALIKE = {"S": "T", "Nx": "N", "Kx": "K", "Fx": "F", "Dc": "F", "Dl": "D", "Vl": "V"}
 """Dims of an encoder, and of layers' own embeddings, that have the rules of another dim, unless they have their own."""
 
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from msgspec.structs import replace
 
 from meshwright.algebra.layers import (
@@ -19,6 +20,7 @@ from meshwright.algebra.layers import (
     FEATURES,
     FINAL_NORM,
     PLAIN,
+    LayerForm,
     ProgramOptions,
     embed_text,
     encoder_layer_text,
@@ -44,35 +46,38 @@ MAX_PATTERN = 16
 """Longest pattern of layers in one iteration of a loop: the compiled program grows with it."""
 
 
-class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
+class LayerKind(LayerForm, frozen=True, kw_only=True):
     """The layers of one kind, which run one block, whatever their order in the model."""
 
     block: str
     suffix: str  # of the names of this block's weights
     layers: tuple[int, ...]
-    sliding: bool
-    routed: bool
-    rotates: bool
     keys: str = ""  # "source": later layers read its keys and values, "shared": it reads those of such a layer
 
 
 @lru_cache(maxsize=256)
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
-    """Returns the kinds of layers in order of their first layer: "layer", then _moe with routed experts, _unrotated
-    without rope, _source if later layers read its keys and values, _shared if it reads such, _local with a window; at
-    the end _mtp, the layer like the last one for the token after the next."""
-    layers_by_facts: dict[tuple[bool, bool, bool, str], list[int]] = {}
+    """Returns the kinds of layers in order of their first layer: "layer", then _moe with routed experts, _sparse with
+    bounded gates, _unrotated without rope, _source if later layers read its keys and values, _shared if it reads such,
+    _local with a window; at the end _mtp, the layer like the last one for the token after the next."""
+    layers_by_form: dict[tuple[LayerForm, str], list[int]] = {}
     sources = {layer: model.kv_source(layer) for layer in range(model.num_layers)}
     shared_sources = {source for layer, source in sources.items() if source != layer}
     for layer, source in sources.items():
         keys = "shared" if source != layer else "source" * (layer in shared_sources)
-        facts = (layer in model.sliding_layers, layer in model.moe_layers, layer not in model.unrotated_layers, keys)
-        layers_by_facts.setdefault(facts, []).append(layer)
+        form = LayerForm(
+            sliding=layer in model.sliding_layers,
+            routed=layer in model.moe_layers,
+            rotates=layer not in model.unrotated_layers,
+            sparse=layer in model.sparse_layers,
+        )
+        layers_by_form.setdefault((form, keys), []).append(layer)
     kinds = []
-    for (sliding, routed, rotates, keys), layers in layers_by_facts.items():
-        kind_name = f"{'_moe' * routed}{'_unrotated' * (not rotates)}{f'_{keys}' * bool(keys)}{'_local' * sliding}"
-        flags: dict[str, Any] = {"sliding": sliding, "routed": routed, "rotates": rotates, "keys": keys}
-        suffix = kind_name if len(layers_by_facts) > 1 else ""
+    for (form, keys), layers in layers_by_form.items():
+        kind_name = f"{'_moe' * form.routed}{'_sparse' * form.sparse}{'_unrotated' * (not form.rotates)}"
+        kind_name += f"{f'_{keys}' * bool(keys)}{'_local' * form.sliding}"
+        suffix = kind_name if len(layers_by_form) > 1 else ""
+        flags: dict[str, Any] = structs.asdict(form) | {"keys": keys}
         kinds.append(LayerKind(block=f"layer{kind_name}", suffix=suffix, layers=tuple(layers), **flags))
     last_kind = next(kind for kind in kinds if model.num_layers - 1 in kind.layers)
     mtp = [replace(last_kind, block="layer_mtp", suffix="_mtp", layers=model.mtp_layers)] if model.mtp_layers else []
@@ -140,7 +145,8 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
         *(_layer_block(model, kind, variables, options, names) for kind in kinds),
     )
     inputs = (*((ENCODED,) if encoder_blocks else ()), *_shared_bias(model).values())
-    decoder = Stack(first="embed", layers=names, last="final" if model.mtp_layers else "head", carry="x", inputs=inputs)
+    last_name = "final" if model.mtp_layers else "head"
+    decoder = Stack(first="embed", layers=names, last=last_name, carry=carry_of(model), inputs=inputs)
     if not model.mtp_layers:
         return Program(
             (*blocks, parse_block("head", norm_text + loss_lines, variables)),
@@ -152,6 +158,11 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     head_stack = Stack(first="", layers=(), last="head", carry="hf")
     last_blocks = (final_block, *mtp_blocks, parse_block("head", loss_lines, variables))
     return Program((*blocks, *last_blocks), variables, (*bias_stacks, decoder, mtp_stack, head_stack))
+
+
+def carry_of(model: Model) -> str:
+    """Returns the variable that layers pass on: the residual stream, or all of several."""
+    return "streams" if model.num_streams else "x"
 
 
 def _shared_bias(model: Model, prefix: str = "") -> dict[str, str]:
@@ -266,7 +277,7 @@ def _layer_block(
     model: Model, kind: LayerKind, variables: dict[str, Variable], options: ProgramOptions, names: Sequence[str]
 ) -> Block:
     """Returns the block of a kind of layers in a stack with layers of these ``names``."""
-    text = layer_text(model, sliding=kind.sliding, routed=kind.routed, rotates=kind.rotates, options=options)
+    text = layer_text(model, kind, options)
     text = without_keys(text) if kind.keys == "shared" else text
     weight_names = {local_name(weight) for weight in weight_table(model) if weight.layers}
     text = with_dims(text, model.dims_of_layer(kind.layers[0]), but=weight_names)
@@ -278,8 +289,8 @@ def _layer_block(
         variables,
         repeat=len(kind.layers),
         num_in_last_iterations=sum(span.pattern.count(kind.block) for span in spans(names)),
-        carry="xm" if is_mtp else "x",
-        result="hm" if is_mtp else "x2",
+        carry="xm" if is_mtp else carry_of(model),
+        result="hm" if is_mtp else f"{carry_of(model)}2",
         renamed={name: name + kind.suffix for name in weight_names} | _shared_bias(model) | name_of_keys,
     )
     return replace(block, shares=tuple(dict.fromkeys(name_of_keys.values()))) if kind.keys == "source" else block

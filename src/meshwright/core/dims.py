@@ -10,7 +10,8 @@ slots of one expert, Fe width of a routed expert, Fs of all shared experts, Er r
 attention: Rq, Rkv ranks of latents, Hn, Hr widths of a head's unrotated and rotated part, Hv of its values. Pages of a
 cache: Pg pages in all, Pl positions of a page, Bp pages of a sequence. Packed rows: Q their sequences, O rows with
 logits. Adapters: Ra rank. Dg (Fg, Hg, ...): groups of inputs D with one scale. Dj is 2 D. Dl is the width of layers'
-own embeddings.
+own embeddings, Vl the rows of their tables. A residual streams (Am, Ao: as many; An: but the first), Do is D of their
+projections, Rl the rank of a product beside attention.
 """
 
 from typing import Literal, get_args

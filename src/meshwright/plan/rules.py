@@ -25,6 +25,7 @@ NOUNS: dict[str, str] = {
     "Kf": "kv heads of layers without a window",
     "Hf": "head width of layers without a window",
     "Dl": "width of layers' own embeddings",
+    "Vl": "rows of layers' own embeddings",
     "Fw": "feed-forward width of layers with shared keys",
     "Hn": "head width without rope",
     "Hr": "head width with rope",

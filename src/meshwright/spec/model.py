@@ -16,6 +16,7 @@ Family = Literal[
     "gemma",
     "gemma2",
     "gemma3",
+    "gemma3n",
     "gemma4",
     "gpt2",
     "phi3",
@@ -160,7 +161,7 @@ GROUP = 64
 """Inputs that share a scale in a quantised base, and in int4 weights of generation: the greatest common divisor of this
 number and the size of the dim."""
 
-GROUPED = ("D", "Dl", "F", "Fw", "H", "Hf", "Fe", "Fs", "Rq", "Rkv", "Hv", "Fx", "Hx", "Dc")
+GROUPED = ("D", "Dl", "F", "Fw", "H", "Hf", "Fe", "Fs", "Rq", "Rkv", "Rl", "Hv", "Fx", "Hx", "Dc")
 """Dims of inputs whose groups may share a scale; the groups of D are the dim Dg."""
 
 
@@ -301,7 +302,15 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_shared_kv_layers: int = 0  # the last ones, which read keys and values of the last own layer of their kind
     wide_shared_mlp: bool = False  # and whose feed-forward width is twice the others'
     layer_embed_dim: int = 0  # width of the embeddings of tokens that each layer has besides
+    layer_vocab_size: int = 0  # rows of their tables, where later tokens have the first row; 0: as many as tokens
     layer_scale: bool = False  # the result of each layer is multiplied by a number, which is not trained
+    num_streams: int = 0  # residual streams, which each layer predicts and, by what it made of one, corrects; 0: one
+    active_stream: int = 0  # the one that attention and the feed-forward block read
+    stream_clip: float = 0.0  # bound on the weights of both, in training; 0: none
+    stream_scale: bool = False  # the layer's own embeddings read that one times a learnt vector
+    laurel_rank: int = 0  # of a product beside attention, from and to the stream
+    gate_sparsity: float = 0.0  # share of gates that are zero in sparse_layers, if they are normally distributed
+    sparse_layers: tuple[int, ...] = ()
     attention_sinks: bool = False
     query_temper: float = 0.0  # queries grow by this times ln(1 + floor(position / temper_length))
     temper_length: int = 0
@@ -352,7 +361,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Raises InputError for impossible sizes and figures."""
         count_fields = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
         may_be_zero = {*count_fields, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight", "start_token", "forced"}
-        may_be_zero |= {"features", "query_temper"}
+        may_be_zero |= {"features", "query_temper", "stream_clip", "gate_sparsity"}
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
         super().__post_init__()
         positive_fields = ["num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
@@ -381,7 +390,14 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"{self.name}: num_shared_kv_layers={self.num_shared_kv_layers} of {self.num_layers} leaves a kind of "
                 f"layers without keys and values. Use fewer, so that one with and one without a window have their own."
             )
-        for field in ("sliding_layers", "dense_layers", "unrotated_layers"):
+        if self.num_streams and not (self.active_stream < self.num_streams > 1 and self.layer_embed_dim):
+            raise InputError(
+                f"{self.name}: num_streams={self.num_streams} and active_stream={self.active_stream} need at least 2 "
+                f"streams, of which the active one is counted from 0, and layer_embed_dim."
+            )
+        if not 0 <= self.gate_sparsity < 1:
+            raise InputError(f"{self.name}: gate_sparsity={self.gate_sparsity:g} must be at least 0 and below 1.")
+        for field in ("sliding_layers", "dense_layers", "unrotated_layers", "sparse_layers"):
             bad_ids = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
             if bad_ids:
                 raise InputError(f"{self.name}: {field} has layer {bad_ids[0]} of {self.num_layers}, counted from 0.")
@@ -481,6 +497,11 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Kf": self.num_global_kv_heads if self.num_global_kv_heads != self.num_kv_heads else 0,
             "Fw": 2 * self.d_ff if self.wide_shared_mlp and self.num_shared_kv_layers else 0,
             "Dl": self.layer_embed_dim,
+            "Vl": self.layer_vocab_size,
+            **dict.fromkeys(("A", "Am", "Ao"), self.num_streams),
+            "An": self.num_streams - 1 if self.num_streams else 0,
+            "Do": self.d_model if self.num_streams else 0,
+            "Rl": self.laurel_rank,
             "P": self.max_positions + self.position_offset if self.learned_positions else 0,
             "S": self.encoder.length if self.encoder else 0,
             "Ps": self._encoder_positions if self.learned_positions else 0,

@@ -73,7 +73,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         if self.kind == "vector":
             return ()
-        dims = tuple(dim for dim in self.dims if not (dim == "E" and self.part == "experts"))
+        dims = tuple(dim for dim in self.dims if dim != "An" and not (dim == "E" and self.part == "experts"))
         return dims[:-1] if dims[-1] in ("D", "Dc", "Ra") else dims[:1]
 
     def stored_name(self, names: Collection[str]) -> str:
@@ -179,7 +179,7 @@ def group_dims(dims: tuple[str, ...], inputs: tuple[str, ...]) -> tuple[str, ...
 def _frozen(model: Model, row: Weight) -> tuple[Weight, ...]:
     """Returns a frozen weight, and the scales of its groups of inputs where it is stored in whole numbers."""
     assert model.lora is not None
-    if not model.lora.base or row.kind == "vector" or row.part not in ("attention", "mlp"):
+    if not (model.lora.base and row.layers) or row.kind == "vector" or row.part not in ("attention", "mlp"):
         return (replace(row, frozen=True),)
     dims = group_dims(row.dims, row.inputs)
     scale_row = Weight(
@@ -261,7 +261,8 @@ def _layers(model: Model, stored_prefix: str = "") -> list[Weight]:
     ids_by_part |= dict.fromkeys(("wk", "bk", "k_norm"), model.kv_layers)
     branch_names = ("router_norm", "expert_norm", "post_expert_norm", "post_shared_norm", "expert_scale")
     ids_by_part |= dict.fromkeys(branch_names, model.moe_layers)
-    ids_by_part |= dict.fromkeys(("layer_proj", "layer_gate", "layer_out"), all_layers)
+    own_names = ("layer_proj", "layer_gate", "layer_out", "laurel_in", "laurel_out")
+    ids_by_part |= dict.fromkeys((*own_names, "mix_router", "mix_predict", "mix_correct"), all_layers)
     # a layer that predicts the token after the next is like the last one
     ids_by_part = {part: ids + model.mtp_layers if all_layers[-1] in ids else ids for part, ids in ids_by_part.items()}
     rows = _rows(model, "layers", layers=ids_by_part, stored_prefix=stored_prefix)

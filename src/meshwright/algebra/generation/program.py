@@ -211,7 +211,8 @@ class _Writer:
 
     def _head(self, block: Block) -> None:
         """Writes the logits of the rows that are asked for."""
-        norm_op, *division_ops, loss_op = block.ops
+        num_before = next(i for i, op in enumerate(block.ops) if op.out == "hf")
+        norm_op, *division_ops, loss_op = block.ops[num_before:]
         table_weight, softcap = self.variables[loss_op.inputs[1]], self.model.logit_softcap
         vectors_text = ", ".join(f"{name}[D]" for name in norm_op.inputs[1:])
         stream_name, result_name = "hd" if division_ops else "hl", "uncapped" if softcap else "logits"
@@ -231,7 +232,7 @@ class _Writer:
             ("logits", ("O", "V"), "output", "fp32"),
         ):
             self.variables[name] = Variable(name, dims, role, dtype)
-        self.ops += parse_block(block.name, "\n".join(lines), self.variables).ops
+        self.ops += (*block.ops[:num_before], *parse_block(block.name, "\n".join(lines), self.variables).ops)
 
     def _attention(self, op: Op, block: Block) -> None:
         """Writes keys and values, or latents and rotated keys, into the cache, which attention reads."""

@@ -1,4 +1,4 @@
-"""An array times a number that is a weight."""
+"""An array times a number, or a vector over its last dim, that is a weight."""
 
 from meshwright.algebra.ops.silu_mul import elementwise
 

@@ -122,10 +122,11 @@ def stored_parts(model: Model, names: Collection[str] = ()) -> Iterator[StoredPa
         axes = _axes(model, weight, joined_weights, one_by_one=is_one_by_one)
         leading_sizes = ([len(weight.layers)] if weight.layers else []) + ([weight.shape[0]] if is_one_by_one else [])
         for leading in np.ndindex(*leading_sizes):
-            numbers = (weight.layers[leading[0]], leading[-1], leading[-1]) if leading else ()
+            layer = weight.layers[leading[0]] if weight.layers else 0
+            numbers = (layer, leading[-1], leading[-1]) if leading else ()
             number_by_field = dict(zip(("layer", "expert", "head"), numbers, strict=False))
             in_all_layers = weight.layers and "{layer}" not in tensor_pattern
-            part_axes = _of_layer(model, weight, axes, weight.layers[leading[0]]) if in_all_layers else axes
+            part_axes = _of_layer(model, weight, axes, layer) if in_all_layers else axes
             yield StoredPart(variable, leading, tensor_pattern.format(**number_by_field), part_axes)
 
 
@@ -239,7 +240,7 @@ _OTHER_PARTS = (
     *("*multi_modal_projector.*", "*mm_projector.*", "*connector.*", "thinker.visual.*", "talker.*", "*2wav.*"),
 )
 """Parts of multimodal models beside the decoder of text, which is of one of these families."""
-_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma4", "glm4", "exaone4", "llama4")
+_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "glm4", "exaone4", "llama4")
 IGNORED_OF = {
     **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode"), ("*.attn.bias", "*.attn.masked_bias")),  # the causal mask
     "gpt_neox": ("*.attention.bias", "*.attention.masked_bias"),
@@ -247,7 +248,7 @@ IGNORED_OF = {
     **dict.fromkeys(_DECODERS, _OTHER_PARTS),
     # layers for tokens after the next, if they are not asked for
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "hy_v3"), ("*.layers.{num_layers}.*", *_OTHER_PARTS)),
-    "gemma4": ("*.embed_vision.*", "*.embed_audio.*", *_OTHER_PARTS),
+    **dict.fromkeys(("gemma3n", "gemma4"), ("*.embed_vision.*", "*.embed_audio.*", *_OTHER_PARTS)),
     "exaone_moe": ("mtp.*",),
     "ernie4_5_moe": ("model.mtp*",),
 }

@@ -17,7 +17,7 @@ from meshwright.spec.model import Model
 def embed_scale(model: Model, dtype: DTypeLike, table: ShardedArray) -> float:
     """Returns the factor on rows: sqrt(D) rounded to the dtype of the weights, as in training (gemma; of a layer's own
     table sqrt(Dl)), else the model's multiplier; of positions 1."""
-    if table.dims[0] != "V":
+    if table.dims[0] not in ("V", "Vl"):
         return 1.0
     return float(np.asarray(model.dims[table.dims[-1]] ** 0.5, dtype)) if model.embed_scale else model.embed_multiplier
 
@@ -46,6 +46,11 @@ def embed_backward(
     return (zero_table.at[row_indices].add(dout.astype(jnp.float32), mode="drop") * scale).astype(dout.dtype)
 
 
+def rows_of(model: Model, tokens: Int[Array, "B T"], table: ShardedArray) -> Int[Array, "B T"]:
+    """Returns the rows of tokens in a table, the first where a layer's own table ends before."""
+    return jnp.where(tokens < model.layer_vocab_size, tokens, 0) if table.dims[0] == "Vl" else tokens
+
+
 def _first_row(context: Context, table: ShardedArray, num_rows: int) -> Int[Array, ""] | int:
     """Returns the number that is looked up in the first row of a device's part; positions may begin at a later row."""
     offset = context.model.position_offset if table.dims[0] in ("P", "Ps") else 0
@@ -54,13 +59,14 @@ def _first_row(context: Context, table: ShardedArray, num_rows: int) -> Int[Arra
 
 def _embed(context: Context, step: Step, tokens: Array, table: Array) -> Array:
     first_row = _first_row(context, step.inputs[1], table.shape[0])
+    tokens = rows_of(context.model, tokens, step.inputs[1])
     return embed(tokens, table, first_row=first_row, scale=embed_scale(context.model, table.dtype, step.inputs[1]))
 
 
 def _embed_backward(context: Context, step: Step, tokens: Array, dout: Array) -> Array:
     num_rows = context.local_size(step.result, step.result.dims[0])
     first_row = _first_row(context, step.result, num_rows)
-    scale = embed_scale(context.model, dout.dtype, step.result)
+    scale, tokens = embed_scale(context.model, dout.dtype, step.result), rows_of(context.model, tokens, step.result)
     return embed_backward(tokens, dout, first_row=first_row, num_rows=num_rows, scale=scale)
 
 

@@ -39,7 +39,7 @@ class RmsForm(NamedTuple):
 def rms_form(model: Model, *, latent: bool = False) -> RmsForm:
     """Returns the variant of a model's norms; ``latent``: norms inside latent attention, whose eps no config holds."""
     eps = LATENT_NORM_EPS if latent else model.norm_eps
-    has_wide_scale = model.norm_unit_offset or model.family in ("gpt_oss", "olmo2", "olmo3", "gemma4")
+    has_wide_scale = model.norm_unit_offset or model.family in ("gpt_oss", "olmo2", "olmo3", "gemma3n", "gemma4")
     return RmsForm(eps=eps, unit_offset=model.norm_unit_offset, wide_scale=has_wide_scale)
 
 

@@ -113,7 +113,7 @@ class _Config:
                 warning = f"{self.what}: the key {key!r} is no key of a {self.family} config, and is not read."
                 warnings.warn(warning, FileWarning, stacklevel=2)
 
-    def read(self, key: str, kind: type, of: type = object) -> Any:
+    def read(self, key: str, kind: type, of: type | tuple[type, ...] = object) -> Any:
         """Returns the value of a key as ``kind``; a list has entries of the type ``of``. Raises InputError if it is
         missing or mistyped, or a number that no model can have."""
         value: Any = self.keys.get(key)
@@ -134,7 +134,7 @@ class _Config:
             raise InputError(f"{self.what}: {key} is {fault}")
         typed_value = kind(value)
         if kind is tuple and not all(isinstance(entry, of) and not isinstance(entry, bool) for entry in typed_value):
-            raise InputError(f"{self.what}: {key} is {value!r}. Write a list of {'numbers' if of is int else 'names'}.")
+            raise InputError(f"{self.what}: {key} is {value!r}. Write a list of {'names' if of is str else 'numbers'}.")
         if kind is int and typed_value < 0:
             raise InputError(f"{self.what}: {key} is {value}. Write a number that is not negative.")
         if kind is int and typed_value > max_value:
@@ -267,6 +267,8 @@ def _fields(config: _Config) -> HfFields:
         fields |= {"rope_scaling": None, "rope_theta": _theta_by_alpha(config, fields)}
     if family == "gemma4":
         fields |= _gemma4_parts(config, fields)
+    if family == "gemma3n":
+        fields |= _gemma3n_parts(config, fields)
     if fields.get("num_experts"):
         fields["dense_layers"] = _layers_without_experts(config)
         fields.setdefault("d_ff_shared", fields.get("num_shared_experts", 0) * fields["d_ff_expert"])
@@ -408,6 +410,30 @@ def _gemma4_parts(config: _Config, fields: HfFields) -> HfFields:
     return parts | beside | dict.fromkeys(("gates_sum_to_one", "branch_norms", "expert_scale"), True)
 
 
+def _gemma3n_parts(config: _Config, fields: HfFields) -> HfFields:
+    """Returns the rows of the tables of Gemma 3n's layers, and the layers whose gates are mostly zero: all of them to
+    one share, by default 95% in the first ten of more than ten layers."""
+    layers, table_len = config.layers(), config.read("vocab_size_per_layer_input", int)
+    shares = [0.95 if len(layers) > 10 and layer < 10 else 0.0 for layer in layers]
+    if config.has("activation_sparsity_pattern"):
+        shares = [float(share) for share in _of_every_layer(config, "activation_sparsity_pattern", of=(int, float))]
+    if len(kinds := {share for share in shares if share}) > 1:
+        raise InputError(
+            f"{config.what}: activation_sparsity_pattern has {' and '.join(f'{share:g}' for share in sorted(kinds))}. "
+            f"Only one share beside 0 is known here."
+        )
+    if table_len > fields["vocab_size"]:
+        raise InputError(
+            f"{config.what}: vocab_size_per_layer_input={table_len} exceeds vocab_size={fields['vocab_size']}. Only "
+            f"rows of tokens are known here."
+        )
+    return {
+        "layer_vocab_size": table_len if table_len < fields["vocab_size"] else 0,
+        "gate_sparsity": max(kinds, default=0.0),
+        "sparse_layers": tuple(layer for layer in layers if shares[layer]),
+    }
+
+
 def _global_heads(config: _Config, fields: HfFields) -> HfFields:
     """Returns the heads of Gemma 4's layers without a window: as its own keys say, or as ``per_layer_config`` does,
     which transformers writes. Their number differs only where keys are values."""
@@ -440,9 +466,11 @@ def _unrotated(config: _Config) -> tuple[int, ...]:
     return tuple(layer for layer in config.layers() if not is_rotated[layer])
 
 
-def _of_every_layer(config: _Config, key: str, kinds: Sequence[str] = ()) -> tuple[Any, ...]:
-    """Returns a list of one value for each layer: one of ``kinds``, or a whole number if there are none."""
-    values: tuple[Any, ...] = config.read(key, tuple, str if kinds else int)
+def _of_every_layer(
+    config: _Config, key: str, kinds: Sequence[str] = (), *, of: type | tuple[type, ...] = int
+) -> tuple[Any, ...]:
+    """Returns a list of one value for each layer: one of ``kinds``, or a number ``of`` a type if there are none."""
+    values: tuple[Any, ...] = config.read(key, tuple, str if kinds else of)
     if len(values) != len(config.layers()):
         raise InputError(
             f"{config.what}: {key} has {len(values)} entries for num_hidden_layers={len(config.layers())}. "
@@ -508,6 +536,8 @@ def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
         return layers[config.read("max_window_layers", int) :]
     if config.family in ("gemma2", "gpt_oss"):
         return layers[::2]
+    if config.family == "gemma3n":
+        return [layer for layer in layers if (layer + 1) % 5]
     if config.family == "gemma4":
         return [layer for layer in layers[:-1] if (layer + 1) % 6]
     if config.has("sliding_window_pattern"):

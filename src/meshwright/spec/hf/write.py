@@ -41,7 +41,7 @@ def _of_family(model: Model) -> HfFields:
     head_name = "MTModel" if model.family == "marian" else head_name
     config: HfFields = {
         "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel_name}{head_name}"],
-        "model_type": f"{model.family}_text" if model.family in ("gemma3", "gemma4", "llama4") else model.family,
+        "model_type": f"{model.family}_text" if model.family in _TEXT_HALVES else model.family,
         # Left out, these would be the numbers of the published tokenizer.
         **dict.fromkeys(TOKEN_KEYS),
     }
@@ -58,7 +58,10 @@ def _of_family(model: Model) -> HfFields:
     return config | {key: _COMPUTED[key](model) for key in form.computed}
 
 
+_TEXT_HALVES = ("gemma3", "gemma3n", "gemma4", "llama4")
+"""Families whose model_type ends in _text, beside that of a multimodal model."""
 _CLASSES = {
+    "gemma3n": "Gemma3n",
     "smollm3": "SmolLM3",
     "mbart": "MBart",
     "stablelm": "StableLm",
@@ -133,7 +136,11 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     # These have a window as a number in every config, also where no layer uses it.
     "sliding_window": lambda m: (
         m.sliding_window
-        or (m.max_positions if m.family in ("gemma2", "gemma3", "gemma4", "olmo3") or _only_global(m) else None)
+        or (
+            m.max_positions
+            if m.family in ("gemma2", "gemma3", "gemma3n", "gemma4", "olmo3") or _only_global(m)
+            else None
+        )
     ),
     "layer_types": lambda model: [
         f"{'chunked' if model.chunked_windows else 'sliding'}_attention"
@@ -150,7 +157,10 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
         "sliding_attention": {"rope_theta": model.rope_local_theta, "rope_type": "default"},
     },
     "num_global_key_value_heads": lambda model: model.num_global_kv_heads if model.values_from_keys else None,
-    "vocab_size_per_layer_input": lambda model: model.vocab_size,
+    "vocab_size_per_layer_input": lambda model: model.layer_vocab_size or model.vocab_size,
+    "activation_sparsity_pattern": lambda model: [
+        model.gate_sparsity if n in model.sparse_layers else 0.0 for n in range(model.num_layers)
+    ],
     "enable_moe_block": lambda model: model.num_experts > 0,
     "num_experts": lambda model: model.num_experts or None,
     "top_k_experts": lambda model: model.experts_per_token or None,

@@ -1,0 +1,53 @@
+"""Gates less a bound that a share of them is below, if those of a row are normally distributed; zero below it.
+
+The bound is ``mean + by deviation`` of a row over F, whose sums are reduced between devices."""
+
+import msgspec
+
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.tape import Tape
+
+
+class SparseGate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Details of the steps: ``by`` standard deviations are between mean and bound."""
+
+    by: float
+
+
+def forward(tape: Tape) -> None:
+    """Sums each device's part of a row and its squares, reduces the sums, and bounds the part."""
+    (gates,) = tape.inputs
+    sums = _sums(tape, "sum"), _sums(tape, "squares")
+    tape.run("gate_sums", (gates,), *sums)
+    whole_sums = [tape.move(array, array.replace(unreduced=())) for array in sums]
+    local_out = tape.out.like(gates)
+    tape.run("sparse_gate", (gates, *whole_sums), local_out, details=tape.details(SparseGate))
+    tape.move(local_out, tape.out)
+
+
+def backward(tape: Tape) -> None:
+    """Reduces the sum over each row of the cotangent where gates are above the bound, then makes theirs."""
+    (gates,) = tape.inputs
+    whole_sums = [_sums(tape, name).replace(unreduced=()) for name in ("sum", "squares")]
+    above, details = _sums(tape, "above"), tape.details(SparseGate)
+    dout = tape.move(tape.dout, tape.dout.like(gates))
+    tape.run("sparse_gate_above", (dout, gates, *whole_sums), above, details=details)
+    inputs = (gates, *whole_sums, tape.move(above, above.replace(unreduced=())))
+    tape.run_backward(inputs, [(tape.op.inputs[0], tape.dinputs[0].like(gates))], dout=dout, details=details)
+
+
+def _sums(tape: Tape, name: str) -> ShardedArray:
+    """Returns sums over a device's part of each row."""
+    (gates,) = tape.inputs
+    row_axes, axes = gates.axes[:-1], gates.axes[-1]
+    return ShardedArray(f"{tape.out.name}_{name}", gates.dims[:-1], row_axes, axes, "fp32")
+
+
+_STEP = StepKind(group="normalisation")
+
+OP = OpKind(
+    forward=forward,
+    backward=backward,
+    steps=dict.fromkeys(("gate_sums", "sparse_gate", "sparse_gate_above", "sparse_gate_backward"), _STEP),
+)

@@ -1,0 +1,24 @@
+"""One of the residual streams, or all but the first."""
+
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.ops.add import forward
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
+from meshwright.algebra.tape import Tape
+
+
+def backward(tape: Tape) -> None:
+    """Makes the cotangent of all streams, zero where none was taken."""
+    tape.run_backward((), [(tape.op.inputs[0], tape.dinputs[0].like(tape.dout))])
+
+
+def taken_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Returns the bytes of what is taken, read and written."""
+    return 2 * sizes.bytes(step.result)
+
+
+OP = OpKind(
+    forward=forward,
+    backward=backward,
+    steps={"stream": StepKind(hbm_bytes=taken_bytes), "stream_backward": StepKind()},
+)
