@@ -6,6 +6,8 @@ from functools import partial
 from meshwright.algebra.kinds import OpKind, StepKind, row_stream
 from meshwright.algebra.ops import add
 from meshwright.algebra.ops.silu_mul import backward
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape, require_whole
 
 
@@ -15,11 +17,19 @@ def forward(tape: Tape) -> None:
     add.forward(tape)
 
 
+def flops(step: Step, sizes: OpSizes, *, products: int = 1) -> Number:
+    """Returns the FLOPs of the products that make a token's coefficients, of the weights over Am."""
+    local_size, weights = sizes.local(step.inputs[0]), [array for array in step.inputs if "Am" in array.dims]
+    return 2.0 * products * local_size["B"] * local_size["T"] * sum(map(sizes.elements, weights))
+
+
 def of_rows(name: str) -> OpKind:
     """Returns the kind of an op that reduces over rows of D, under its name."""
     steps = {
-        name: StepKind(hbm_bytes=row_stream, group="normalisation"),
-        f"{name}_backward": StepKind(hbm_bytes=partial(row_stream, rows=2), group="normalisation"),
+        name: StepKind(flops=flops, hbm_bytes=row_stream, group="normalisation"),
+        f"{name}_backward": StepKind(
+            flops=partial(flops, products=2), hbm_bytes=partial(row_stream, rows=2), group="normalisation"
+        ),
     }
     return OpKind(forward=forward, backward=backward, steps=steps)
 
