@@ -153,9 +153,10 @@ def _meshes(model: Model, num_chips: int) -> Iterator[tuple[dict[str, int], str]
             is_legal = is_legal and model.num_heads % (tensor * context) == 0
         else:
             is_legal = model.num_heads % tensor == 0
-        # a router needs whole tokens, and only RMS norms sum over devices
+        # routers, of several streams too, need whole tokens, and only RMS norms sum over devices
         if layout == "widths":
-            is_legal = is_legal and not model.num_experts and model.norm == "rms_norm" and tensor >= context
+            has_router = model.num_experts > 0 or model.num_streams > 0
+            is_legal = is_legal and not has_router and model.norm == "rms_norm" and tensor >= context
         # gathering all experts for one layer never pays
         is_legal = is_legal and not (layout == "gathered" and model.num_experts)
         if is_legal:
