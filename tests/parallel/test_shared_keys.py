@@ -35,15 +35,15 @@ MODEL = model_from_config(
 
 
 @lru_cache
-def params(model=MODEL):
+def params(model=MODEL, scale=0.2):
     """Weights of which none is zero."""
     draw = np.random.default_rng(2).normal
-    return {name: draw(scale=0.2, size=array.shape).astype(np.float32) for name, array in param_shapes(model).items()}
+    return {name: draw(scale=scale, size=array.shape).astype(np.float32) for name, array in param_shapes(model).items()}
 
 
-def run(axes, model=MODEL, **choices):
+def run(axes, model=MODEL, scale=0.2, **choices):
     step = TrainStep(model, strategy_of(axes, **choices), optimizer=keep_gradients())
-    placed = jax.device_put(step.from_canonical(params(model)), step.state_shardings.params)
+    placed = jax.device_put(step.from_canonical(params(model, scale)), step.state_shardings.params)
     return run_step(step, state=State(placed, step.init_optimizer(placed)))
 
 

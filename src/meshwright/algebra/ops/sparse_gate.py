@@ -16,11 +16,12 @@ class SparseGate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def forward(tape: Tape) -> None:
-    """Sums each device's part of a row and its squares, reduces the sums, and bounds the part."""
+    """Sums each device's part of a row, then the squares of what is off the mean, reduces both, and bounds the part."""
     (gates,) = tape.inputs
-    sums = _sums(tape, "sum"), _sums(tape, "squares")
-    tape.run("gate_sums", (gates,), *sums)
-    whole_sums = [tape.move(array, array.replace(unreduced=())) for array in sums]
+    whole_sums: list[ShardedArray] = []
+    for name in ("sum", "squares"):
+        tape.run(f"gate_{name}", (gates, *whole_sums), sums := _sums(tape, name))
+        whole_sums.append(tape.move(sums, sums.replace(unreduced=())))
     local_out = tape.out.like(gates)
     tape.run("sparse_gate", (gates, *whole_sums), local_out, details=tape.details(SparseGate))
     tape.move(local_out, tape.out)
@@ -49,5 +50,7 @@ _STEP = StepKind(group="normalisation")
 OP = OpKind(
     forward=forward,
     backward=backward,
-    steps=dict.fromkeys(("gate_sums", "sparse_gate", "sparse_gate_above", "sparse_gate_backward"), _STEP),
+    steps=dict.fromkeys(
+        ("gate_sum", "gate_squares", "sparse_gate", "sparse_gate_above", "sparse_gate_backward"), _STEP
+    ),
 )

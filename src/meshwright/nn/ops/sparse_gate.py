@@ -11,26 +11,23 @@ from meshwright.nn.ops.wide_rms_norm import RowSums
 GateRows = Float[Array, "B T F"]
 
 
-def gate_sums(gates: GateRows) -> tuple[RowSums, RowSums]:
-    """Sums each row's part, and its squares."""
-    wide_gates = gates.astype(jnp.float32)
-    return jnp.sum(wide_gates, axis=-1), jnp.sum(wide_gates * wide_gates, axis=-1)
-
-
-def deviations(gates: GateRows, width: int, sums: RowSums, squares: RowSums) -> tuple[GateRows, Float[Array, "B T 1"]]:
-    """Returns gates less the mean of their row of ``width``, and the row's deviation, in float32."""
-    mean = (sums / width)[..., None]
-    variance = jnp.maximum((squares / width)[..., None] - mean * mean, 0.0)
-    return gates.astype(jnp.float32) - mean, jnp.sqrt(variance)
+def offsets(gates: GateRows, width: int, sums: RowSums) -> GateRows:
+    """Returns gates less the mean of their row of ``width``, in float32."""
+    return gates.astype(jnp.float32) - (sums / width)[..., None]
 
 
 def _width(context: Context, step: Step) -> int:
     return context.model.dims[step.inputs[0].dims[-1]]
 
 
-def _above(context: Context, step: Step, gates: Array, *sums: Array) -> tuple[Array, Array, Array]:
-    """Returns gates less their bound, gates less their mean, and the deviation."""
-    offset, deviation = deviations(gates, _width(context, step), *sums)
+def _squares(context: Context, step: Step, gates: Array, sums: Array) -> Array:
+    return jnp.sum(jnp.square(offsets(gates, _width(context, step), sums)), axis=-1)
+
+
+def _above(context: Context, step: Step, gates: Array, sums: Array, squares: Array) -> tuple[Array, Array, Array]:
+    """Returns gates less their bound, gates less their mean, and the deviation of the row."""
+    width = _width(context, step)
+    offset, deviation = offsets(gates, width, sums), jnp.sqrt(squares / width)[..., None]
     by = jnp.asarray(step.details.by, gates.dtype).astype(jnp.float32)
     return offset - by * deviation, offset, deviation
 
@@ -55,7 +52,8 @@ def _backward(context: Context, step: Step, dout: Array, gates: Array, *sums: Ar
 
 
 STEPS = {
-    "gate_sums": lambda context, step, gates: gate_sums(gates),
+    "gate_sum": lambda context, step, gates: jnp.sum(gates.astype(jnp.float32), axis=-1),
+    "gate_squares": _squares,
     "sparse_gate": _forward,
     "sparse_gate_above": _sum_above,
     "sparse_gate_backward": _backward,

@@ -1,0 +1,105 @@
+"""Layers with several residual streams: meshes and remat policies beside one device, engines, and what is refused."""
+
+from functools import lru_cache
+
+import pytest
+from msgspec.structs import replace
+
+from meshwright.core.errors import InputError
+from meshwright.plan.serving.fleet import fleet_of
+from meshwright.spec.catalogue import load_model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.hf.read import model_from_config
+from meshwright.spec.model import Lora
+from meshwright.spec.weights import weight_table
+from tests.nn.families import CONFIGS, FAMILIES
+from tests.parallel.cases import assert_equal
+from tests.parallel.generate_cases import assert_close, float_params, step_of, with_cache, without_cache
+from tests.parallel.test_packed_layouts import assert_collectives_are_derived
+from tests.parallel.test_shared_keys import run
+
+MODEL = FAMILIES["gemma3n"]
+SCALE = 0.1
+"""Of weights: streams that mix by larger ones carry the rounding of each into all others."""
+
+
+@lru_cache
+def alone():
+    return run({}, MODEL, SCALE, remat="none")
+
+
+@pytest.mark.parametrize(
+    ("axes", "choices"),
+    [
+        ({"tensor": 2}, {"remat": "none"}),
+        *(
+            pytest.param(axes, choices, marks=pytest.mark.slow)
+            for axes, choices in [
+                ({"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
+                ({"tensor": 2}, {"remat": "block"}),
+                ({"data": 2}, {"remat": "sqrt"}),
+                ({"data": 2}, {"remat": "every-2", "num_microbatches": 2}),
+                ({"fsdp": 2}, {"remat": "recompute-2"}),
+                ({"context": 2, "fsdp": 2}, {"context_attention": "ring"}),
+                ({"context": 2, "tensor": 2}, {"context_attention": "ulysses", "remat": "none"}),
+            ]
+        ),
+    ],
+    ids=lambda value: "-".join(f"{key}={size}" for key, size in value.items()),
+)
+def test_meshes_and_policies_give_what_one_device_does(axes, choices):
+    found = run(axes, MODEL, SCALE, **choices)
+    assert_equal(found, alone())
+    if axes == {"tensor": 2} and choices["remat"] == "none":
+        assert found.compiled == found.derived
+
+
+def test_adapters_leave_streams_outside_the_layers_as_they_are():
+    model = replace(MODEL, lora=Lora(rank=4, base="int8"))
+    dtypes = {row.name: row.dtype for row in weight_table(model)}
+    assert (dtypes["stream_in"], dtypes["layers.laurel_in"], dtypes["layers.mix_predict"]) == ("", "int8", "")
+
+
+LAYOUTS = [
+    ({"data": 2, "tensor": 2}, "prompts"),
+    pytest.param({"tensor": 2, "context": 2}, "sequences", marks=pytest.mark.slow),
+    pytest.param({"tensor": 2, "context": 2}, "positions", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("axes", "layout"), LAYOUTS)
+def test_no_layout_of_engines_changes_anything(axes, layout):
+    step, params = step_of(MODEL, axes, layout=layout), float_params(MODEL)
+    assert_close(with_cache(step, params).logits, without_cache(MODEL, params))
+    assert_collectives_are_derived(step)
+
+
+def test_rows_of_streams_are_whole():
+    with pytest.raises(InputError, match="needs D whole"):
+        step_of(MODEL, {"tensor": 2, "context": 2}, layout="widths").derived  # noqa: B018
+    assert "widths" not in fleet_of(load_model("gemma3n-e4b"), parse_cluster("v5e:4x4")).layout
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"activation_sparsity_pattern": [0.9, 0.5, 0, 0, 0, 0]},
+            "activation_sparsity_pattern has 0.5 and 0.9. Only one",
+        ),
+        ({"activation_sparsity_pattern": [0.9] * 5}, "activation_sparsity_pattern has 5 entries for"),
+        ({"activation_sparsity_pattern": [1.0] * 6}, "gate_sparsity=1 must be at least 0 and below 1"),
+        ({"vocab_size_per_layer_input": 65}, "vocab_size_per_layer_input=65 exceeds vocab_size=64"),
+        ({"altup_num_inputs": 1, "altup_active_idx": 0}, "num_streams=1 and active_stream=0 need at least 2"),
+        ({"altup_active_idx": 3}, "num_streams=3 and active_stream=3 need at least 2"),
+        ({"intermediate_size": [48, 48, 48, 48, 48, 96]}, "intermediate_size is"),
+    ],
+)
+def test_what_no_layer_computes_is_refused_in_a_line(keys, message):
+    with pytest.raises(InputError, match=message) as caught:
+        model_from_config(CONFIGS["gemma3n"] | keys)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_list_of_equal_widths_is_one_width():
+    assert model_from_config(CONFIGS["gemma3n"] | {"intermediate_size": [48] * 6}, "gemma3n") == MODEL
