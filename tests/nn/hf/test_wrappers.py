@@ -14,7 +14,7 @@ from meshwright.spec.hf.families import tables
 from meshwright.spec.hf.read import model_from_config
 from tests.logits import logits_fn
 from tests.nn.families import CONFIGS, VOCAB
-from tests.parity import state_of
+from tests.parity import state_of, their_model
 from tests.spec.hf.test_wrappers import PLAIN
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]  # the second for the line on other parts
@@ -166,6 +166,22 @@ def test_stacked_experts_are_read_with_inputs_before_outputs():
     assert checked_parts(model, tensors)
 
 
+def test_the_text_half_of_gemma3n_is_read_from_among_its_other_parts():
+    """Its class in transformers needs timm, for the images: names are those of the class's modules."""
+    keys = {"model_type": "gemma3n", "text_config": CONFIGS["gemma3n"], "vision_config": {"hidden_size": 8}}
+    model = model_from_config(keys, "gemma3n")
+    state = state_of(their_model(CONFIGS["gemma3n"]))
+    names = (f"model.{part}.weight" for part in ("vision_tower.timm_model.a", "audio_tower.b", "embed_vision.c"))
+    nested = {name.replace("model.", "model.language_model.", 1): array for name, array in state.items()}
+    params = read_params(model, nested | dict.fromkeys((*names, "model.embed_audio.d.weight"), np.ones((2, 2))))
+    plain = read_params(model_from_config(CONFIGS["gemma3n"], "gemma3n"), state)
+    assert params.keys() == plain.keys()
+    for name, array in plain.items():
+        np.testing.assert_array_equal(params[name], array)
+
+
 def test_every_wrapper_is_compared_but_those_with_another_in_them():
-    """Whole Omni models have the thinker of the case in them; Kimi VL's code is not in transformers."""
-    assert tables()["wrappers"].keys() - WRAPPED.keys() == {"qwen2_5_omni", "qwen3_omni_moe", "kimi_vl"}
+    """Whole Omni models have the thinker of the case in them; Kimi VL's code is not in transformers, nor is timm there,
+    which Gemma 3n's needs."""
+    others = {"qwen2_5_omni", "qwen3_omni_moe", "kimi_vl", "gemma3n"}
+    assert tables()["wrappers"].keys() - WRAPPED.keys() == others
