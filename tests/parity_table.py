@@ -16,7 +16,7 @@ SHOWN = (
     *("glm4_moe", "solar_open", "dots1", "exaone4", "exaone_moe", "hy_v3", "minimax_m2", "olmo3", "seed_oss"),
     *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee", "ministral3", "mistral4"),
     *("starcoder2", "nemotron", "stablelm", "phi", "cohere", "cohere2", "gpt_neox", "falcon", "opt", "gpt_bigcode"),
-    *("gptj", "gemma4", "llama4"),
+    *("gptj", "gemma3n", "gemma4", "llama4"),
 )
 """The case of each family that has a row."""
 

@@ -59,6 +59,7 @@ def theirs(keys: dict, source: int) -> tuple[int, int]:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers import AutoModelForSpeechSeq2Seq as AutoModelForSpeech
 
+    torch.distributions.Distribution.set_default_validate_args(False)  # which reads numbers; Gemma 3n has some
     keys = {key: value for key, value in keys.items() if key not in ("quantization_config", "auto_map")}
     kind = keys.pop("model_type")
     config = AutoConfig.for_model(SAME_SHAPES.get(kind, kind), **keys)
@@ -104,7 +105,7 @@ def _cache_bytes(model, text, source: int) -> int:
         layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
     if kept:
         return sum(kept) * POSITIONS * WIDTH
-    used = (layer for layer in layers if layer.is_initialized)
+    used = (layer for layer in layers if layer.is_initialized and layer.keys is not None)
     return sum(array.numel() for layer in used for array in (layer.keys, layer.values)) * WIDTH
 
 
