@@ -147,7 +147,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3n": _BASE
     | {"model_type": "gemma3n_text", "num_hidden_layers": 6, "num_kv_shared_layers": 3, "sliding_window": WINDOW}
     | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2, "laurel_rank": 6}
-    | {"activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0, 0.9], "hidden_activation": "gelu_pytorch_tanh"}
+    | {"activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0, 0.0], "hidden_activation": "gelu_pytorch_tanh"}
+    | {"intermediate_size": [48, 64, 48, 64, 48, 64]}
     | {"altup_num_inputs": 3, "altup_active_idx": 1, "tie_word_embeddings": True}
     | {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 48, "final_logit_softcapping": 3.0}
     | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},

@@ -92,7 +92,8 @@ def test_rows_of_streams_are_whole():
         ({"vocab_size_per_layer_input": 65}, "vocab_size_per_layer_input=65 exceeds vocab_size=64"),
         ({"altup_num_inputs": 1, "altup_active_idx": 0}, "num_streams=1 and active_stream=0 need at least 2"),
         ({"altup_active_idx": 3}, "num_streams=3 and active_stream=3 need at least 2"),
-        ({"intermediate_size": [48, 48, 48, 48, 48, 96]}, "intermediate_size is"),
+        ({"intermediate_size": [48, 48, 48, 48, 64, 96]}, "intermediate_size has 3 widths"),
+        ({"intermediate_size": [48, 48, 48, 48, 64]}, "intermediate_size has 5 entries for"),
     ],
 )
 def test_what_no_layer_computes_is_refused_in_a_line(keys, message):
@@ -102,4 +103,6 @@ def test_what_no_layer_computes_is_refused_in_a_line(keys, message):
 
 
 def test_a_list_of_equal_widths_is_one_width():
-    assert model_from_config(CONFIGS["gemma3n"] | {"intermediate_size": [48] * 6}, "gemma3n") == MODEL
+    models = [model_from_config(CONFIGS["gemma3n"] | {"intermediate_size": size}, "x") for size in (48, [48] * 6)]
+    assert models[0] == models[1]
+    assert (MODEL.d_ff, MODEL.d_ff_wide, MODEL.wide_layers) == (48, 64, (1, 3, 5))

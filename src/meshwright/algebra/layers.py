@@ -345,12 +345,13 @@ def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
 
 class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     """What differs between layers: ``sliding`` limits its attention to the window, ``routed`` makes its feed-forward
-    experts, ``rotates`` adds rope, ``sparse`` bounds its gates."""
+    experts, ``rotates`` adds rope, ``sparse`` bounds its gates; its feed-forward block is one of the ``wide`` ones."""
 
     sliding: bool
     routed: bool
     rotates: bool
     sparse: bool = False
+    wide: bool = False
 
 
 def layer_text(model: Model, form: LayerForm, options: ProgramOptions) -> str:

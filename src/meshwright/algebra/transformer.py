@@ -58,8 +58,9 @@ class LayerKind(LayerForm, frozen=True, kw_only=True):
 @lru_cache(maxsize=256)
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """Returns the kinds of layers in order of their first layer: "layer", then _moe with routed experts, _sparse with
-    bounded gates, _unrotated without rope, _source if later layers read its keys and values, _shared if it reads such,
-    _local with a window; at the end _mtp, the layer like the last one for the token after the next."""
+    bounded gates, _wide with the greater of two widths, _unrotated without rope, _source if later layers read its keys
+    and values, _shared if it reads such, _local with a window; at the end _mtp, the layer like the last one for the
+    token after the next."""
     layers_by_form: dict[tuple[LayerForm, str], list[int]] = {}
     sources = {layer: model.kv_source(layer) for layer in range(model.num_layers)}
     shared_sources = {source for layer, source in sources.items() if source != layer}
@@ -70,12 +71,13 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
             routed=layer in model.moe_layers,
             rotates=layer not in model.unrotated_layers,
             sparse=layer in model.sparse_layers,
+            wide=layer in model.wide_layers,
         )
         layers_by_form.setdefault((form, keys), []).append(layer)
     kinds = []
     for (form, keys), layers in layers_by_form.items():
-        kind_name = f"{'_moe' * form.routed}{'_sparse' * form.sparse}{'_unrotated' * (not form.rotates)}"
-        kind_name += f"{f'_{keys}' * bool(keys)}{'_local' * form.sliding}"
+        kind_name = f"{'_moe' * form.routed}{'_sparse' * form.sparse}{'_wide' * form.wide}"
+        kind_name += f"{'_unrotated' * (not form.rotates)}{f'_{keys}' * bool(keys)}{'_local' * form.sliding}"
         suffix = kind_name if len(layers_by_form) > 1 else ""
         flags: dict[str, Any] = structs.asdict(form) | {"keys": keys}
         kinds.append(LayerKind(block=f"layer{kind_name}", suffix=suffix, layers=tuple(layers), **flags))

@@ -112,7 +112,7 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     old_fields = msgspec.to_builtins(thing)
     changes = _nested(old_fields, changes)
     if isinstance(thing, Model) and "num_layers" in changes:
-        layers_of = {n: getattr(thing, n) for n in ("sliding_layers", "dense_layers", "sparse_layers")}
+        layers_of = {n: getattr(thing, n) for n in ("sliding_layers", "dense_layers", "sparse_layers", "wide_layers")}
         num_layers = changes["num_layers"]
         if isinstance(num_layers, int):  # lists of layers lose those beyond the new number
             changes = {**{name: [n for n in layers if n < num_layers] for name, layers in layers_of.items()}, **changes}

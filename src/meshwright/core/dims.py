@@ -1,7 +1,7 @@
 """The letters of array dims, the mesh axes, collectives and dtypes: one meaning in the whole project.
 
 B sequences in the batch, T query positions, S key positions (of an encoder, or slots of a cache), D model width, F
-feed-forward width (Fw: of layers with shared keys, if twice that), N query heads, K key and value heads (Kt, Kct:
+feed-forward width (Fw: of wide layers), N query heads, K key and value heads (Kt, Kct:
 repeated), G query heads per kv head (N / K), H head width (Kf, Hf: of layers without a window where theirs differ), V
 vocabulary, L layers (Lmoe, Llocal: of one kind; LE: layers times experts), P rows of the position table (Ps: the
 encoder's), R buckets of relative positions. Nx, Kx, Hx, Fx: sizes of an encoder that are not the decoder's; M features,

@@ -29,7 +29,7 @@ NOUNS: dict[str, str] = {
     **dict.fromkeys(("A", "Am", "Ao", "An"), "residual streams"),
     "Do": "model width of further streams",
     "Rl": "rank beside attention",
-    "Fw": "feed-forward width of layers with shared keys",
+    "Fw": "feed-forward width of wide layers",
     "Hn": "head width without rope",
     "Hr": "head width with rope",
     "Hv": "head width of values",

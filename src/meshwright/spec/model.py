@@ -301,6 +301,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     value_norm: bool = False  # values are divided by their root mean square
     num_shared_kv_layers: int = 0  # the last ones, which read keys and values of the last own layer of their kind
     wide_shared_mlp: bool = False  # and whose feed-forward width is twice the others'
+    d_ff_wide: int = 0  # feed-forward width of wide_layers
+    wide_layers: tuple[int, ...] = ()
     layer_embed_dim: int = 0  # width of the embeddings of tokens that each layer has besides
     layer_vocab_size: int = 0  # rows of their tables, where later tokens have the first row; 0: as many as tokens
     layer_scale: bool = False  # the result of each layer is multiplied by a number, which is not trained
@@ -395,9 +397,11 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"{self.name}: num_streams={self.num_streams} and active_stream={self.active_stream} need at least 2 "
                 f"streams, of which the active one is counted from 0, and layer_embed_dim."
             )
+        if bool(self.wide_layers) != (self.d_ff_wide > 0) or (self.wide_layers and self.wide_shared_mlp):
+            raise InputError(f"{self.name}: wide_layers need d_ff_wide, and a model without wide_shared_mlp.")
         if not 0 <= self.gate_sparsity < 1:
             raise InputError(f"{self.name}: gate_sparsity={self.gate_sparsity:g} must be at least 0 and below 1.")
-        for field in ("sliding_layers", "dense_layers", "unrotated_layers", "sparse_layers"):
+        for field in ("sliding_layers", "dense_layers", "unrotated_layers", "sparse_layers", "wide_layers"):
             bad_ids = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
             if bad_ids:
                 raise InputError(f"{self.name}: {field} has layer {bad_ids[0]} of {self.num_layers}, counted from 0.")
@@ -495,7 +499,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Hv": self.v_head_dim,
             "Hf": self.global_head_dim if self.global_head_dim != self.head_dim else 0,
             "Kf": self.num_global_kv_heads if self.num_global_kv_heads != self.num_kv_heads else 0,
-            "Fw": 2 * self.d_ff if self.wide_shared_mlp and self.num_shared_kv_layers else 0,
+            "Fw": 2 * self.d_ff if self.wide_shared_mlp and self.num_shared_kv_layers else self.d_ff_wide,
             "Dl": self.layer_embed_dim,
             "Vl": self.layer_vocab_size,
             **dict.fromkeys(("A", "Am", "Ao"), self.num_streams),
@@ -517,7 +521,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def dims_of_layer(self, layer: int) -> dict[str, str]:
         """Maps each dim that a layer has in another size than most layers to the dim of that size: {"H": "Hf"}."""
         other_dims = {} if layer in self.sliding_layers else {"H": "Hf", "K": "Kf"}
-        other_dims |= {"F": "Fw"} if self.kv_source(layer) != layer else {}
+        is_wide = self.kv_source(layer) != layer if self.wide_shared_mlp else layer in self.wide_layers
+        other_dims |= {"F": "Fw"} if is_wide else {}
         return {dim: other_dim for dim, other_dim in other_dims.items() if other_dim in self.dims}
 
     def kv_source(self, layer: int) -> int:

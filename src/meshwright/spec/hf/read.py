@@ -239,10 +239,11 @@ def _from_keys(keys: HfFields, name: str, what: str) -> Model:
 def _fields(config: _Config) -> HfFields:
     """Returns the fields of a model: those of one key each, the fixed ones, and those computed from several keys."""
     family, form = config.family, config.form
+    widths = _widths(config) if family == "gemma3n" else {}
     is_grouped = family == "deepseek_v2" and config.read("topk_method", str) == "group_limited_greedy"
     key_of_field = form.keys | (GROUP_KEYS if is_grouped else {})
     fields: dict[str, Any] = (
-        {"rope_scaling": _rope_scaling(config)} | config.fields(key_of_field) | _window(config) | form.fixed
+        {"rope_scaling": _rope_scaling(config)} | config.fields(key_of_field) | _window(config) | form.fixed | widths
     )
     fields |= {key: config.read(key, str) for key in MASK_KEYS if config.has(key)}
     fields.setdefault("d_ff", 4 * fields["d_model"])
@@ -432,6 +433,19 @@ def _gemma3n_parts(config: _Config, fields: HfFields) -> HfFields:
         "gate_sparsity": max(kinds, default=0.0),
         "sparse_layers": tuple(layer for layer in layers if shares[layer]),
     }
+
+
+def _widths(config: _Config) -> HfFields:
+    """Returns the greater of two widths that Gemma 3n's feed-forward blocks may have, and its layers; leaves the lesser
+    to the key."""
+    if not isinstance(config.keys.get("intermediate_size"), list):
+        return {}
+    widths = _of_every_layer(config, "intermediate_size")
+    config.keys["intermediate_size"], wide = min(widths), max(widths)
+    if not {*widths} <= {min(widths), wide}:
+        raise InputError(f"{config.what}: intermediate_size has {len({*widths})} widths. Only two are known here.")
+    layers = tuple(layer for layer in config.layers() if widths[layer] == wide != min(widths))
+    return {"d_ff_wide": wide if layers else 0, "wide_layers": layers}
 
 
 def _global_heads(config: _Config, fields: HfFields) -> HfFields:

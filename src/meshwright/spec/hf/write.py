@@ -158,6 +158,9 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     },
     "num_global_key_value_heads": lambda model: model.num_global_kv_heads if model.values_from_keys else None,
     "vocab_size_per_layer_input": lambda model: model.layer_vocab_size or model.vocab_size,
+    "intermediate_size": lambda model: [
+        model.d_ff_wide if n in model.wide_layers else model.d_ff for n in range(model.num_layers)
+    ],
     "activation_sparsity_pattern": lambda model: [
         model.gate_sparsity if n in model.sparse_layers else 0.0 for n in range(model.num_layers)
     ],
