@@ -86,7 +86,7 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
         if call.rule:
             seq_id, first_row, _ = rule_args
             scores = ruled(call.rule, scores, seq_id, first_row[:, None] + np.arange(block)[None], slot_pos)
-        is_seen = distance >= 0 if call.known is None else (tiles.offsets[None] < num_known)[:, None]
+        is_seen = distance >= 0 if call.known is None else (num_known > tiles.offsets[None])[:, None]
         is_seen = call.within(is_seen, slot_pos[:, None] + distance, slot_pos[:, None])
         scores = jnp.where(is_seen[:, None], scores, -jnp.inf)
         tile_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)
