@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.core.errors import InputError
+from meshwright.nn.quantisation import stored_params
 from meshwright.plan.serving.fleet import fleet_of
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
@@ -14,7 +15,15 @@ from meshwright.spec.model import Lora
 from meshwright.spec.weights import weight_table
 from tests.nn.families import CONFIGS, FAMILIES
 from tests.parallel.cases import assert_equal
-from tests.parallel.generate_cases import assert_close, float_params, step_of, with_cache, without_cache
+from tests.parallel.generate_cases import (
+    assert_close,
+    dequantise_params,
+    float_params,
+    step_of,
+    with_cache,
+    with_groups,
+    without_cache,
+)
 from tests.parallel.test_packed_layouts import assert_collectives_are_derived
 from tests.parallel.test_shared_keys import run
 
@@ -58,6 +67,22 @@ def test_adapters_leave_streams_outside_the_layers_as_they_are():
     model = replace(MODEL, lora=Lora(rank=4, base="int8"))
     dtypes = {row.name: row.dtype for row in weight_table(model)}
     assert (dtypes["stream_in"], dtypes["layers.laurel_in"], dtypes["layers.mix_predict"]) == ("", "int8", "")
+
+
+@pytest.mark.slow
+def test_adapters_are_the_same_on_a_mesh():
+    model = replace(MODEL, lora=Lora(rank=4))
+    assert_equal(run({"tensor": 2}, model, SCALE), run({}, model, SCALE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "int4", "fp8"])
+def test_quantised_weights_are_products_with_what_they_stand_for(dtype):
+    model = replace(with_groups(MODEL), d_ff_wide=256) if dtype == "int4" else MODEL
+    params = float_params(model)
+    whole = dequantise_params(model, dtype, stored_params(model, params, dtype))
+    step = step_of(model, {"data": 2, "tensor": 2}, weights=dtype)
+    assert_close(with_cache(step, params, num_steps=1).logits, without_cache(model, whole, num_steps=1))
 
 
 LAYOUTS = [
