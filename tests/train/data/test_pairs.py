@@ -71,7 +71,12 @@ def test_sources_of_features_are_files(tmp_path, tokenizer, monkeypatch):
     """By their names, as given; a target that begins with the start token has it once."""
     monkeypatch.chdir(tmp_path)
     values = np.random.default_rng(0).normal(size=(2, 3, 12)).astype(np.float32)
-    for name, array in (("a.npy", values[0]), ("ü.npy", values[1:].astype(np.float64)), ("long.npy", values[0].T)):
+    for name, array in (
+        ("a.npy", values[0]),
+        ("ü.npy", values[1:].astype(np.float64)),
+        ("long.npy", values[0].T),
+        ("big.npy", values[0].astype(np.float64) * 1e300),
+    ):
         np.save(name, array)
     plain = opened(tmp_path, [{"source": "s", "target": "ab"}], tokenizer=tokenizer)
     (start, *_), letters = in_order(plain, num_rows=1)["encoder_tokens"][0], in_order(plain, num_rows=1)["labels"][0]
@@ -88,14 +93,22 @@ def test_sources_of_features_are_files(tmp_path, tokenizer, monkeypatch):
     (samples,) = Batches(data.train, batch_seqs=2, seq_len=4, seed=0).samples
     assert samples.rows.summary == "2 pairs in rows of 6 and 4, 100% and 75% filled; 0 sources and 0 targets cut"
     for record, words in (
-        ({"source": "none.npy", "target": "a"}, "'none.npy' is no file. Give JSON lines"),
+        (
+            {"source": "none.npy", "target": "a"},
+            "pairs.jsonl line 1: the source '.*/none.npy' is no file. Give JSON lines",
+        ),
+        ({"source": "big.npy", "target": "a"}, "pairs.jsonl line 1: big.npy has values that are not finite in float32"),
         ({"source": [1, 2], "target": [3]}, "has no pairs, and the encoder reads features. Give JSON lines"),
         ({"text": "a text" * 50}, "has no pairs"),
         ({"source": "long.npy", "target": "a"}, r"long.npy has features \[12, 3\]. The encoder reads \[3, 12\]"),
         ({"source": "pairs.jsonl", "target": "a"}, "pairs.jsonl is no NumPy file"),
     ):
         with pytest.raises(InputError, match=words):
-            in_order(opened(tmp_path, [record], form, tokenizer=tokenizer), num_rows=1, form=form)
+            opened(tmp_path, [record], form, tokenizer=tokenizer)
+    bad_too = opened(
+        tmp_path, [*records, {"source": "big.npy", "target": "a"}], form, tokenizer=tokenizer, skip_bad_records=True
+    )
+    assert bad_too.skipped_records == 1
     (tmp_path / "a.npy").unlink()
     with pytest.raises(InputError, match=r"a.npy: No such file"):
         in_order(data, num_rows=1, form=form)

@@ -24,6 +24,8 @@ def read_features(npy: bytes, name: str) -> np.ndarray:
     if dtype.kind != "f" or len(shape) != 2 or len(npy) - file.tell() != math.prod(shape) * dtype.itemsize:
         raise InputError(f"{name} has {dtype} {list(shape)} in {len(npy):,} bytes. {advice}")
     values = np.frombuffer(npy, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran else "C")
+    with np.errstate(over="ignore"):
+        values = np.ascontiguousarray(values, np.float32)
     if not np.isfinite(values).all():
-        raise InputError(f"{name} has values that are not finite. {advice}")
-    return np.ascontiguousarray(values, np.float32)
+        raise InputError(f"{name} has values that are not finite in float32. {advice}")
+    return values

@@ -264,16 +264,28 @@ class PairTokenizer(ChatTokenizer):
 
 
 class FeaturesTokenizer(PairTokenizer):
-    """Encodes the target of a record as `PairTokenizer` does, and of its source, a file of features, the name."""
+    """Encodes the target of a record as `PairTokenizer` does, and of its source, a file of features, the name. Every
+    file is read, so that a bad one is found before the first step."""
+
+    form: PairForm
 
     def _source_ids(self, text: str, where: str) -> list[int]:
-        if not Path(text).expanduser().is_file():
-            raise InputError(f"{where}: the source {text[:200]!r} is no file. {PAIR_OF_FEATURES}")
-        return list(text.encode())
+        if not (path := Path(text).expanduser()).is_file():
+            raise InputError(f"{where}: the source {str(path.absolute())[:200]!r} is no file. {PAIR_OF_FEATURES}")
+        name = text.encode()
+        try:
+            self.form.read_source(np.frombuffer(name, np.uint8))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+        return list(name)
 
 
 def open_pair_tokenizer(given: TextTokenizer, form: PairForm) -> PairTokenizer:
     """Returns the tokenizer for records of pairs."""
-    kind = FeaturesTokenizer if form.features else PairTokenizer
-    digest = hashlib.sha256(f"{'features' if form.features else 'pairs'} {given.identity}".encode()).hexdigest()
-    return kind(given.tokenizer, given.end_id, None, "completion", Path(), digest)
+    kind = f"features {form.features} {form.source_len}" if form.features else "pairs"
+    digest = hashlib.sha256(f"{kind} {given.identity}".encode()).hexdigest()
+    of_pairs = FeaturesTokenizer if form.features else PairTokenizer
+    tokenizer = of_pairs(given.tokenizer, given.end_id, None, "completion", Path(), digest)
+    if isinstance(tokenizer, FeaturesTokenizer):
+        tokenizer.form = form
+    return tokenizer
