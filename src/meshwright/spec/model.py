@@ -392,10 +392,14 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"{self.name}: num_shared_kv_layers={self.num_shared_kv_layers} of {self.num_layers} leaves a kind of "
                 f"layers without keys and values. Use fewer, so that one with and one without a window have their own."
             )
-        if self.num_streams and not (self.active_stream < self.num_streams > 1 and self.layer_embed_dim):
+        if self.num_streams and not self.active_stream < self.num_streams > 1:
             raise InputError(
-                f"{self.name}: num_streams={self.num_streams} and active_stream={self.active_stream} need at least 2 "
-                f"streams, of which the active one is counted from 0, and layer_embed_dim."
+                f"{self.name}: active_stream={self.active_stream} of num_streams={self.num_streams}. Use 2 streams or "
+                f"more, and an active one from 0 to {max(self.num_streams - 1, 1)}."
+            )
+        if self.num_streams and not self.layer_embed_dim:
+            raise InputError(
+                f"{self.name}: layer_embed_dim=0 with several streams. Give layers embeddings of their own."
             )
         if bool(self.wide_layers) != (self.d_ff_wide > 0) or (self.wide_layers and self.wide_shared_mlp):
             raise InputError(f"{self.name}: wide_layers need d_ff_wide, and a model without wide_shared_mlp.")

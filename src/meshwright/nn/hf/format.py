@@ -248,7 +248,9 @@ IGNORED_OF = {
     **dict.fromkeys(_DECODERS, _OTHER_PARTS),
     # layers for tokens after the next, if they are not asked for
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "hy_v3"), ("*.layers.{num_layers}.*", *_OTHER_PARTS)),
-    **dict.fromkeys(("gemma3n", "gemma4"), ("*.embed_vision.*", "*.embed_audio.*", *_OTHER_PARTS)),
+    "gemma4": ("*.embed_vision.*", "*.embed_audio.*", *_OTHER_PARTS),
+    # the scale of corrections is stored by files that do not use it, too
+    "gemma3n": ("*.altup.correct_output_scale", "*.embed_vision.*", "*.embed_audio.*", *_OTHER_PARTS),
     "exaone_moe": ("mtp.*",),
     "ernie4_5_moe": ("model.mtp*",),
 }
