@@ -500,7 +500,7 @@ def test_products_that_xla_splits_by_the_number_of_rows_keep_their_bits():
     step = step_of(model, batch_invariant=True)
     engine = engine_on(step, step.place(float_params(model)), prefix_cache=True)
     engine.warm_up()
-    assert engine._decode_sizes[-1] == 32
+    assert engine._shapes.decode[-1].rows == 32
     assert (engine.state().steps, engine.state().sums, engine.submit(request([1]))) == (0, {}, 0)
     engine.cancel(0)
     asked = [request(prompt, logprobs=2, echo=number % 2 == 0) for number, prompt in enumerate(PROMPTS)]
