@@ -1,0 +1,27 @@
+"""Runs the membership service: ``python -m meshwright.islands HOST:PORT BOUNDS``, with bounds as JSON, and a key."""
+
+import asyncio
+import os
+import sys
+from contextlib import suppress
+
+import msgspec
+
+from meshwright.islands.member import KEY
+from meshwright.islands.messages import host_and_port
+from meshwright.islands.service import Bounds, Service
+
+
+def main(address: str, bounds: str = '{"count": 1}') -> None:
+    """Serves at an address until it is stopped; says what happens on standard error."""
+    service = Service(
+        msgspec.json.decode(bounds, type=Bounds),
+        key=os.environ.get(KEY, ""),
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    with suppress(KeyboardInterrupt):
+        asyncio.run(service.serve(*host_and_port(address)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,65 @@
+"""Which samples each island takes in a step: none is lost, and none is taken twice."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+Block = tuple[tuple[int, int], ...]
+"""Samples of a run: first and number of each range."""
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """All samples before ``samples`` are done but the ``postponed`` ones, which come first."""
+
+    samples: int = 0
+    postponed: Block = ()
+
+
+def deal(ledger: Ledger, sizes: Mapping[int, int]) -> tuple[dict[int, Block], Ledger]:
+    """Returns the block of each island, with as many samples as ``sizes`` says, and the ledger after these."""
+    ranges, samples = list(ledger.postponed), ledger.samples
+    blocks = {}
+    for island, size in sizes.items():
+        block = []
+        while size:
+            if not ranges:
+                ranges, samples = [(samples, size)], samples + size
+            first, count = ranges.pop(0)
+            taken = min(size, count)
+            block.append((first, taken))
+            size -= taken
+            if taken < count:
+                ranges.insert(0, (first + taken, count - taken))
+        blocks[island] = _merged(block)
+    return blocks, Ledger(samples=samples, postponed=tuple(ranges))
+
+
+def postponed(ledger: Ledger, blocks: Sequence[Block]) -> Ledger:
+    """Returns the ledger with blocks that nobody has done."""
+    ranges = sorted([*ledger.postponed, *(one for block in blocks for one in block)])
+    return Ledger(samples=ledger.samples, postponed=_merged(ranges))
+
+
+def handed_over(blocks: Mapping[int, Block], present: Sequence[int], ledger: Ledger) -> tuple[dict[int, Block], Ledger]:
+    """Returns the blocks of an unfinished step for those who are ``present``, and the ledger after it.
+
+    Who has a block keeps it; those who came since take over blocks of those who left, or have none.
+    """
+    left = [blocks[island] for island in blocks if island not in present]
+    kept = {island: blocks[island] if island in blocks else (left.pop(0) if left else ()) for island in present}
+    return kept, postponed(ledger, left)
+
+
+def sample_numbers(block: Block) -> list[int]:
+    """Returns the numbers of the samples of a block."""
+    return [number for first, count in block for number in range(first, first + count)]
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> Block:
+    merged: list[tuple[int, int]] = []
+    for first, count in ranges:
+        if merged and sum(merged[-1]) == first:
+            merged[-1] = (merged[-1][0], merged[-1][1] + count)
+        else:
+            merged.append((first, count))
+    return tuple(merged)

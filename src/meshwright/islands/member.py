@@ -1,0 +1,234 @@
+"""One process as a member: its control connection to the membership service, and its links to the others."""
+
+import os
+import select
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+
+import msgspec
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.islands.exchange import Links, Listener, LostIslandsError, Timeouts, WorldChangedError
+from meshwright.islands.messages import (
+    Beat,
+    Dropped,
+    Join,
+    Leave,
+    Lost,
+    Message,
+    Note,
+    Place,
+    Ready,
+    Refused,
+    World,
+    host_and_port,
+    receive,
+    send,
+)
+
+SERVICE, ISLAND, KEY = "MESHWRIGHT_SERVICE", "MESHWRIGHT_ISLAND", "MESHWRIGHT_KEY"
+BEAT_EVERY_S = 0.3
+RECONNECT_S = 0.1
+
+
+class OutError(Exception):
+    """This process is no longer in the world. It may join again, without its state."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Which island this process belongs to, and where the membership service listens."""
+
+    service: str
+    island: int
+    key: str
+
+
+def find_identity(env: Mapping[str, str] = os.environ) -> Identity | None:
+    """Returns what `launch --elastic` or a job's script has set; None for a run without islands."""
+    if SERVICE not in env:
+        return None
+    number = env.get(ISLAND, "")
+    if not number.isdecimal():
+        raise InputError(f"{SERVICE} is set and {ISLAND}={number!r} is not a whole number. Number the islands from 0.")
+    if ":" not in env[SERVICE]:
+        raise InputError(f"{SERVICE}={env[SERVICE]!r} is not HOST:PORT. Give the address of the membership service.")
+    return Identity(service=env[SERVICE], island=int(number), key=env.get(KEY, ""))
+
+
+class Member:
+    """A process that may join worlds. A thread speaks with the service; `links` are those of the present world."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        process: int = 0,
+        processes: int = 1,
+        settings: Mapping[str, str],
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self.identity, self.timeouts = identity, timeouts or Timeouts()
+        self._processes, self._settings = processes, dict(settings)
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._control = self._reach()
+        self._listener = Listener(self._control.getsockname()[0], key=identity.key)
+        self.place = Place(identity.island, process, self._listener.address, uuid.uuid4().hex[:8])
+        self.step = 0
+        self.links: Links | None = None
+        self._world: World | None = None  # the newest that this process belongs to
+        self._refused, self._out, self._is_ready, self._ended = "", "", False, False
+        self._heard_at = time.monotonic()
+        threading.Thread(target=self._speak, name="islands-member", daemon=True).start()
+
+    # -- what a run calls --------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """Says that this process can train from the next boundary on."""
+        with self._changed:
+            self._is_ready, self._out = True, ""
+        self._tell(Ready())
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest world that this process belongs to, 0 before the first."""
+        return self._world.generation if self._world else 0
+
+    def join(self) -> Links:
+        """Returns the links of a newer world than that of the present ones, connected; waits for it.
+
+        Raises OutError if this process was dropped, CannotRunError if it is refused or no world comes.
+        """
+        after = 0
+        if self.links:
+            after = self.links.world.generation
+            self.links.close()
+        end = time.monotonic() + self.timeouts.start_s
+        while True:
+            world = self._next_world(after, end)
+            links = Links(world, self.place, self._listener, self.timeouts, key=self.identity.key)
+            with self._changed:
+                self.links = links
+                if self._world is not world:  # a newer one came meanwhile
+                    continue
+            try:
+                links.connect()
+                return links
+            except WorldChangedError:
+                pass
+            except LostIslandsError as error:
+                self.lost(error)
+            links.close()
+            after = world.generation
+
+    def lost(self, error: LostIslandsError) -> None:
+        """Reports a failed exchange; `join` then returns the world that follows."""
+        if self.links:
+            self._tell(Lost(self.links.world.generation, error.islands, error.late))
+
+    def note_run(self, run: str) -> None:
+        """Lets those who join later know the folder of the run."""
+        self._tell(Note(run))
+
+    def leave(self) -> None:
+        """Ends the membership, after the last step."""
+        self._ended = True
+        self._tell(Leave())
+        if self.links:
+            self.links.close()
+        self._listener.close()
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    def _next_world(self, after: int, end: float) -> World:
+        with self._changed:
+            while True:
+                if self._refused:
+                    raise CannotRunError(
+                        f"island {self.place.island} may not join: {self._refused}. Start it with the same."
+                    )
+                if self._out:
+                    raise OutError(self._out)
+                if self._world and self._world.generation > after:
+                    return self._world
+                if time.monotonic() > end:
+                    raise CannotRunError(
+                        f"island {self.place.island} has waited {self.timeouts.start_s:g} s for other islands at the "
+                        f"membership service {self.identity.service}. See whether it and they run and can be reached."
+                    )
+                self._changed.wait(0.2)
+
+    def _abort(self) -> None:
+        with self._changed:
+            links = self.links
+        if links:
+            links.abort()
+
+    def _reach(self) -> socket.socket:
+        end = time.monotonic() + self.timeouts.start_s
+        while True:
+            try:
+                return socket.create_connection(host_and_port(self.identity.service), 2.0)
+            except (OSError, ValueError) as error:
+                if time.monotonic() > end:
+                    raise CannotRunError(
+                        f"no membership service answers at {self.identity.service} ({error}). Start it, or correct "
+                        f"{SERVICE}."
+                    ) from None
+                time.sleep(RECONNECT_S)
+
+    def _tell(self, message: Message) -> None:
+        with self._sending, suppress(OSError):
+            send(self._control, message)
+
+    def _speak(self) -> None:
+        while not self._ended:
+            with suppress(OSError, ValueError):
+                self._present()
+                self._listen()
+            if self._ended or self._refused:
+                return
+            time.sleep(RECONNECT_S)
+            with suppress(OSError):
+                self._control.close()
+                self._control = socket.create_connection(host_and_port(self.identity.service), 2.0)
+
+    def _present(self) -> None:
+        with self._changed:
+            world, is_ready = self._world, self._is_ready
+        join = Join(
+            place=self.place, processes=self._processes, settings=self._settings, key=self.identity.key, world=world
+        )
+        self._tell(join)
+        if is_ready:
+            self._tell(Ready())
+
+    def _listen(self) -> None:
+        """Obeys the service until the connection ends."""
+        beat_at = 0.0
+        while not self._ended:
+            if time.monotonic() - beat_at >= BEAT_EVERY_S:
+                with self._sending:
+                    send(self._control, Beat(self.step))
+                beat_at = time.monotonic()
+            if not select.select([self._control], [], [], BEAT_EVERY_S)[0]:
+                continue
+            message = receive(self._control, 5.0)
+            with self._changed:
+                if isinstance(message, World):
+                    self._world = message
+                elif isinstance(message, Refused):
+                    self._refused = message.reason
+                elif isinstance(message, Dropped):
+                    self._out, self._world, self._is_ready = message.reason, None, False
+                    self.place = msgspec.structs.replace(self.place, start=uuid.uuid4().hex[:8])
+                self._changed.notify_all()
+            if isinstance(message, Refused | Dropped):
+                self._abort()
+                raise ConnectionError  # joins anew, as another start
+            if isinstance(message, World) and message.urgent:
+                self._abort()

@@ -1,0 +1,247 @@
+"""Steps that islands do together: work, a sum, a meeting; and how those who remain go on after a fault.
+
+A step is done once its process knows that every process has its sums: then it updates its state. When a world ends in
+between, those of the next one meet. If one of them has done the step, all hold its sums, and those who have not yet
+done it do so. If none has, they keep what they have computed and add it again without those who left. Who holds no
+state, or an older one, gets that of another island over its lane. So states stay the same bits everywhere.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from meshwright.islands.codec import FP32, Codec
+from meshwright.islands.exchange import Links, LostIslandsError, WorldChangedError
+from meshwright.islands.ledger import Block, Ledger, deal, handed_over
+from meshwright.islands.member import Member, OutError
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process says once it has the sums of a step.
+
+    ``numbers`` are added over islands; ``work_s`` are the seconds of its own work. ``switches`` is True where it knows
+    of a newer world; that of the leader counts. ``digest`` is that of its state before the step, "" if none is due.
+    """
+
+    island: int
+    process: int
+    numbers: dict[str, float] = {}
+    work_s: float = 0.0
+    stops: bool = False
+    switches: bool = False
+    digest: str = ""
+
+
+class OpenStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that is not done: the samples of each island as they were ``dealt``, whose ``blocks`` they are now, and
+    the ledger ``after`` it."""
+
+    dealt: dict[int, Block]
+    blocks: dict[int, Block]
+    after: Ledger
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process says when a world begins; ``step`` is None without a state."""
+
+    island: int
+    step: int | None
+    has_sums: bool = False
+    open_step: OpenStep | None = None
+    ledger: Ledger = Ledger()
+    last: list[Said] = []
+    facts: dict[str, Any] = {}
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that is done: who did which samples, the ledger after it, and what all said."""
+
+    step: int
+    generation: int
+    blocks: dict[int, Block]
+    ledger: Ledger
+    said: list[Said]
+
+    @property
+    def firsts(self) -> list[Said]:
+        """What the first process of each island said."""
+        return [one for one in self.said if one.process == 0]
+
+    def total(self, name: str) -> float:
+        """Returns a number summed over islands."""
+        return float(sum(one.numbers.get(name, 0.0) for one in self.firsts))
+
+
+class Work(Protocol):
+    """What an island does. ``compute`` returns the arrays to add; ``buffers`` are views of a state to fill or send."""
+
+    def start(self) -> tuple[int, Ledger]: ...
+    def sizes(self, islands: Sequence[int]) -> dict[int, int]: ...
+    def compute(self, step: int, block: Block, dealt: dict[int, Block]) -> tuple[Sequence[np.ndarray], Said]: ...
+    def nothing(self) -> Sequence[np.ndarray]: ...
+    def apply(self, sums: Sequence[np.ndarray], done: Done) -> None: ...
+    def give(self, links: Links, ranks: Sequence[int]) -> None: ...
+    def take(self, links: Links, rank: int, facts: dict[str, Any]) -> None: ...
+    def facts(self) -> dict[str, Any]: ...
+    def reset(self) -> None: ...
+
+
+class Rounds:
+    """Runs steps with the others until the last; ``on_done`` is called after each, ``on_world`` when one begins."""
+
+    def __init__(
+        self,
+        member: Member,
+        work: Work,
+        *,
+        codec: Codec = FP32,
+        on_done: Callable[[Done], None] = lambda done: None,
+        on_world: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.member, self.work, self.codec = member, work, codec
+        self._on_done, self._on_world = on_done, on_world
+        self.asks_stop: Callable[[], bool] = lambda: False
+        self.step: int | None = None
+        self.ledger = Ledger()
+        self._open: OpenStep | None = None
+        self._arrays: Sequence[np.ndarray] | None = None
+        self._own = Said(island=0, process=0)
+        self._sums: list[np.ndarray] | None = None
+        self._last: list[Said] = []
+
+    @property
+    def links(self) -> Links:
+        """The connections of the present world."""
+        assert self.member.links
+        return self.member.links
+
+    def run(self, steps: int) -> bool:
+        """Runs steps up to this number; False if one asked to stop before."""
+        self.member.ready()
+        self._together(lambda: None, settled=False)
+        while self.step is not None and self.step < steps:
+            self._together(self._step)
+            if any(one.stops for one in self._last):
+                return False
+        return True
+
+    def conclude(self, finish: Callable[[], None]) -> None:
+        """The leader finishes the run while the others wait; if it dies, another does so."""
+        is_over = False
+
+        def act() -> None:
+            nonlocal is_over
+            if self.links.is_leader:
+                finish()
+            self.links.meet(self._status(), patience=self.member.timeouts.start_s)
+            is_over = True
+
+        while not is_over:
+            self._together(act)
+        self.member.leave()
+
+    def _together(self, act: Callable[[], None], *, settled: bool = True) -> None:
+        """Acts; after a fault in it, or in the world that follows, settles with those who remain."""
+        while True:
+            try:
+                if not settled:
+                    self._settle()
+                return act() if settled else None
+            except WorldChangedError:
+                settled = False
+            except LostIslandsError as error:
+                self.member.lost(error)
+                settled = False
+            except OutError:
+                self._forget()
+                self.member.ready()
+                settled = False
+
+    def _forget(self) -> None:
+        self.step = self._open = self._arrays = self._sums = None
+        self._last = []
+        self.work.reset()
+
+    # -- a step --------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        assert self.step is not None
+        place, links = self.member.place, self.links
+        if self._open is None:
+            blocks, after = deal(self.ledger, self.work.sizes(links.world.numbers))
+            self._open = OpenStep(dealt=blocks, blocks=blocks, after=after)
+        if self._arrays is None:
+            self._own = Said(island=place.island, process=place.process)
+            block = self._open.blocks.get(place.island)
+            if block:
+                self._arrays, self._own = self.work.compute(self.step + 1, block, self._open.dealt)
+            else:
+                self._arrays = self.work.nothing()
+        if self._sums is None:
+            self._sums = links.sum(self._arrays, codec=self.codec)
+        switches = self.member.newest > links.world.generation
+        own = msgspec.structs.replace(self._own, stops=self.asks_stop(), switches=switches)
+        said = links.meet(own)
+        self._commit(said)
+        if any(one.switches for one in said if one.island == links.world.leader and one.process == 0):
+            raise WorldChangedError
+
+    def _commit(self, said: list[Said]) -> None:
+        assert self.step is not None
+        assert self._sums is not None
+        assert self._open is not None
+        self.step += 1
+        self.member.step = self.step
+        done = Done(
+            step=self.step,
+            generation=self.links.world.generation,
+            blocks=self._open.blocks,
+            ledger=self._open.after,
+            said=said,
+        )
+        sums, self.ledger, self._last = self._sums, self._open.after, said
+        self._open = self._arrays = self._sums = None
+        self.work.apply(sums, done)
+        self._on_done(done)
+
+    # -- a new world -----------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Joins the next world and agrees on the state: afterwards all hold that of the newest step."""
+        self.member.join()
+        statuses = self.links.meet(self._status())
+        if all(status.step is None for status in statuses):
+            self.step, self.ledger = self.work.start()
+            statuses = self.links.meet(self._status())
+        newest = max(status.step for status in statuses if status.step is not None)
+        if self.step == newest - 1 and self._sums is not None:
+            self._commit(next(status.last for status in statuses if status.step == newest))
+        self._sums = None  # added by fewer, or by more
+        statuses = self.links.meet(self._status())
+        behind = {status.island for status in statuses if status.step != newest}
+        source = next(status for status in statuses if status.island not in behind)
+        numbers = self.links.world.numbers
+        if self.member.place.island in behind:
+            self._forget()
+            self.work.take(self.links, numbers.index(source.island), source.facts)
+            self.step, self.ledger = newest, source.ledger
+        elif behind and self.member.place.island == source.island:
+            self.work.give(self.links, [numbers.index(number) for number in sorted(behind)])
+        self._open = next((one.open_step for one in statuses if one.open_step and one.step == newest), None)
+        if self._open:
+            blocks, after = handed_over(self._open.blocks, numbers, self._open.after)
+            self._open = msgspec.structs.replace(self._open, blocks=blocks, after=after)
+        self._on_world()
+
+    def _status(self) -> Status:
+        return Status(
+            island=self.member.place.island,
+            step=self.step,
+            has_sums=self._sums is not None,
+            open_step=self._open,
+            ledger=self.ledger,
+            last=self._last,
+            facts=self.work.facts() if self.step is not None else {},
+        )

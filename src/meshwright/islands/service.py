@@ -1,0 +1,293 @@
+"""The membership service: who trains together. It holds nothing that the islands cannot give back.
+
+One world follows another, by number. An island is out as soon as the connection of one of its processes ends or no
+beat comes for `Bounds.beat_s`; the others get the next world at once. Islands that are ready come in at the next
+boundary of a step. A service that starts again takes the newest world that its members name, and gives those that it
+has not heard of `Bounds.beat_s` to come back, so that two worlds never grow from one.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from meshwright.islands.messages import (
+    Beat,
+    Dropped,
+    Event,
+    Join,
+    Leave,
+    Lost,
+    Message,
+    Note,
+    Place,
+    Ready,
+    Refused,
+    Watch,
+    World,
+    packed,
+    read,
+)
+
+TICK_S = 0.05
+RETRY_S = 10.0
+"""Islands that lose each other twice within this time cannot train together: the later one is out."""
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """How many islands train: ``count`` at the start, never less than ``least`` or more than ``most``.
+
+    A member is gone after ``beat_s`` without a sign of life. After ``start_s`` a first world begins without those that
+    have not come. ``restarted`` says that members of an earlier service may still come.
+    """
+
+    count: int
+    least: int = 1
+    most: int = 0
+    beat_s: float = 2.0
+    start_s: float = 300.0
+    restarted: bool = False
+
+    @property
+    def room(self) -> int:
+        """The most islands of a world."""
+        return self.most or self.count
+
+
+class _Peer:
+    """A connection of a process."""
+
+    def __init__(self, join: Join, writer: asyncio.StreamWriter) -> None:
+        self.join, self.writer = join, writer
+        self.beat_at = time.monotonic()
+        self.is_ready = join.world is not None
+        self.fault = ""  # why it is out, though it is connected
+
+    def tell(self, message: Message) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(packed(message))
+
+
+class Service:
+    """Decides who trains together; ``say`` gets a line for each change."""
+
+    def __init__(self, bounds: Bounds, *, key: str, say: Callable[[str], None] = lambda line: None) -> None:
+        self.bounds, self.key, self._say = bounds, key, say
+        self.world: World | None = None
+        self._peers: dict[tuple[int, int], _Peer] = {}
+        self._watchers: list[asyncio.StreamWriter] = []
+        self._lost: list[tuple[float, int, Lost]] = []
+        self._retried: dict[frozenset[int], float] = {}
+        self._waits_since = time.monotonic()
+        self._adopted_at = -bounds.beat_s
+        self._told_waits = ""
+        self._is_done = False
+
+    async def serve(self, host: str, port: int, *, opened: Callable[[int], None] = lambda port: None) -> None:
+        """Serves until it is cancelled; ``opened`` gets the port."""
+        server = await asyncio.start_server(self._connected, host, port)
+        async with server:
+            opened(server.sockets[0].getsockname()[1])
+            while True:
+                await asyncio.sleep(TICK_S)
+                self._review()
+
+    # -- connections ---------------------------------------------------------------------------------
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = None
+        try:
+            first = await asyncio.wait_for(read(reader), self.bounds.beat_s)
+            if isinstance(first, Watch) and first.key == self.key:
+                self._watchers.append(writer)
+                await reader.read()
+            elif isinstance(first, Join):
+                peer = self._joined(first, writer)
+                while peer:
+                    self._heard(peer, await read(reader))
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, ValueError):
+            pass
+        finally:
+            if writer in self._watchers:
+                self._watchers.remove(writer)
+            if peer and self._peers.get(_number(peer.join.place)) is peer:
+                del self._peers[_number(peer.join.place)]
+                self._review()
+            writer.close()
+
+    def _joined(self, join: Join, writer: asyncio.StreamWriter) -> _Peer | None:
+        peer = _Peer(join, writer)
+        reason = self._fault(join)
+        if reason:
+            self._tell_all(f"island {join.place.island} is refused: {reason}")
+            peer.tell(Refused(reason))
+            return None
+        if join.world and (self.world is None or join.world.generation > self.world.generation):
+            self.world, self._adopted_at = join.world, time.monotonic()
+        if join.world and self.world and not self.world.has(join.place):
+            peer.tell(Dropped("the others went on without it"))
+            peer.is_ready = False
+        earlier = self._peers.get(_number(join.place))
+        if earlier and earlier.join.place.address != join.place.address:
+            earlier.tell(Refused("a later process has its number"))
+        self._peers[_number(join.place)] = peer
+        return peer
+
+    def _fault(self, join: Join) -> str:
+        """Returns why a process may not join, "" if it may."""
+        if join.key != self.key:
+            return "it belongs to another run"
+        for _, other in sorted(self._peers.items()):
+            for name in sorted(join.settings.keys() | other.join.settings.keys()):
+                own, theirs = join.settings.get(name, "nothing"), other.join.settings.get(name, "nothing")
+                if own != theirs and _number(other.join.place) != _number(join.place):
+                    return f"its {name} is {own}, and that of island {other.join.place.island} is {theirs}"
+        return ""
+
+    def _heard(self, peer: _Peer, message: Message) -> None:
+        peer.beat_at = time.monotonic()
+        if isinstance(message, Ready):
+            peer.is_ready = True
+            self._review()
+        elif isinstance(message, Lost):
+            if self.world and message.generation == self.world.generation:
+                self._lost.append((peer.beat_at, peer.join.place.island, message))
+                self._review()
+        elif isinstance(message, Note) and self.world:
+            self.world = msgspec.structs.replace(self.world, run=message.run)
+        elif isinstance(message, Leave):
+            self._is_done = True
+            raise ConnectionError
+        elif not isinstance(message, Beat):
+            raise ValueError(type(message).__name__)
+
+    # -- worlds --------------------------------------------------------------------------------------
+
+    def _review(self) -> None:
+        """Makes the next world if one is due."""
+        if self._is_done:
+            return
+        now = time.monotonic()
+        apart = self._judge(now)
+        present, gone = self._present(now)
+        fresh = self._fresh({island[0].island for island in present}, now)
+        if self.world and not present and len(gone) == len(self.world.islands) and not self._told_waits:
+            self._waits_since, self._told_waits = now, "all"
+        if not present and not self._may_begin(fresh, now):
+            return
+        islands = sorted([*present, *fresh[: self.bounds.room - len(present)]], key=lambda island: island[0].island)
+        if self.world and not gone and not apart and len(islands) == len(self.world.islands):
+            return
+        if len(islands) < self.bounds.least:
+            text = f"{len(islands)} islands are there and at least {self.bounds.least} train; waiting for more"
+            if text != self._told_waits:
+                self._tell_all(text, tuple(gone))
+            self._told_waits = text
+            return
+        self._begin(islands, new=fresh, gone=gone, apart=apart)
+
+    def _begin(
+        self,
+        islands: Sequence[tuple[Place, ...]],
+        *,
+        new: Sequence[tuple[Place, ...]],
+        gone: dict[int, str],
+        apart: bool,
+    ) -> None:
+        before = self.world or World(generation=0, islands=())
+        numbers = tuple(island[0].island for island in islands)
+        new_numbers = tuple(island[0].island for island in new if island in islands)
+        self.world = World(
+            generation=before.generation + 1,
+            islands=tuple(islands),
+            urgent=bool(gone) or apart,
+            new=new_numbers,
+            run=before.run,
+        )
+        self._told_waits = ""
+        words = [f"island {number} is out: {reason}" for number, reason in sorted(gone.items())]
+        words += [f"island {number} is in" for number in new_numbers] if before.generation else []
+        words += ["connections are made anew"] if apart and not gone else []
+        count = f"{len(numbers)} of {self.bounds.count} islands train"
+        self._tell_all("; ".join([*words, count]), tuple(gone))
+        for number, reason in gone.items():
+            for peer in self._of(number):
+                if not self.world.has(peer.join.place):  # else a new start of it has come at once
+                    peer.is_ready = False
+                    peer.tell(Dropped(reason))
+        for island in islands:
+            for place in island:
+                self._peers[_number(place)].tell(self.world)
+
+    def _present(self, now: float) -> tuple[list[tuple[Place, ...]], dict[int, str]]:
+        """Returns the islands of the world that live, and why each other one does not."""
+        present, gone = list[tuple[Place, ...]](), dict[int, str]()
+        waits_for_return = now - self._adopted_at < self.bounds.beat_s
+        for island in self.world.islands if self.world else ():
+            reasons = []
+            for place in island:
+                peer = self._peers.get(_number(place))
+                if peer is None or peer.join.place.start != place.start:
+                    reasons += [] if waits_for_return else ["its process ended or was cut off"]
+                elif peer.fault:
+                    reasons.append(peer.fault)
+                elif now - peer.beat_at > self.bounds.beat_s:
+                    reasons.append(f"no sign of life for {now - peer.beat_at:.1f} s")
+            if reasons:
+                gone[island[0].island] = reasons[0]
+            else:
+                present.append(island)
+        return present, gone
+
+    def _fresh(self, exclude: set[int], now: float) -> list[tuple[Place, ...]]:
+        """Returns the islands outside the world, all of whose processes are ready and alive."""
+        fresh = []
+        for number in sorted({number for number, _ in self._peers} - exclude):
+            peers = self._of(number)
+            is_alive = all(peer.is_ready and now - peer.beat_at <= self.bounds.beat_s for peer in peers)
+            in_world = self.world and any(self.world.has(peer.join.place) for peer in peers)
+            if is_alive and len(peers) == peers[0].join.processes and not in_world:
+                fresh.append(tuple(peer.join.place for peer in peers))
+        return fresh
+
+    def _may_begin(self, fresh: Sequence[tuple[Place, ...]], now: float) -> bool:
+        """True if a world of new islands alone may begin: all are there, or the time to wait for them is over."""
+        waited_s = now - self._waits_since
+        if self.bounds.restarted and self.world is None and waited_s < 2 * self.bounds.beat_s:
+            return False
+        return len(fresh) >= self.bounds.count or (waited_s > self.bounds.start_s and len(fresh) >= self.bounds.least)
+
+    def _judge(self, now: float) -> bool:
+        """Marks islands that others wait for in vain while they say nothing, and the later of two that have lost each
+        other twice. Returns True if members have lost connections that may be made anew."""
+        complaining = {accuser for _, accuser, _ in self._lost}
+        pairs = {(frozenset((accuser, n)), lost.late) for _, accuser, lost in self._lost for n in lost.islands}
+        for pair, late in pairs:
+            silent = pair - complaining
+            if late and silent:
+                self._mark(min(silent), f"island {min(pair - silent)} waited for it in vain")
+            elif now - self._retried.get(pair, -RETRY_S) < RETRY_S:
+                self._mark(max(pair), f"it and island {min(pair)} do not reach each other")
+            else:
+                self._retried[pair] = now
+        apart, self._lost = bool(self._lost), []
+        return apart
+
+    def _mark(self, number: int, fault: str) -> None:
+        for peer in self._of(number):
+            peer.fault = fault
+
+    def _of(self, number: int) -> list[_Peer]:
+        return [peer for (island, _), peer in sorted(self._peers.items()) if island == number]
+
+    def _tell_all(self, line: str, dropped: tuple[int, ...] = ()) -> None:
+        self._say(line)
+        for writer in self._watchers:
+            with suppress(ConnectionError):
+                writer.write(packed(Event(line, dropped)))
+
+
+def _number(place: Place) -> tuple[int, int]:
+    return place.island, place.process
