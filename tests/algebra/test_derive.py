@@ -12,11 +12,11 @@ from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.rewrites.remat import SavedSet
 from meshwright.algebra.tape import Shardings
 from meshwright.algebra.transformer import parse_block, transformer
+from meshwright.core.dims import ISLAND_AXES
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.strategy import (
     DEFAULT_ASSIGNMENT,
-    MESH_AXES,
     REMAT_POLICIES,
     Strategy,
     make_mesh,
@@ -543,8 +543,8 @@ def test_steps_with_symbols_for_sizes_are_those_of_each_mesh(remat):
     strategy = Strategy(mesh=make_mesh({}), remat=remat)
     # a chunked loss head takes another form where the vocabulary is whole
     split, whole = (derive(TINY, strategy, symbolic=True, without=axes) for axes in ((), ("tensor",)))
-    for sizes in every((1, 2), repeat=len(MESH_AXES)):
-        mesh = dict(zip(MESH_AXES, sizes, strict=True))
+    for sizes in every((1, 2), repeat=len(ISLAND_AXES)):
+        mesh = dict(zip(ISLAND_AXES, sizes, strict=True))
         symbolic = split if mesh["tensor"] > 1 else whole
         assert summary(symbolic, mesh) == summary(derive(TINY, Strategy(mesh=mesh, remat=remat)), mesh)
 

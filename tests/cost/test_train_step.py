@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import ISLAND_AXES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.arrays import select
 from meshwright.cost.formulas import limits
@@ -168,7 +168,7 @@ def _compare_scalars(cluster, remat, found):
     strategy = Strategy(mesh=make_mesh({}), remat=remat, state=state)
     derived = derive(transformer(TINY), strategy, symbolic=True, without=() if split else ("tensor",))
     rates = step_rates(laid, placements, collective_groups(derived), strategy, calibration=CLUSTERS[cluster])
-    mesh = {axis: np.array([float(axes.get(axis, 1)) for axes, *_ in found]) for axis in MESH_AXES}
+    mesh = {axis: np.array([float(axes.get(axis, 1)) for axes, *_ in found]) for axis in ISLAND_AXES}
     job = Job(batch_seqs=256, seq_len=512)
     sizes = Setting(TINY, laid, job).sizes(strategy, mesh=mesh, microbatch_seqs=256 / counts)
     many = PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=PipelineCost(microbatches=counts))

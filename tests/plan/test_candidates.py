@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import ISLAND_AXES
 from meshwright.cost.arrays import select
 from meshwright.cost.setting import Setting
 from meshwright.plan.candidates import (
@@ -132,7 +132,7 @@ def test_a_pattern_is_looked_at_where_it_differs():
     for pattern in where.patterns:
         chosen = select(found, legal_in(where, pattern, found))
         assert len(chosen)
-        for mesh in (dict(zip(MESH_AXES, sizes, strict=True)) for sizes in meshes(chosen)):
+        for mesh in (dict(zip(ISLAND_AXES, sizes, strict=True)) for sizes in meshes(chosen)):
             if pattern.strategy.zero == 1:
                 assert mesh["fsdp"] * mesh["expert"] * mesh["context"] > 1
             heads = mesh["tensor"]

@@ -9,7 +9,7 @@ import pytest
 from meshwright.algebra.derive import derive
 from meshwright.algebra.rewrites.pipeline import NO_PIPELINE
 from meshwright.algebra.transformer import transformer
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import ISLAND_AXES
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import (
@@ -298,7 +298,7 @@ def test_the_mask_and_the_messages_agree():
     derived = derive(transformer(TINY), Strategy(mesh=make_mesh({})), symbolic=True)
     rules = (DEVICES_RULE, *size_rules(derived), SCHEDULE_RULE)
     number = 3000
-    mesh = {axis: rng.choice([1, 1, 2, 3, 4, 8, 16], number) for axis in MESH_AXES}
+    mesh = {axis: rng.choice([1, 1, 2, 3, 4, 8, 16], number) for axis in ISLAND_AXES}
     mesh["expert"] = rng.choice([1, 1, 1, 2], number)
     chips = 16
     counts, chunks = rng.choice([1, 2, 4, 3], number), rng.choice([1, 2, 4], number)

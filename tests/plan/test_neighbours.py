@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from meshwright.algebra.schedules.registry import default_chunks
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import ISLAND_AXES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.memory.chip import total_bytes
 from meshwright.cost.setting import Setting
@@ -157,6 +157,6 @@ def test_no_neighbour_of_the_first_plan_is_cheaper(seed):
 def test_a_given_mesh_is_not_cheaper_than_what_the_search_finds(model, cluster, batch_seqs, seq_len, axes):
     """Each was cheaper than a first plan that was found among fewer forms; the first is the mesh of Llama 3's runs."""
     setting = setting_of(model, cluster, batch_seqs, seq_len)
-    given = rank_plans(setting, axes={axis: axes.get(axis, 1) for axis in MESH_AXES}, top=1)
+    given = rank_plans(setting, axes={axis: axes.get(axis, 1) for axis in ISLAND_AXES}, top=1)
     open_ones = rank_plans(setting, top=1).plans[0]
     assert open_ones.predicted.step_s <= (1 + CHEAPER) * given.plans[0].predicted.step_s

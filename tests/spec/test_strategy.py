@@ -33,6 +33,61 @@ def test_every_axis_in_its_order():
         make_mesh({"piepline": 2})
 
 
+# -- islands ----------------------------------------------------------------------------------------------
+
+
+def test_islands_are_the_outermost_axis_where_there_are_several():
+    assert make_mesh({"islands": 1, "fsdp": 2}) == make_mesh({"fsdp": 2})
+    made = strategy({"tensor": 2, "islands": 4}, placement={"islands": "islands", "tensor": "x"}, remat="full")
+    assert next(iter(made.mesh)) == "islands"
+    assert (made.num_islands, made.num_chips, short_mesh(made.mesh)) == (4, 8, "isl4 tp2")
+    assert made.inner() == strategy({"tensor": 2}, placement={"tensor": "x"}, remat="full")
+    assert made.inner().inner() is made.inner() or made.inner().num_islands == 1
+
+
+def test_the_strategy_of_an_island_exchanges_nothing():
+    fields = {"islands_sync": "diloco", "outer_every": 30, "outer_bits": 4, "outer_fragments": 3, "outer_overlap": 5}
+    made = strategy({"islands": 2, "fsdp": 2}, **fields)
+    assert made.inner() == strategy({"fsdp": 2})
+    assert msgspec.json.decode(msgspec.json.encode(made), type=Strategy) == made
+
+
+@pytest.mark.parametrize(
+    ("islands", "fields", "message"),
+    [
+        (1, {"outer_every": 30}, r"strategy\.outer_every=30 is of several islands\. Set strategy\.islands too\."),
+        (1, {"islands_sync": "diloco"}, r"strategy\.islands_sync=diloco is of several islands"),
+        (2, {"outer_every": 3}, r"outer_every=3: with islands_sync=gradients gradients are summed whole in every step"),
+        (2, {"outer_bits": 8}, r"outer_bits=8: with islands_sync=gradients .* in 32 bits\. Leave it out\."),
+        (2, {"islands_sync": "diloco", "outer_every": 0}, r"outer_every=0 must be between 1 and"),
+        (
+            2,
+            {"islands_sync": "diloco", "outer_every": 4, "outer_overlap": 4},
+            r"outer_overlap=4 must be between 0 and 3 with outer_every=4",
+        ),
+        (
+            2,
+            {"islands_sync": "local-sgd", "outer_every": 4, "outer_fragments": 5},
+            r"outer_fragments=5 must be between 1 and 4 with outer_every=4",
+        ),
+        (
+            2,
+            {"islands_sync": "async-sgd", "outer_every": 4, "outer_fragments": 2},
+            r"outer_fragments=2: with islands_sync=async-sgd an island sends all weights at once",
+        ),
+        (2, {"islands_sync": "diloco", "outer_bits": 16}, r"outer_bits"),
+    ],
+)
+def test_what_islands_do_not_exchange_is_refused(islands, fields, message):
+    with pytest.raises(InputError, match=message):
+        strategy({"islands": islands}, **fields)
+
+
+def test_one_program_has_no_islands():
+    with pytest.raises(CannotRunError, match=r"strategy\.islands=4: .*launch --elastic -n 4"):
+        require_runnable_strategy(strategy({"islands": 4}))
+
+
 # -- assignments ------------------------------------------------------------------------------------------
 
 

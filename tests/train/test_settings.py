@@ -18,6 +18,8 @@ def test_keys_that_are_left_out_have_their_default():
         ({"learning_rate": -1.0}, "train.learning_rate=-1.0 must be a number above 0"),
         ({"beta2": 1.0}, "train.beta2=1.0 must be at least 0 and less than 1"),
         ({"average": 1}, "train.average=1.0 must be at least 0 and less than 1"),
+        ({"outer_rate": 0.0}, "train.outer_rate=0.0 must be a number above 0"),
+        ({"outer_momentum": 1.0}, "train.outer_momentum=1.0 must be at least 0 and less than 1"),
         ({"keep_checkpoints": 0}, "train.keep_checkpoints=0 must be at least 1"),
         ({"checkpoint_every": -1}, "train.checkpoint_every=-1 must not be negative"),
         ({"weight_decay": float("nan")}, "train.weight_decay is nan: give a finite number"),

@@ -41,6 +41,7 @@ def derive(
     ``optimizer`` is the op that updates the weights. Raises InputError for an assignment, remat or optimizer that
     cannot work (two dims on one axis, a norm over a split D), and CannotRunError for stacks that no pipeline runs.
     """
+    strategy = strategy.inner()
     require_stages(program, strategy)
     program = repeating(program, strategy)
     kept_axes = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes

@@ -16,8 +16,12 @@ projections, Rl the rank of a product beside attention.
 
 from typing import Literal, get_args
 
-MESH_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-"""Mesh axes of meshwright, major to minor. ``pipeline`` splits layers, never a dim of an array."""
+ISLANDS = "islands"
+ISLAND_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+"""Mesh axes of one runtime, major to minor. ``pipeline`` splits layers, never a dim of an array."""
+MESH_AXES: tuple[str, ...] = (ISLANDS, *ISLAND_AXES)
+"""All mesh axes: ``islands`` are equal replicas, each a runtime of its own, that split the batch first of all. A mesh
+has that axis only where there are several."""
 
 EMULATED_AXES: tuple[str, ...] = ("data", "fsdp", "context", "tensor")
 """Axes that the search tries on emulated devices; the others must be asked for."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.algebra.notation import product
 from meshwright.algebra.transformer import stage_names
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import ISLAND_AXES
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.memory.chip import total_bytes
 from meshwright.cost.memory.state import memory_parts
@@ -55,8 +55,8 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
     """
     # with B = num_chips, a multiple of every axis, the batch rules out no size
     dims = space.dims(num_chips if reach else batch_seqs)
-    axis_options = [sorted(set(divisors(num_chips)) & set(axis_sizes(space, axis, dims))) for axis in MESH_AXES]
-    meshes = np.array(list(factorings(num_chips, axis_options)), dtype=np.int64).reshape(-1, len(MESH_AXES))
+    axis_options = [sorted(set(divisors(num_chips)) & set(axis_sizes(space, axis, dims))) for axis in ISLAND_AXES]
+    meshes = np.array(list(factorings(num_chips, axis_options)), dtype=np.int64).reshape(-1, len(ISLAND_AXES))
     rows = _with_batch(meshes, batch_seqs)
     if reach:
         batch_unit = rows.batch_shards * (space.num_microbatches or 1)
@@ -69,7 +69,7 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
 
 def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
     """Returns every mesh of any number of chips whose sizes divide in some pattern, with one microbatch."""
-    options_of_axes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in MESH_AXES]
+    options_of_axes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in ISLAND_AXES]
     grid = np.meshgrid(*(np.array(axis_options, dtype=np.int64) for axis_options in options_of_axes), indexing="ij")
     rows = _with_batch(_evenly_split(space, np.stack([axis.ravel() for axis in grid], axis=1), batch_seqs), batch_seqs)
     return select(rows, _legal_somewhere(space, rows, None))
@@ -80,7 +80,7 @@ def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarr
     dims = space.dims(batch_seqs)
     shared_splits = set.intersection(*(set(pattern.splits) for pattern in space.patterns))
     for dim, axes in sorted(shared_splits, key=lambda split: (-len(split[1]), split)):
-        num_parts = product(meshes[:, MESH_AXES.index(axis)] for axis in axes)
+        num_parts = product(meshes[:, ISLAND_AXES.index(axis)] for axis in axes)
         meshes = meshes[dims[dim] % num_parts == 0]
     return meshes
 
@@ -108,7 +108,7 @@ def stage_counts(num_layers: int) -> tuple[int, ...]:
 def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
     num_meshes = len(meshes)
     return Candidates(
-        mesh={axis: meshes[:, axis_index] for axis_index, axis in enumerate(MESH_AXES)},
+        mesh={axis: meshes[:, axis_index] for axis_index, axis in enumerate(ISLAND_AXES)},
         batch_seqs=np.broadcast_to(np.asarray(batch_seqs, dtype=np.int64), num_meshes).copy(),
         microbatches=np.ones(num_meshes, dtype=np.int64),
         laid=np.zeros(num_meshes, dtype=np.intp),
@@ -227,7 +227,7 @@ def _could_shard(candidates: Candidates) -> np.ndarray:
     sharded_mesh = candidates.mesh | {"fsdp": candidates.mesh["data"] * candidates.mesh["fsdp"]}
     ones = np.ones_like(sharded_mesh["data"])
     meshes, sharded_meshes = (
-        list(zip(*(column_by_axis[axis].tolist() for axis in MESH_AXES), strict=True))
+        list(zip(*(column_by_axis[axis].tolist() for axis in ISLAND_AXES), strict=True))
         for column_by_axis in (candidates.mesh, sharded_mesh | {"data": ones})
     )
     known_meshes = set(meshes)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from meshwright.algebra.ops.attention import block_share
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import ISLAND_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.core.units import format_bytes, format_count, format_seconds
@@ -281,7 +281,7 @@ def refuse_given(space: Space) -> None:
     cluster, num_devices = space.setting.cluster, math.prod(space.fixed.values())
     axes_text = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
     devices_text = f"{axes_text} = {num_devices} devices does" if len(space.fixed) > 1 else f"{axes_text} does"
-    if cluster.num_chips % num_devices or (num_devices != cluster.num_chips and len(space.fixed) == len(MESH_AXES)):
+    if cluster.num_chips % num_devices or (num_devices != cluster.num_chips and len(space.fixed) == len(ISLAND_AXES)):
         raise CannotRunError(
             f"{devices_text} not divide the {cluster.num_chips} chips of {cluster.short_name}. "
             f"Use axes whose product divides {cluster.num_chips}."

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import ISLAND_AXES
 from meshwright.cost.arrays import select
 from meshwright.plan.candidates import Candidates
 
@@ -130,7 +130,7 @@ def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
     """
     if not len(order):
         return []
-    meshes = {axis: np.concatenate([variant.rows.mesh[axis] for variant in best.kept]).tolist() for axis in MESH_AXES}
+    meshes = {axis: np.concatenate([variant.rows.mesh[axis] for variant in best.kept]).tolist() for axis in ISLAND_AXES}
     listed_meshes: set[tuple[int, ...]] = set()
     indices_by_rank: list[list[int]] = []
     num_listed_by_group: dict[tuple[int, ...], int] = {}

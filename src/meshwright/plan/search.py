@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.schedules.registry import definition
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import ISLAND_AXES
 from meshwright.cost.arrays import select
 from meshwright.cost.memory.chip import total_bytes
 from meshwright.cost.network.placement import Placement, place_axes
@@ -157,7 +157,7 @@ def _near_first(meshes: Candidates, best: Best) -> np.ndarray:
 
 def near(meshes: Candidates, mesh: Mapping[str, np.ndarray]) -> np.ndarray:
     """True for the neighbours of a mesh: one factor of two or three is on another axis."""
-    ratios = np.stack([meshes.mesh[axis] / mesh[axis] for axis in MESH_AXES])
+    ratios = np.stack([meshes.mesh[axis] / mesh[axis] for axis in ISLAND_AXES])
     return (np.sum(ratios != 1, axis=0) == 2) & np.all(np.maximum(ratios, 1 / ratios) <= NEAR, axis=0)
 
 
@@ -204,7 +204,7 @@ class _Pricer:
         mesh_indices, placement_indices = list[int](), list[int]()
         for mesh_index, sizes in enumerate(zip(*(column.tolist() for column in meshes.mesh.values()), strict=True)):
             if sizes not in range_by_sizes:
-                placements = place_axes(self.cluster, dict(zip(MESH_AXES, sizes, strict=True)))[:max_placements]
+                placements = place_axes(self.cluster, dict(zip(ISLAND_AXES, sizes, strict=True)))[:max_placements]
                 range_by_sizes[sizes] = range(len(self.placements), len(self.placements) + len(placements))
                 self.placements.extend(placements)
             mesh_indices.extend([mesh_index] * len(range_by_sizes[sizes]))

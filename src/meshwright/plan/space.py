@@ -11,7 +11,7 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.rewrites.remat import keeps_logits
 from meshwright.algebra.rewrites.repeated_heads import repeated_dim, strategy_of_heads, with_repeated_heads
 from meshwright.algebra.schedules.registry import searched_schedules
-from meshwright.core.dims import EMULATED_AXES, MESH_AXES
+from meshwright.core.dims import EMULATED_AXES, ISLAND_AXES
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import DimSplit, size_rules, splits, zero_rules
 from meshwright.plan.rules import LegalRule
@@ -69,9 +69,9 @@ All others run there if they are given."""
 def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
     """Returns the mesh axes that a search may use on a cluster, including the ``fixed`` ones."""
     if cluster.kind != "host":
-        return MESH_AXES
+        return ISLAND_AXES
     axis_names = {*EMULATED_AXES, *fixed}
-    return tuple(axis for axis in MESH_AXES if axis in axis_names)
+    return tuple(axis for axis in ISLAND_AXES if axis in axis_names)
 
 
 class Pattern(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     num_microbatches: int | None = None
     chunks: int | None = None
     fixed: dict[str, int] = {}
-    axes: tuple[str, ...] = MESH_AXES
+    axes: tuple[str, ...] = ISLAND_AXES
 
     def dims(self, batch_seqs: Any) -> dict[str, Any]:
         """Returns the sizes of all dims; B is the whole batch, in sequences."""

@@ -56,6 +56,7 @@ COLORS: dict[str, str] = {
     **{"communication": "#D55E00", "exposed communication": "#D55E00", "network": "#D55E00", "whole step": INK},
     **{"hbm": "#44AA99", "bubble": "#F0E442", "host": "#DDCC77", "other": "#999999", "latency": "#CC79A7"},
     **{"data": "#009E73", "fsdp": "#44AA99", "tensor": "#7FCDB5", "context": "#B5DFC9", "pipeline": "#117733"},
+    "islands": "#661100",
 }
 """Colours of what several pictures show: each has one everywhere."""
 MUTED = "#767676"

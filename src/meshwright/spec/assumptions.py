@@ -114,6 +114,11 @@ def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> Non
     for axis in strategy.mesh:
         if axis not in MESH_AXES:
             raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
+    if strategy.num_islands > 1:
+        raise CannotRunError(
+            f"strategy.islands={strategy.num_islands}: each island is a runtime of its own, and no program has "
+            f"several. Train with launch --elastic -n {strategy.num_islands}, which runs one island in each."
+        )
     if strategy.precision not in ("", strategy.state_dtype):
         _refuse("precision", strategy.precision, f"{strategy.state_dtype!r}, the state's own")
     if strategy.zero is None and (trains or strategy.assignment not in LAYOUTS.values()):

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from meshwright.core.dims import DTYPE_BYTES, MESH_AXES
+from meshwright.core.dims import DTYPE_BYTES, ISLANDS, MESH_AXES
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import Checked
 
@@ -60,6 +60,20 @@ it, "naive" all after the backward pass, "bucketed" after it in buckets of many 
 CollectiveMatmul = Literal["none", "one-way", "two-way"]
 """Whether products overlap their AllGather or ReduceScatter over ``tensor`` block by block: on a ring in one direction
 ("one-way"), or in halves in both directions ("two-way")."""
+
+IslandsSync = Literal["gradients", "diloco", "local-sgd", "async-sgd"]
+"""What islands exchange: the sum of gradients in every step (elastic data parallelism), or every ``outer_every`` steps
+how far weights have moved: for an outer optimizer with momentum ("diloco"), for their mean ("local-sgd"), or for a copy
+that each island updates when it is ready, without waiting for the others ("async-sgd")."""
+
+ISLAND_FIELDS: dict[str, Any] = {
+    **{"islands_sync": "gradients", "outer_every": 1, "outer_bits": 32, "outer_fragments": 1, "outer_overlap": 0}
+}
+"""Fields of the strategy that only several islands have -> their defaults, those of one island."""
+_WITHOUT: dict[str, tuple[tuple[str, ...], str]] = {
+    "gradients": (tuple(ISLAND_FIELDS)[1:], "gradients are summed whole in every step, in 32 bits"),
+    "async-sgd": (("outer_fragments", "outer_overlap"), "an island sends all weights at once and does not wait"),
+}
 
 COLLECTIVE_MATMULS: tuple[CollectiveMatmul, ...] = get_args(CollectiveMatmul)
 
@@ -212,6 +226,10 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     products of a layer hide the collectives of activations over ``tensor``. ``precision`` is the dtype of matrix
     products, "" for the state's own. ``offload`` lists what is kept in host memory. ``capacity_factor`` bounds the
     slots of an expert at that multiple of the mean load; tokens that find no slot are dropped. 0 sets no bound.
+
+    With several ``islands`` the other axes are the mesh of each, and ``islands_sync`` says what these exchange:
+    gradients in every step, or outer gradients every ``outer_every`` steps, of ``outer_bits`` bits, in
+    ``outer_fragments`` that are due one after another, each applied ``outer_overlap`` steps after it was sent.
     """
 
     mesh: dict[str, int]
@@ -231,6 +249,11 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     precision: Precision | Literal[""] = ""
     offload: tuple[Offload, ...] = ()
     capacity_factor: float = 0.0
+    islands_sync: IslandsSync = "gradients"
+    outer_every: int = 1
+    outer_bits: Literal[32, 8, 4] = 32
+    outer_fragments: int = 1
+    outer_overlap: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -256,6 +279,20 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for axis in self.slice_axes:
             if axis not in self.mesh:
                 raise InputError(f"strategy.slice_axes names {axis!r}, no mesh axis.{nearest(axis, self.mesh)}")
+        _check_islands(self)
+
+    @property
+    def num_islands(self) -> int:
+        """Replicas with a runtime each; the other axes are the mesh of one."""
+        return self.mesh.get(ISLANDS, 1)
+
+    def inner(self) -> "Strategy":
+        """Returns the strategy of one island; itself without several."""
+        if self.num_islands == 1:
+            return self
+        mesh = {axis: size for axis, size in self.mesh.items() if axis != ISLANDS}
+        placement = {axis: place for axis, place in self.placement.items() if axis != ISLANDS}
+        return msgspec.structs.replace(self, mesh=mesh, placement=placement, **ISLAND_FIELDS)
 
     @property
     def num_chips(self) -> int:
@@ -323,6 +360,22 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return dict(item for pair in pairs for item in pair)
 
 
+def _check_islands(strategy: Strategy) -> None:
+    """Raises InputError for a period, bits or fragments that what islands exchange does not have."""
+    values, mode, every = {n: getattr(strategy, n) for n in ISLAND_FIELDS}, strategy.islands_sync, strategy.outer_every
+    for name in (name for name, usual in ISLAND_FIELDS.items() if values[name] != usual):
+        if strategy.num_islands == 1:
+            raise InputError(f"strategy.{name}={values[name]} is of several islands. Set strategy.islands too.")
+        fixed_names, reason = _WITHOUT.get(mode, ((), ""))
+        if name in fixed_names:
+            raise InputError(f"strategy.{name}={values[name]}: with islands_sync={mode} {reason}. Leave it out.")
+    for name, most in {"outer_every": MAX_SEQUENCES, "outer_fragments": every, "outer_overlap": every - 1}.items():
+        if not ISLAND_FIELDS[name] <= values[name] <= most:
+            suffix = f" with outer_every={every}" * (name != "outer_every")
+            limits_text = f"between {ISLAND_FIELDS[name]} and {most}{suffix}"
+            raise InputError(f"strategy.{name}={values[name]} must be {limits_text}.")
+
+
 def sequence_shards(strategy: Strategy, dim: str = "B") -> int:
     """Returns the number of places over which the cached sequences of an engine are split; with ``dim`` S, the devices
     over which the positions of each are."""
@@ -334,7 +387,15 @@ def mesh_words(mesh: Mapping[str, int], join: str = ", ", *, alone: str = "one d
     return join.join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or alone
 
 
-SHORT_AXES = {"pipeline": "pp", "data": "dp", "fsdp": "fsdp", "expert": "ep", "context": "cp", "tensor": "tp"}
+SHORT_AXES = {
+    ISLANDS: "isl",
+    "pipeline": "pp",
+    "data": "dp",
+    "fsdp": "fsdp",
+    "expert": "ep",
+    "context": "cp",
+    "tensor": "tp",
+}
 
 
 def short_mesh(mesh: Mapping[str, int]) -> str:
@@ -343,7 +404,7 @@ def short_mesh(mesh: Mapping[str, int]) -> str:
 
 
 def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:
-    """Returns a mesh with every axis in its order, 1 where not given.
+    """Returns a mesh with every axis in its order, 1 where not given; ``islands`` only where there are several.
 
     Raises InputError for an axis that does not exist, and for one of no devices.
     """
@@ -351,7 +412,7 @@ def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:
         if axis not in MESH_AXES:
             raise InputError(f"mesh axis {axis!r} is not known.{nearest(axis, MESH_AXES)}")
     require_mesh(axes)
-    return {axis: int(axes.get(axis, 1)) for axis in MESH_AXES}
+    return {axis: int(axes.get(axis, 1)) for axis in MESH_AXES if axis != ISLANDS or axes.get(axis, 1) > 1}
 
 
 def held_dims(dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,12 @@ _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("steps", "log_every", "keep_checkpoints", "evaluate_batches"), lambda n: n >= 1, "be at least 1"),
     (_NOT_NEGATIVE, lambda n: 0 <= n < math.inf, "not be negative"),
     (("seed",), lambda n: n < 2**31, f"be less than 2**31 = {2**31}"),
-    (("learning_rate", "max_grad_norm", "epsilon"), lambda n: 0 < n < math.inf, "be a number above 0"),
-    (("beta1", "beta2", "momentum", "average", "held_out"), lambda n: 0 <= n < 1, "be at least 0 and less than 1"),
+    (("learning_rate", "max_grad_norm", "epsilon", "outer_rate"), lambda n: 0 < n < math.inf, "be a number above 0"),
+    (
+        ("beta1", "beta2", "momentum", "average", "held_out", "outer_momentum"),
+        lambda n: 0 <= n < 1,
+        "be at least 0 and less than 1",
+    ),
     (("decay_fraction",), lambda n: 0 < n <= 1, "be above 0 and at most 1"),
     (("noise_density",), lambda n: 0 < n < 1, "be above 0 and less than 1"),
     (("mean_span",), lambda n: 1 <= n < math.inf, "be at least 1"),
@@ -70,7 +74,7 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``average`` is the decay of the weights' running mean, 0 for none. ``z_loss`` weighs the squared log-sum of the
     logits, ``balance_loss`` the load balance of experts, ``router_z_loss`` the squared log-sum of a router's scores.
     ``correction_rate`` moves the correction of DeepSeek-V3's routers towards equal load after each step (the paper:
-    0.001).
+    0.001). ``outer_rate`` and ``outer_momentum`` are of the outer optimizer of islands (DiLoCo: Nesterov's momentum).
 
     Run: a checkpoint is written every ``checkpoint_every`` steps (0: only at the end). The newest
     ``keep_checkpoints`` stay, and all at multiples of ``keep_every`` (0: none). Evaluation is on at most
@@ -103,6 +107,8 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_grad_norm: float = 1.0
     rounding: Rounding = "nearest"
     average: float = 0.0
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
     z_loss: float = 0.0
     balance_loss: float = 0.01
     router_z_loss: float = 0.0

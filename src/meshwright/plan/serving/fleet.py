@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 import numpy as np
 
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import ISLAND_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.cost.network.links import physical_links
 from meshwright.cost.network.placement import Placement, place_axes
@@ -22,7 +22,7 @@ ENGINE_AXES = ("expert", "context", "tensor")
 with data-parallel attention). Weights are split over nothing else: each step would gather them. What ``context`` splits
 is said by the layout."""
 
-OTHER_AXES: tuple[str, ...] = tuple(axis for axis in MESH_AXES if axis not in ENGINE_AXES)
+OTHER_AXES: tuple[str, ...] = tuple(axis for axis in ISLAND_AXES if axis not in ENGINE_AXES)
 
 CONTEXTS = (1, 2, 4, 8, 16, 32)
 """Sizes of ``context`` that are tried."""
@@ -122,7 +122,7 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
     meshes = [placement.mesh for placement in placements]
     return Fleet(
         cluster=cluster,
-        mesh={axis: np.array([mesh[axis] for mesh in meshes], dtype=np.int64) for axis in MESH_AXES},
+        mesh={axis: np.array([mesh[axis] for mesh in meshes], dtype=np.int64) for axis in ISLAND_AXES},
         layout=np.array(layouts),
         parts=parts,
         placements=placements,
