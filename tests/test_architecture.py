@@ -212,7 +212,7 @@ def test_local_steps_are_told_by_what_their_op_states():
     assert ops_named_in(example, names) == [1, 3]
 
 
-MOST_CORE_LINES = 1_987
+MOST_CORE_LINES = 1_991
 """Of what somebody reads to follow `derive` on a dense Llama from end to end."""
 
 BESIDE_THE_CORE = ("meshwright.algebra.rewrites", "meshwright.algebra.schedules")

@@ -11,6 +11,7 @@ from meshwright.algebra.program import LOSSES, Block, Program, layers_dim
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.rewrites.frozen import needed_steps, trained
 from meshwright.algebra.rewrites.fused_head import with_fused_head
+from meshwright.algebra.rewrites.islands import across_islands
 from meshwright.algebra.rewrites.pipeline import boundary, ends, require_stages
 from meshwright.algebra.rewrites.remat import SavedSet, in_segments
 from meshwright.algebra.rewrites.repeated_heads import repeating
@@ -41,7 +42,7 @@ def derive(
     ``optimizer`` is the op that updates the weights. Raises InputError for an assignment, remat or optimizer that
     cannot work (two dims on one axis, a norm over a split D), and CannotRunError for stacks that no pipeline runs.
     """
-    strategy = strategy.inner()
+    all_islands, strategy = strategy, strategy.inner()
     require_stages(program, strategy)
     program = repeating(program, strategy)
     kept_axes = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes
@@ -72,7 +73,7 @@ def derive(
         weights=updated_weights,
         optimizer=optimizer,
     )
-    return with_split_backward(derived) if derived.boundary else derived
+    return across_islands(with_split_backward(derived) if derived.boundary else derived, all_islands)
 
 
 def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:

@@ -62,7 +62,8 @@ class Derived(msgspec.Struct, frozen=True):
     before their layer runs, and those of the loop's last iteration stay gathered until the backward pass. ``ends``
     are the sums over stages, once per step, of the gradients of weights that every stage has: embedding and loss head.
     ``shared`` are results that later layers read, ``weights`` says how ``optimizer`` updates each weight.
-    ``beside`` are blocks of another program on the same devices, whose weights these hold too.
+    ``beside`` are blocks of another program on the same devices, whose weights these hold too. ``outer`` are the sums
+    between islands, each with an `OuterSum` as its details; no program of an island has them.
     """
 
     program: Program
@@ -76,6 +77,7 @@ class Derived(msgspec.Struct, frozen=True):
     weights: dict[str, Updated] = {}
     optimizer: str = "adamw"
     beside: tuple[Block, ...] = ()
+    outer: tuple[Step, ...] = ()
 
     @property
     def shards(self) -> dict[str, ShardedArray]:

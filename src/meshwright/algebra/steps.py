@@ -10,7 +10,7 @@ from meshwright.core.labels import StepLabel
 from meshwright.core.notation import join_axes
 
 Phase = Literal["forward", "recompute", "backward", "update"]
-Scope = Literal["layer", "microbatch", "step"]
+Scope = Literal["layer", "microbatch", "step", "outer"]
 Role = Literal["first", "layer", "last", "head"]
 """Role of a block in its stack: it makes the stream, passes it on, or ends it; a head ends it in a loss or logits."""
 
