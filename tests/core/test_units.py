@@ -5,6 +5,7 @@ import pytest
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import (
     counted,
+    format_bit_rate,
     format_bytes,
     format_count,
     format_flops,
@@ -12,6 +13,7 @@ from meshwright.core.units import (
     format_seconds,
     parse_bytes,
     parse_count,
+    parse_rate,
     shown_by_name,
 )
 
@@ -56,6 +58,16 @@ def test_bytes_of_both_kinds():
     assert parse_bytes("80 GB") == 80e9
     assert parse_bytes("15.75 GiB") == 15.75 * 2**30
     assert parse_bytes("12 B") == 12
+    assert [parse_rate(text) for text in ("1Gbit/s", "10 Mbit/s", "25GB/s", "8bit/s")] == [125e6, 1.25e6, 25e9, 1]
+    assert [format_bit_rate(rate) for rate in (125e6, 1.25e6, 25e9, 1.0)] == [
+        "1Gbit/s",
+        "10Mbit/s",
+        "200Gbit/s",
+        "8bit/s",
+    ]
+    for text in ("1", "1Gbit", "1Gb/s", "0Gbit/s", "-1GB/s", "1 GiB/s", "nanbit/s"):
+        with pytest.raises(InputError, match=r"is not a rate\. Write for example 1Gbit/s, 10Mbit/s or 25GB/s"):
+            parse_rate(text)
 
 
 @pytest.mark.parametrize(

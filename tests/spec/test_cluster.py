@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.network.placement import place_axes
 from meshwright.spec.chip import chip, chips
-from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.cluster import parse_cluster, parse_clusters
 from meshwright.spec.cluster_shapes import balanced_shape
 
 
@@ -26,6 +27,9 @@ from meshwright.spec.cluster_shapes import balanced_shape
         ("v4p:4x4x8_twisted", 128, 32, (True, True, True)),
         ("2*v5p:8x16x16_twisted", 4096, 1024, (True, True, True)),
         ("cpu:8", 8, 1, (False,)),
+        ("4*h100:8x32@1Gbit/s", 1024, 128, (False, False)),
+        ("3*2*v5e:16x16@200Gbit/s", 1536, 192, (True, True)),
+        ("4*cpu:2@10Mbit/s", 8, 4, (False,)),
     ],
 )
 def test_sizes_and_wraparound(text, num_chips, num_hosts, wraps):
@@ -66,6 +70,12 @@ def test_short_forms_are_completed():
         ("v5e:0x4", "below 1"),
         ("cpu:2x4", "a number of devices"),
         ("nonsense", "is not chip:shape. Write for example v5p:16x20x28"),
+        ("4*h100:8x32@1", "4[*]h100:8x32@1': the link '1' is not a rate"),
+        ("h100:8x32@1Gbit/s", "has a link, and no two islands. Write for example 4[*]h100:8x32@1Gbit/s"),
+        ("1*h100:8x32@1Gbit/s", "has a link, and no two islands"),
+        ("4*h100:8x32@1Gbit/s@1Gbit/s", "has a link, and no two islands"),
+        ("99999999*h100:8@1Gbit/s", "more than 10,000,000 chips"),
+        ("2*h100:8", "or islands with the rate between them: 2[*]h100:8@1Gbit/s"),
         ("absent.toml", r"absent.toml cannot be read \(No such file"),
     ],
 )
@@ -82,6 +92,26 @@ def test_cluster_file_with_its_own_chip(tmp_path):
     assert (cluster.num_chips, cluster.chip.name, cluster.chip.hbm_bytes_per_s) == (32, "mine", 1e12)
     path.write_text('chip = "v5p"\nshape = [4, 4, 8]\nnum_slices = 2\n')
     assert parse_cluster(str(path)).short_name == "2*v5p:4x4x8"
+
+
+def test_islands_are_equal_clusters_with_an_uplink_each(tmp_path):
+    """The rate is of an island's whole uplink, one way."""
+    cluster = parse_cluster("4*h100:8x32@1Gbit/s")
+    assert (cluster.num_islands, cluster.island_bytes_per_s) == (4, 125e6)
+    assert cluster.island == parse_cluster("h100:8x32")
+    assert cluster.part((8, 2)) == parse_cluster("h100:8x2")
+    assert [found.short_name for found in parse_clusters("2*v5p:64chips@25GB/s")] == ["2*v5p:4x4x4@200Gbit/s"]
+    path = tmp_path / "mine.toml"
+    path.write_text('chip = "h100"\nshape = [8, 32]\nnum_islands = 4\nisland_bytes_per_s = 125e6\n')
+    assert parse_cluster(str(path)) == cluster
+    path.write_text('chip = "h100"\nshape = [8, 32]\nnum_islands = 4\n')
+    with pytest.raises(InputError, match=r"mine.toml:3: num_islands=4 with island_bytes_per_s=None: give .*@1Gbit/s"):
+        parse_cluster(str(path))
+
+
+def test_no_link_for_a_program_joins_islands():
+    with pytest.raises(CannotRunError, match=r"are islands, which have no link.*Name one of them here: cpu:2"):
+        place_axes(parse_cluster("4*cpu:2@10Mbit/s"), {"data": 8})
 
 
 LEVELS = """

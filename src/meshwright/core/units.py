@@ -54,6 +54,18 @@ def parse_bytes(text: str) -> float:
     return number * scale
 
 
+def parse_rate(text: str, *, what: str = "rate") -> float:
+    """Parses bytes per second from ``"1Gbit/s"``, ``"10 Mbit/s"`` or ``"25GB/s"``, in powers of ten.
+
+    Raises InputError for another unit, and for a rate of 0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(bit|B)/s", text.strip())
+    bytes_per_s = float(match[1]) * _DECIMAL[match[2]] / (8 if match[3] == "bit" else 1) if match else 0.0
+    if not 0 < bytes_per_s <= LARGEST:
+        raise InputError(f"{what} {text!r} is not a rate. Write for example 1Gbit/s, 10Mbit/s or 25GB/s.")
+    return bytes_per_s
+
+
 def parse_seconds(text: str, *, what: str = "time") -> float:
     """Parses seconds from ``"20ms"``, ``"1.5 s"`` or ``"800us"``; a bare number is seconds."""
     number, suffix = _split(text, what)
@@ -105,6 +117,12 @@ def format_bytes(num_bytes: float) -> str:
 def format_rate(bytes_per_s: float) -> str:
     """Returns ``"95 GB/s"``: powers of ten, three significant digits."""
     return f"{format_bytes(bytes_per_s)}/s"
+
+
+def format_bit_rate(bytes_per_s: float) -> str:
+    """Returns ``"1Gbit/s"``, in as many digits as `parse_rate` needs to read the same rate."""
+    scale, prefix = next(((_DECIMAL[p], p) for p in "TGMk" if 8 * bytes_per_s >= _DECIMAL[p]), (1.0, ""))
+    return f"{8 * bytes_per_s / scale:.12g}{prefix}bit/s"
 
 
 def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:

@@ -343,12 +343,15 @@ OTHER_NAMES = {"extends": "base", "inherits": "base", "parent": "base", "memory"
 """Names that persons give to keys of a chip's file -> the keys."""
 
 
+_CLUSTER_KEYS = ("chip", "shape", "levels", "num_slices", "twisted", "num_islands", "island_bytes_per_s")
+
+
 def read_chip(path: Path) -> Chip:
     """Returns the chip of a file: its keys, or those of its table ``[chip]``, which may also be a name."""
     file = read_toml(path)
     key_path = ("chip",) if "chip" in file.data else ()
     if key_path:
-        file.refuse(unknown_fields(file.data, ("chip", "shape", "levels", "num_slices", "twisted"), ()))
+        file.refuse(unknown_fields(file.data, _CLUSTER_KEYS, ()))
     table = file.data.get("chip", file.data)
     if isinstance(table, str):
         with file.at(key_path):

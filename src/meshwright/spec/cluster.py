@@ -6,6 +6,7 @@ How to Scale Your Model, section 2.2.
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +15,11 @@ import msgspec
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import check_figures
 from meshwright.core.toml_file import TomlFile, decode_toml, read_toml
+from meshwright.core.units import format_bit_rate, parse_rate
 from meshwright.spec.chip import Chip, catalogued, chip, read_chip
 from meshwright.spec.cluster_shapes import (
     LEVEL_NAMES,
+    MAX_CHIPS,
     ClusterShape,
     can_twist,
     complete_shape,
@@ -34,6 +37,7 @@ _TEXT = re.compile(rf"(?:(\d{{1,18}})\*)?({CHIP_NAME}):(\d{{1,18}}(?:x\d{{1,18}}
 _OPEN_SHAPE = re.compile(rf"({CHIP_NAME}):(\d+)chips")
 """A chip and a number of chips, whose shapes `parse_clusters` lists."""
 _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (domain x nodes) or cpu:8"
+_ISLAND_EXAMPLE = "4*h100:8x32@1Gbit/s, 4 islands that each reach the others at 1 Gbit/s"
 
 
 class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +65,8 @@ class _SizedLevel(NetworkLevel, frozen=True, kw_only=True):
 
 class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chip: str | dict[str, Any]
+    num_islands: int = 1
+    island_bytes_per_s: float | None = None
     num_slices: int = 1
     twisted: bool = False
 
@@ -79,6 +85,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ``shape`` is the torus (one number per axis), (domain, nodes, then sizes of further levels) of a switched cluster,
     or (devices,) of a host. ``levels`` are the figures of a switched cluster's levels, innermost first, where they
     differ from the chip's; a ``twisted`` torus has short axes that wrap around to the middle of the long ones.
+
+    With ``num_islands`` there are as many of these clusters, each of which reaches the others through its hosts alone:
+    all hosts of an island together send and receive at once ``island_bytes_per_s``, its uplink.
     """
 
     chip: Chip
@@ -86,9 +95,18 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_slices: int = 1
     twisted: bool = False
     levels: tuple[NetworkLevel, ...] = ()
+    num_islands: int = 1
+    island_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         """Raises InputError for impossible sizes, such as those of an edited plan file."""
+        rate = self.island_bytes_per_s
+        if self.num_islands != 1 or rate is not None:
+            if self.num_islands < 2 or rate is None or not 0 < rate < math.inf:
+                message = f"num_islands={self.num_islands} with island_bytes_per_s={rate}"
+                raise InputError(f"{message}: give several islands and their rate, as in {_ISLAND_EXAMPLE}.")
+            if self.num_chips > MAX_CHIPS:
+                raise InputError(f"{self.short_name} has more than {MAX_CHIPS:,} chips. Give a smaller cluster.")
         if not self.shape or min(*self.shape, self.num_slices) < 1:
             raise InputError(
                 f"cluster of {self.num_slices} slices of {times(self.shape) or 'no'} {self.chip.name}: every size "
@@ -112,7 +130,14 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def num_chips(self) -> int:
-        return self.num_slices * math.prod(self.shape)
+        return self.num_islands * self.num_slices * math.prod(self.shape)
+
+    @property
+    def island(self) -> "Cluster":
+        """One of the islands: a cluster whose chips all reach each other."""
+        if self.num_islands == 1:
+            return self
+        return msgspec.structs.replace(self, num_islands=1, island_bytes_per_s=None)
 
     @property
     def num_hosts(self) -> int:
@@ -120,6 +145,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
         Where the chips per host are not known a switched domain counts as one host.
         """
+        if self.num_islands > 1:
+            return self.num_islands * self.island.num_hosts
         if self.kind == "host":
             return self.num_slices
         chips_per_host = self.chip.chips_per_host or self.shape[0]
@@ -157,6 +184,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def short_name(self) -> str:
         """``"4*v5e:16x16"``; for a chip of the catalogue ``parse_cluster`` reads it back."""
+        if self.island_bytes_per_s is not None:
+            return f"{self.num_islands}*{self.island.short_name}@{format_bit_rate(self.island_bytes_per_s)}"
         slices_text = f"{self.num_slices}*" if self.num_slices > 1 else ""
         return f"{slices_text}{self.chip.name}:{times(self.shape)}{'_twisted' if self.twisted else ''}"
 
@@ -165,7 +194,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         full_shape = make_cluster(self.chip, shape, num_slices=num_slices).shape
         padded_shape = full_shape + (1,) * (len(self.levels) - len(full_shape))
         return msgspec.structs.replace(
-            self, shape=padded_shape, num_slices=num_slices, twisted=self.twisted and padded_shape == self.shape
+            self.island, shape=padded_shape, num_slices=num_slices, twisted=self.twisted and padded_shape == self.shape
         )
 
 
@@ -173,12 +202,15 @@ def parse_cluster(text: str) -> Cluster:
     """Returns the cluster of a text such as "v5p:16x20x28", "4*v5e:16x16", "v4p:4x4x8_twisted" or "h100:8x2x192x8".
 
     The sizes of a switched cluster are its domain and nodes, or domain, nodes of a rack, racks of a pod and pods.
+    "4*h100:8x32@1Gbit/s" are 4 islands, each with an uplink of that rate; before ``@`` a number counts no slices.
     A ``.toml`` file in place of the chip's name is read by `read_chip`; a text that is only a file by `read_cluster`.
     Raises InputError for any other text.
     """
     text = text.strip()
     if text.endswith(".toml"):
         return read_cluster(Path(text))
+    if "@" in text:
+        return _islands(text, parse_cluster)
     match = _TEXT.fullmatch(text)
     if match is None and _OPEN_SHAPE.fullmatch(text):
         raise InputError(f"{text!r} leaves the shape open. Name one here, such as {_EXAMPLES}.")
@@ -193,6 +225,16 @@ def parse_cluster(text: str) -> Cluster:
         num_slices=1 if slices_text is None else int(slices_text),
         twisted=twist_text is not None,
     )
+
+
+def _islands(text: str, read: Callable[[str], Cluster]) -> Cluster:
+    """Returns the islands of ``"4*CLUSTER@RATE"``, of which ``read`` makes one."""
+    islands_text, _, rate_text = text.rpartition("@")
+    count_text, star, island_text = islands_text.partition("*")
+    if not star or not count_text.strip().isdecimal() or len(count_text) > 9 or int(count_text) < 2:
+        raise InputError(f"cluster {text!r} has a link, and no two islands. Write for example {_ISLAND_EXAMPLE}.")
+    rate = parse_rate(rate_text.strip(), what=f"cluster {text!r}: the link")
+    return msgspec.structs.replace(read(island_text), num_islands=int(count_text), island_bytes_per_s=rate)
 
 
 def make_cluster(
@@ -213,7 +255,7 @@ def read_cluster(path: Path) -> Cluster:
 
     A chip table is complete, or has a ``base`` of the catalogue and the figures that differ. ``num_slices`` and
     ``twisted`` accompany a shape. Each of ``[[levels]]``, innermost first, has a ``size`` and may have a ``name``,
-    ``bytes_per_s``, ``hop_s`` and ``oversubscription``.
+    ``bytes_per_s``, ``hop_s`` and ``oversubscription``. Several ``num_islands`` have ``island_bytes_per_s`` too.
     """
     file = read_toml(path)
     if {"base", "peak_flops", "hbm_bytes"} & file.data.keys():
@@ -230,7 +272,10 @@ def read_cluster(path: Path) -> Cluster:
         shape = table.shape
     its_chip = read_chip(path)
     with file.at(("levels" if levels else "shape",)):
-        return make_cluster(its_chip, shape, num_slices=table.num_slices, twisted=table.twisted, levels=levels)
+        island = make_cluster(its_chip, shape, num_slices=table.num_slices, twisted=table.twisted, levels=levels)
+    with file.at(("num_islands",)):
+        rate = table.island_bytes_per_s
+        return msgspec.structs.replace(island, num_islands=table.num_islands, island_bytes_per_s=rate)
 
 
 def _sized_levels(file: TomlFile, tables: tuple[_SizedLevel, ...]) -> tuple[tuple[int, ...], tuple[NetworkLevel, ...]]:
@@ -249,6 +294,9 @@ def _sized_levels(file: TomlFile, tables: tuple[_SizedLevel, ...]) -> tuple[tupl
 
 def parse_clusters(text: str) -> tuple[Cluster, ...]:
     """Returns every cluster of ``"v5p:4096chips"``, best first; the one cluster of any other text."""
+    if "@" in text and _OPEN_SHAPE.fullmatch(text.rpartition("@")[0].partition("*")[2].strip()):
+        shapes = parse_clusters(text.rpartition("@")[0].partition("*")[2])
+        return tuple(_islands(text, lambda _, shape=shape: shape) for shape in shapes)  # type: ignore[misc]
     match = _OPEN_SHAPE.fullmatch(text.strip())
     if match is None:
         return (parse_cluster(text),)

@@ -78,7 +78,10 @@ def _torus_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterSha
 def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
     name, n_chips = f"{chip.name}:{times(shape)}", min(8, chip.domain_chips or 8)
     if num_slices > 1:
-        raise InputError(f"{num_slices}*{name}: slices are for TPUs. Write domain x nodes: {chip.name}:{n_chips}x256.")
+        raise InputError(
+            f"{num_slices}*{name}: slices are for TPUs. Write domain x nodes: {chip.name}:{n_chips}x256; or "
+            f"islands with the rate between them: {num_slices}*{name}@1Gbit/s."
+        )
     if len(shape) > len(LEVEL_NAMES):
         raise InputError(
             f"{name} has {len(shape)} sizes; at most {len(LEVEL_NAMES)} are read."

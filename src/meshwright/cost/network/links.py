@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.core.errors import CannotRunError
 from meshwright.spec.chip import known
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.cluster_shapes import SLICES, TORUS_AXES
@@ -61,6 +62,9 @@ def torus_width(cluster: Cluster) -> TorusWidth | None:
 
 def physical_links(cluster: Cluster) -> tuple[Link, ...]:
     """Returns the links of a cluster without a mesh, axes of size 1 included. Raises InputError for an unknown rate."""
+    if cluster.num_islands > 1:
+        name, one = cluster.short_name, cluster.island.short_name
+        raise CannotRunError(f"{name} are islands, which have no link for a program. Name one of them here: {one}.")
     if cluster.kind == "torus":
         return _torus_links(cluster)
     if cluster.kind == "switched":

@@ -46,6 +46,7 @@ def place_axes(cluster: Cluster, mesh: Mapping[str, int]) -> tuple[Placement, ..
     placement is dropped if another is as good on every axis. On switches the minor axes fill the domain first.
     The outermost factors of the major-most axes cross slices.
     """
+    links = physical_links(cluster)
     if math.prod(mesh.values()) != cluster.num_chips:
         mesh_text = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
         raise InputError(
@@ -56,7 +57,6 @@ def place_axes(cluster: Cluster, mesh: Mapping[str, int]) -> tuple[Placement, ..
     axis_names = tuple(axis for axis, size in mesh.items() if size > 1)
     axis_sizes = tuple(mesh[axis] for axis in axis_names)
     layouts = _LAYOUTS[cluster.kind](cluster, axis_sizes)
-    links = physical_links(cluster)
     return tuple(Placement(mesh=dict(mesh), links=_named(links, layout, axis_names)) for layout in layouts)
 
 
