@@ -28,6 +28,7 @@ WORDS: dict[str, str] = {
     "bubble": "pipeline bubble",
     "pipeline": "sends between stages",
     "pcie": "transfers to the host",
+    "islands": "sums between islands",
     "other": "host, stragglers, latency",
 }
 
@@ -147,7 +148,8 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         """Returns the seconds of the step after a change of its costs, with other transfers to the host if given."""
         priced = self.priced
         changed_times = block_times(priced.derived, priced.costs.changed(change), priced.sizes, priced.rates)
-        return changed_times.step_s(priced.pipeline, priced.moved if offload is None else offload)
+        seconds = changed_times.step_s(priced.pipeline, priced.moved if offload is None else offload)
+        return replace(seconds, step_s=seconds.step_s + priced.exchange_s)
 
     def _busy_s(self, free_terms: Collection[str], offload: Transfers | None = None) -> float:
         """Returns the seconds of the step without its bubble if the work of the ``free_terms`` takes no time."""
@@ -186,7 +188,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         local_terms = dict.fromkeys(cost.term for cost in priced_step.costs.all if not cost.step.is_collective)
         added_s_by_name = {name: no_comm_s - self._busy_s({*comm_s_by_name, name}) for name in local_terms}
         added_s_by_name |= self._exposed(step_s - bubble_s, no_comm_s)
-        added_s_by_name["bubble"] = bubble_s
+        added_s_by_name |= {"bubble": bubble_s, "islands": priced_step.exchange_s}
         if priced_step.offload:
             added_s_by_name["pcie"] = no_comm_s - self._busy_s(set(comm_s_by_name), NOTHING)
         added_s_by_name["other"] = step_s - sum(added_s_by_name.values())
@@ -225,7 +227,8 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     def _free(self) -> tuple[float, float]:
         """Seconds of the step, and of its bubble, if links took no time."""
         step_seconds = self._seconds(_without_links)
-        return float(step_seconds.step_s), float(step_seconds.bubble_s) if self.priced.pipeline.stages > 1 else 0.0
+        free_s = float(step_seconds.step_s) - self.priced.exchange_s
+        return free_s, float(step_seconds.bubble_s) if self.priced.pipeline.stages > 1 else 0.0
 
     @property
     def local(self) -> dict[str, float]:
@@ -260,7 +263,8 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
             exposed_s = cost.network_s * exposed(cost) if cost.step.is_collective else 0.0
             return replace(cost, network_s=cost.network_s - exposed_s, exposed_s=exposed_s)
 
-        exposed_step_s = float(self._seconds(split).step_s)
+        exchange, exposed_step_s = self.priced.exchange, float(self._seconds(split).step_s)
+        exposed_step_s += exchange.serial_s - exchange.exposed_s if exchange else 0.0
         return PricedOverlap(
             step_s=self.step_s,
             alone_s=sum(self.alone.values()),
@@ -344,7 +348,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         """
         priced_step = self.priced
         seconds_by_part = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
-        network_s = float(priced_step.estimate.terms.get("pipeline", 0.0))
+        network_s = float(priced_step.estimate.terms.get("pipeline", 0.0)) + priced_step.exchange_s
         for cost in priced_step.costs.all:
             bound_by = "compute" if float(cost.math_s) > float(cost.hbm_s) else "memory"
             seconds_by_part[bound_by] += float(cost.local_s - cost.launch_s) * float(cost.here)

@@ -15,7 +15,9 @@ from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import stage_names, transformer
+from meshwright.core.errors import CannotRunError
 from meshwright.core.fields import Checked
+from meshwright.core.units import counted
 from meshwright.cost.arrays import total
 from meshwright.cost.memory.chip import MEMORY_MARGINS, memory_limit
 from meshwright.cost.memory.state import memory_parts
@@ -223,6 +225,29 @@ class Setting(Checked, frozen=True, dict=True):
         return strategy_pipeline(
             strategy, in_lockstep=self.assumptions.traits.is_compiled, names=stage_names(self.model)
         )
+
+    def of_island(self, strategy: Strategy) -> "Setting":
+        """Returns the setting of one of a strategy's islands, with its share of the batch; itself without islands.
+
+        Raises CannotRunError if the cluster has another number of islands, or they do not divide the batch.
+        """
+        num_islands, cluster, job = strategy.num_islands, self.cluster, self.job
+        if num_islands != cluster.num_islands:
+            remedy = f"Set islands={cluster.num_islands}"
+            if cluster.num_islands == 1:
+                remedy = f"Leave it out, or name the islands: {num_islands}*{cluster.short_name}@1Gbit/s, say"
+            cluster_text = f"{cluster.short_name} is {counted(cluster.num_islands, 'island')}"
+            raise CannotRunError(f"the mesh has islands={num_islands}, and {cluster_text}. {remedy}.")
+        if job.batch_seqs % num_islands:
+            nearest_batch = max(1, round(job.batch_seqs / num_islands)) * num_islands
+            raise CannotRunError(
+                f"islands={num_islands} does not divide the batch of {job.batch_seqs} sequences. "
+                f"Use a batch of {nearest_batch} sequences."
+            )
+        if num_islands == 1:
+            return self
+        island_job = replace(job, batch_seqs=job.batch_seqs // num_islands)
+        return replace(self, cluster=cluster.island, job=island_job)
 
     def require_runnable(self, strategy: Strategy) -> None:
         """Raises CannotRunError for what this machine's own devices would not run in this version."""

@@ -22,6 +22,7 @@ from meshwright.cost.memory.chip import MemoryParts, total_bytes
 from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.offload import NOTHING, Transfers, offloaded
+from meshwright.cost.outer import OuterExchange, outer_exchange, with_exchange
 from meshwright.cost.pass_times import BlockTimes, StepSeconds, block_times, link_seconds
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.setting import Setting
@@ -82,17 +83,25 @@ class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class PricedStrategy(PricedStep, frozen=True, kw_only=True, dict=True):
     """One strategy with its placement, the costs of its steps and its prediction, in plain numbers.
 
-    ``derived`` has only axes of several devices, so that its steps are those that run.
+    ``derived`` has only axes of several devices, so that its steps are those that run. Of islands the setting and the
+    strategy are those of one; ``exchange`` is between them.
     """
 
     setting: Setting
     strategy: Strategy
     placement: Placement
+    exchange: OuterExchange | None = None
 
     @cached_property
     def estimate(self) -> Estimate:
-        """The prediction."""
-        return predict(self, self.setting, batch_seqs=float(self.setting.job.batch_seqs))
+        """The prediction, of all islands."""
+        estimate = predict(self, self.setting, batch_seqs=float(self.setting.job.batch_seqs))
+        return estimate if self.exchange is None else with_exchange(estimate, self.exchange)
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds by which exchanges between islands lengthen the mean step."""
+        return 0.0 if self.exchange is None else self.exchange.exposed_s
 
 
 def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
@@ -100,6 +109,11 @@ def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
 
     Raises InputError or CannotRunError if the strategy cannot be derived or placed.
     """
+    if strategy.num_islands > 1:
+        priced = price_strategy(setting.of_island(strategy), strategy.inner())
+        derived, step_s = setting.derived(strategy), float(priced.estimate.step_s)
+        exchange = outer_exchange(setting.cluster, strategy, derived, priced.sizes, inner_s=step_s)
+        return msgspec.structs.replace(priced, derived=derived, exchange=exchange)
     strategy = job_strategy(setting.job, strategy)
     derived = setting.derived(strategy)
     placements = strategy_placements(setting.cluster, strategy)

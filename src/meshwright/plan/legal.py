@@ -16,6 +16,7 @@ from meshwright.algebra.generation.derive import job_strategy
 from meshwright.algebra.notation import product
 from meshwright.algebra.rewrites.pipeline import no_stages
 from meshwright.algebra.sizes import Number
+from meshwright.core.dims import ISLANDS
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
 from meshwright.cost.memory.chip import total_bytes
@@ -127,8 +128,12 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
     """Returns why a strategy cannot be planned in a setting; () when it can.
 
     What this version does not run on this machine is refused first; placement and memory are checked only if all rules
-    on sizes hold. Raises InputError for an assignment that cannot be derived.
+    on sizes hold. Of several islands one is checked. Raises InputError for an assignment that cannot be derived.
     """
+    try:
+        setting, strategy = setting.of_island(strategy), strategy.inner()
+    except CannotRunError as error:
+        return (Refusal(rule=ISLANDS, message=str(error)),)
     try:
         setting.require_runnable(strategy)
     except CannotRunError as error:

@@ -1,0 +1,142 @@
+"""Seconds and bytes of the sums between islands, which the hosts compute: copies, the link, work in host memory."""
+
+import msgspec
+from msgspec.structs import replace
+
+from meshwright.algebra.derived import Derived
+from meshwright.algebra.notation import local_elements, product
+from meshwright.algebra.sizes import OpSizes
+from meshwright.core.dims import DTYPE_BYTES, ISLANDS
+from meshwright.core.units import format_rate
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.prediction import Prediction
+from meshwright.spec.strategy import Strategy
+
+PCIE_BYTES_PER_S = 16e9
+"""Rate one way between a chip and its host where the catalogue has none: an assumption, PCIe gen 3 x16."""
+
+HOST_BYTES_PER_S = 20e9
+"""Bytes that a host reads and writes per second as it adds arrays: an assumption, half of what NumPy reaches on one
+core (a server's Xeon, 2026)."""
+
+CODED_PER_S = 0.2e9
+"""Numbers that a host makes 8 or 4 bits of, or reads from these, per second: an assumption, NumPy on a core or two."""
+
+SCALED_TOGETHER = 64
+"""Numbers of 8 or 4 bits that share a scale of 16 bits."""
+
+HOST_STATE = {"gradients": 0, "diloco": 2, "local-sgd": 1, "async-sgd": 1}
+"""Float32 arrays as large as the weights that hosts hold: the weights of the last exchange, and DiLoCo's momentum."""
+
+_WIDE = DTYPE_BYTES["fp32"]
+
+
+class OuterExchange(msgspec.Struct, frozen=True, kw_only=True):
+    """The sums between islands in one period of ``period`` steps, in the steady state.
+
+    ``link_bytes`` leave an island in a period (as many enter it): each of R islands sends (R - 1) / R of all numbers as
+    partial sums, and as many of its own sums to the others; of asynchronous islands each sends its numbers, and reads
+    those of the copy. ``copy_s`` are from chips to hosts and back, ``host_s`` adding, coding and the outer optimizer.
+    ``hidden_s`` overlap with steps; what is left is exposed. ``host_bytes`` are of all hosts of an island.
+    """
+
+    num_islands: int
+    period: int
+    bits: int
+    num_values: float
+    link_bytes: float
+    copy_s: float
+    link_s: float
+    host_s: float
+    hidden_s: float
+    host_bytes: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def serial_s(self) -> float:
+        """Seconds of a step in the mean, if nothing overlaps."""
+        return (self.copy_s + self.link_s + self.host_s) / self.period
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds by which the mean step is longer than one without exchanges."""
+        return self.serial_s - self.hidden_s / self.period
+
+
+def outer_exchange(
+    cluster: Cluster, strategy: Strategy, derived: Derived, sizes: OpSizes, *, inner_s: float
+) -> OuterExchange:
+    """Returns the exchange of the ``outer`` steps of a derivation; ``inner_s`` are the seconds of a step without it.
+
+    A period moves all trained weights. Copies are never hidden. The link and the hosts may work beside the
+    ``outer_overlap`` steps of each fragment, in all at most the whole period; asynchronous islands never wait.
+    """
+    rate, sync = cluster.island_bytes_per_s, strategy.islands_sync
+    assert rate is not None, "a strategy of islands is priced on a cluster that has them"
+    num_values = chip_values = 0.0
+    for step in derived.outer:
+        local_values = float(local_elements(step.result, sizes.dims, sizes.mesh)) * (step.details.num_layers or 1)
+        num_values += local_values * float(product(sizes.mesh[axis] for axis in step.result.spread))
+        chip_values += local_values / (sizes.mesh.get("pipeline", 1) if step.details.num_layers else 1)
+    num_islands, hosts, bits = strategy.num_islands, cluster.island.num_hosts, strategy.outer_bits
+    is_coded = bits < 8 * _WIDE
+    value_bytes = bits / 8 + 2 / SCALED_TOGETHER * is_coded
+    sent_share = 1.0 if sync == "async-sgd" else (num_islands - 1) / num_islands
+    link_bytes = 2 * sent_share * num_values * value_bytes
+    on_this_machine = cluster.kind == "host"
+    copy_s = 0.0 if on_this_machine else 2 * chip_values * _WIDE / _pcie_rate(cluster)
+    # an addend is added in two reads and a write; coded are all values, each addend, each own sum, all sums
+    state_accesses = 2 * HOST_STATE[sync] + 2 * (HOST_STATE[sync] > 0)
+    host_accesses = 3 * sent_share + state_accesses
+    host_s = num_values / hosts * (host_accesses * _WIDE / HOST_BYTES_PER_S + 3 * is_coded / CODED_PER_S)
+    link_s, every = link_bytes / rate, strategy.outer_every
+    overlapping = every if sync == "async-sgd" else min(strategy.outer_fragments * strategy.outer_overlap, every)
+    return OuterExchange(
+        num_islands=num_islands,
+        period=every,
+        bits=bits,
+        num_values=num_values,
+        link_bytes=link_bytes,
+        copy_s=copy_s,
+        link_s=link_s,
+        host_s=host_s,
+        hidden_s=min(link_s + host_s, overlapping * inner_s),
+        host_bytes=HOST_STATE[sync] * _WIDE * num_values,
+        notes=_notes(cluster, is_coded=is_coded),
+    )
+
+
+def with_exchange(estimate: Prediction[float], exchange: OuterExchange) -> Prediction[float]:
+    """Returns the prediction of all islands from that of one without exchanges."""
+    step_s = estimate.step_s + exchange.exposed_s
+    share = estimate.step_s / step_s
+    is_bound = exchange.exposed_s > estimate.step_s_lower
+    return replace(
+        estimate,
+        step_s=step_s,
+        step_s_lower=max(estimate.step_s_lower, exchange.link_s / exchange.period),
+        step_s_p10=estimate.step_s_p10 and estimate.step_s_p10 + exchange.exposed_s,
+        step_s_p90=estimate.step_s_p90 and estimate.step_s_p90 + exchange.exposed_s,
+        step_s_upper=estimate.step_s_upper + exchange.serial_s,
+        mfu=estimate.mfu * share,
+        hfu=estimate.hfu * share,
+        mfu_causal=estimate.mfu_causal and estimate.mfu_causal * share,
+        bound_by=ISLANDS if is_bound else estimate.bound_by,
+        flops=estimate.flops * exchange.num_islands,
+        terms={**estimate.terms, ISLANDS: exchange.serial_s},
+    )
+
+
+def _pcie_rate(cluster: Cluster) -> float:
+    return cluster.chip.pcie_bytes_per_s or PCIE_BYTES_PER_S
+
+
+def _notes(cluster: Cluster, *, is_coded: bool) -> tuple[str, ...]:
+    """Returns what the price of an exchange assumes."""
+    if cluster.kind == "host":
+        copy_text = "islands on one machine share its cores, and each is priced as if it had them alone"
+    else:
+        known_text = "" if cluster.chip.pcie_bytes_per_s else ", which is assumed"
+        copy_text = f"chips and hosts exchange {format_rate(_pcie_rate(cluster))} a chip{known_text}"
+    coded_text = f" and codes {CODED_PER_S / 1e9:g} billion numbers a second" * is_coded
+    return (f"{copy_text}; a host is assumed to add at {format_rate(HOST_BYTES_PER_S)} of memory{coded_text}",)
