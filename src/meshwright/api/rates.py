@@ -25,8 +25,9 @@ def rates_for(
     With ``fitted`` the chip's fitted numbers, if it has any, replace the data sheet, unless "datasheet" is given; verbs
     that predict a whole step use it. This machine is measured the first time (a minute or two), and its rates are kept
     in the cache folder; without ``measures`` what is kept is returned, or None. Raises InputError for a calibration of
-    another chip or number of devices.
+    another chip or number of devices. The rates of islands are those of one.
     """
+    cluster = cluster.island
     if str(calibration) == DATASHEET:
         if cluster.kind == "host":
             raise InputError(f"{cluster.short_name} is this machine, which has no data sheet. Leave --calibration out.")

@@ -17,6 +17,7 @@ from meshwright.core.toml_file import read_toml
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.parallel.process_env import find_processes
+from meshwright.plan.islands import island_search
 from meshwright.plan.legal import check_rules, strategy_sizes, zero_rules
 from meshwright.plan.plan_file import SERVICE, Plan, ServicePlan, load_plan
 from meshwright.plan.planner import rank_plans, refuse_given, space_of
@@ -119,7 +120,8 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
 def with_rates(setting: Setting, calibration: Path | None, axes: Mapping[str, int], fields: Facts) -> Setting:
     """Returns the setting with the rates of `rates_for`; what cannot run is refused before this machine is measured."""
     if setting.cluster.kind == "host":
-        refuse_given(space_of(setting, axes, fields))
+        sought = island_search(setting, axes, fields)
+        refuse_given(space_of(sought.setting, sought.axes, sought.overrides))
     new_calibration = rates_for(setting.cluster, calibration, fitted=True)
     return msgspec.structs.replace(setting, calibration=new_calibration)
 

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import local_elements, product
 from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES, ISLANDS
 from meshwright.core.units import format_rate
 from meshwright.spec.cluster import Cluster
@@ -37,7 +38,7 @@ class OuterExchange(msgspec.Struct, frozen=True, kw_only=True):
     ``link_bytes`` leave an island in a period (as many enter it): each of R islands sends (R - 1) / R of all numbers as
     partial sums, and as many of its own sums to the others; of asynchronous islands each sends its numbers, and reads
     those of the copy. ``copy_s`` are from chips to hosts and back, ``host_s`` adding, coding and the outer optimizer.
-    ``hidden_s`` overlap with steps; what is left is exposed. ``host_bytes`` are of all hosts of an island.
+    ``hidden_s`` overlap with steps; what is left is exposed.
     """
 
     num_islands: int
@@ -49,8 +50,13 @@ class OuterExchange(msgspec.Struct, frozen=True, kw_only=True):
     link_s: float
     host_s: float
     hidden_s: float
-    host_bytes: float
+    num_arrays: int
     notes: tuple[str, ...] = ()
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of the ``num_arrays`` float32 arrays of all weights that the hosts of an island hold."""
+        return self.num_arrays * _WIDE * self.num_values
 
     @property
     def serial_s(self) -> float:
@@ -75,9 +81,9 @@ def outer_exchange(
     assert rate is not None, "a strategy of islands is priced on a cluster that has them"
     num_values = chip_values = 0.0
     for step in derived.outer:
-        local_values = float(local_elements(step.result, sizes.dims, sizes.mesh)) * (step.details.num_layers or 1)
-        num_values += local_values * float(product(sizes.mesh[axis] for axis in step.result.spread))
-        chip_values += local_values / (sizes.mesh.get("pipeline", 1) if step.details.num_layers else 1)
+        num_stages = sizes.mesh.get("pipeline", 1) if step.details.num_layers else 1
+        chip_values += step_values(step, sizes) / product(sizes.mesh[axis] for axis in step.result.spread) / num_stages
+        num_values += step_values(step, sizes)
     num_islands, hosts, bits = strategy.num_islands, cluster.island.num_hosts, strategy.outer_bits
     is_coded = bits < 8 * _WIDE
     value_bytes = bits / 8 + 2 / SCALED_TOGETHER * is_coded
@@ -101,9 +107,15 @@ def outer_exchange(
         link_s=link_s,
         host_s=host_s,
         hidden_s=min(link_s + host_s, overlapping * inner_s),
-        host_bytes=HOST_STATE[sync] * _WIDE * num_values,
+        num_arrays=HOST_STATE[sync],
         notes=_notes(cluster, is_coded=is_coded),
     )
+
+
+def step_values(step: Step, sizes: OpSizes) -> float:
+    """Returns the numbers that a sum between islands has, on all chips of an island, each once."""
+    local_values = local_elements(step.result, sizes.dims, sizes.mesh) * (step.details.num_layers or 1)
+    return float(local_values * product(sizes.mesh[axis] for axis in step.result.spread))
 
 
 def with_exchange(estimate: Prediction[float], exchange: OuterExchange) -> Prediction[float]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from meshwright.algebra.ops.attention import block_share
-from meshwright.core.dims import ISLAND_AXES
+from meshwright.core.dims import ISLAND_AXES, ISLANDS
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.core.units import format_bytes, format_count, format_seconds
@@ -18,6 +18,7 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import mfu_words
 from meshwright.masks.names import mask_named
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
+from meshwright.plan.islands import IslandSearch, exchange_notes, island_search, join_plans
 from meshwright.plan.legal import legal, strategy_sizes
 from meshwright.plan.plan_file import Plan
 from meshwright.plan.result import PlanResult
@@ -28,7 +29,7 @@ from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.cluster import Cluster, slice_note
 from meshwright.spec.efficiency import power_notes
 from meshwright.spec.job import Job, optimizer_words, require_training
-from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
+from meshwright.spec.strategy import ISLAND_FIELDS, Strategy, make_mesh, mesh_words
 
 NEAREST_BATCH_SHARE = 0.25
 """Share of the wanted batch by which a batch that uses all chips may differ from it."""
@@ -62,6 +63,12 @@ def rank_plans(
     """
     if top < 1:
         raise InputError(f"top={top} must be at least 1.")
+    given_names = {*(axes or {}), *(name.removeprefix("strategy.") for name in overrides or {})}
+    if setting.cluster.num_islands > 1 or given_names & {ISLANDS, *ISLAND_FIELDS}:
+        sought = island_search(setting, axes or {}, overrides or {})
+        given = {"axes": sought.axes, "overrides": sought.overrides, "choices": choices}
+        result = rank_plans(sought.setting, **given, exhaustive=exhaustive, top=top)  # type: ignore[arg-type]
+        return _of_islands(result, setting, sought, axes=axes or {}, overrides=overrides or {})
     cluster, job = setting.cluster, setting.job
     space = space_of(setting, axes or {}, overrides or {}, choices)
     outcome = search(space, cluster, job.batch_seqs, top=top, exhaustive=exhaustive)
@@ -88,6 +95,18 @@ def rank_plans(
         axes=axes or {},
         overrides=overrides or {},
         choices=choices,
+    )
+
+
+def _of_islands(result: PlanResult, setting: Setting, sought: IslandSearch, **given: Any) -> PlanResult:
+    """Returns the result of one island as that of all islands of a setting."""
+    if setting.cluster.num_islands == 1:
+        return msgspec.structs.replace(result, **given)
+    plans = join_plans(setting, result.plans, sought.fields)
+    shortfall = tuple(f"on each island: {note}" for note in result.shortfall[:1])
+    notes = (*exchange_notes(plans[0]), *result.notes)
+    return msgspec.structs.replace(
+        result, setting=setting, plans=plans, notes=notes, shortfall=shortfall, nearest_batch=None, **given
     )
 
 
@@ -186,7 +205,7 @@ def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
     is_split = setting.model.num_experts and strategy.mesh["expert"] > 1
     if not is_split or strategy.capacity_factor:
         return []
-    sizes = setting.sizes(strategy)
+    sizes = setting.of_island(strategy).sizes(strategy.inner())
     room_text = f"; it has room for {sizes.room:g} times, and takes more in further rounds"
     cap_text = ", capped at experts over experts per token" * (sizes.load < setting.assumptions.imbalance)
     return [
@@ -200,7 +219,7 @@ def imbalance_notes(setting: Setting, *strategies: Strategy, imbalance: float = 
     notes = slots_note(setting, strategies[0])
     assumptions = msgspec.structs.replace(setting.assumptions, imbalance=imbalance)
     uneven_setting = msgspec.structs.replace(setting, assumptions=assumptions)
-    load = uneven_setting.sizes(strategies[0]).load
+    load = uneven_setting.of_island(strategies[0]).sizes(strategies[0].inner()).load
     if not notes or setting.assumptions.imbalance >= load:
         return notes
     steps_s = [price_strategy(uneven_setting, strategy).estimate.step_s for strategy in strategies]

@@ -26,6 +26,7 @@ from meshwright.core.units import counted, format_bytes, format_count, format_fl
 from meshwright.cost.breakdown import Term
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.cost.work.ops import mfu_words
+from meshwright.plan.islands import exchange_facts, exchange_notes, exchange_words
 from meshwright.plan.planner import assumption_notes, imbalance_notes
 from meshwright.plan.why.explain import Explanation, explain, limit_of_term
 from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Quantity, Table
@@ -59,6 +60,7 @@ def command(given: PlanOptions) -> Answer:
         )
     parts = [part for block in explanation.blocks for part in (block.forward, block.backward)]
     parts += [explanation.between.sends, explanation.once] if explanation.between else [explanation.once]
+    parts += [explanation.islands] if explanation.islands else []
     line_rows = [{"title": part.title, **asdict(line)} for part in parts for line in part.lines]
     facts = _facts(explanation)
     estimate = {name: value for name, value in asdict(explanation.estimate).items() if not isinstance(value, dict)}
@@ -78,6 +80,7 @@ def _facts(explanation: Explanation) -> Facts:
         "axes": plan.strategy.mesh,
         "fsdp_case": facts.pop("fsdp"),
         "between_stages": facts.pop("between"),
+        "exchange": exchange_facts(plan),
         "forward": explanation.forward,
         "backward": explanation.backward,
         **facts,
@@ -88,15 +91,18 @@ def _facts(explanation: Explanation) -> Facts:
 def _text(explanation: Explanation) -> Iterator[Piece]:
     plan = explanation.plan
     state_text = f"state {plan.strategy.state}{optimizer_words(plan.job)}"
-    choice_texts = (words_of(plan.strategy) for words_of in (sharding_words, remat_words, collective_matmul_words))
+    choice_texts = (
+        words_of(plan.strategy) for words_of in (sharding_words, remat_words, collective_matmul_words, exchange_words)
+    )
     summary_text = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), *choice_texts, state_text)))
     yield f"{plan.model.name} on {plan.cluster.short_name}: {summary_text}"
     batch, job = explanation.batch, plan.job
     replicas_text = mesh_words({axis: plan.strategy.mesh.get(axis, 1) for axis in BATCH_AXES}, alone="one replica")
+    islands_text = f"{plan.strategy.num_islands} islands x " * (plan.strategy.num_islands > 1)
     yield Fact(
         "batch",
-        f"{format_count(job.tokens_per_step)} tokens a step = {batch.sequences:,.0f} sequences of {job.seq_len:,} = "
-        f"{batch.sequences_per_microbatch:,.0f} x {batch.data_parallel:,} ({replicas_text}) x "
+        f"{format_count(job.tokens_per_step)} tokens a step = {islands_text}{batch.sequences:,.0f} sequences of "
+        f"{job.seq_len:,} = {batch.sequences_per_microbatch:,.0f} x {batch.data_parallel:,} ({replicas_text}) x "
         f"{microbatch_words(plan.strategy)}; {batch.positions_per_device:,.0f} positions of a sequence on a device",
     )
     yield Fact("placement", placement_words(plan.strategy.placement))
@@ -123,6 +129,9 @@ def _text(explanation: Explanation) -> Iterator[Piece]:
             indent=5,
         )
     yield from algorithm_text(explanation.once)
+    if explanation.islands is not None:
+        yield from algorithm_text(explanation.islands)
+        yield from exchange_notes(plan)
     yield from _step_text(explanation)
     yield from _limits_text(explanation)
 

@@ -26,6 +26,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_count
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate
+from meshwright.plan.islands import result_of_island
 from meshwright.plan.plan_file import Plan, save_plan
 from meshwright.plan.planner import rank_slices
 from meshwright.plan.result import PlanResult
@@ -99,7 +100,7 @@ def command(given: Given) -> Answer:
     if given.out:
         save_to(given.out, lambda path: save_plan(result.plans[0], path))
     if given.pareto or (given.png and not given.breakdown):
-        answers.append(frontier_answer(result, png=None if given.breakdown else given.png))
+        answers.append(frontier_answer(result_of_island(result), png=None if given.breakdown else given.png))
     if given.breakdown:
         answers.append(step_answer(result, given.png))
     if why_nots:
@@ -107,7 +108,7 @@ def command(given: Given) -> Answer:
     if what_ifs:
         answers.append(what_if_answer(result, what_ifs))
     if given.recipe:
-        answers.append(recipe_answer(result))
+        answers.append(recipe_answer(result_of_island(result)))
     best_plan = result.plans[0]
     if given.price is not None:
         usd_per_hour, usd_per_token = best_plan.cluster.chip.price_usd_per_hour, best_plan.usd_per_token or 0.0

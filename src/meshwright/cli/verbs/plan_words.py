@@ -12,6 +12,7 @@ from meshwright.core.units import counted, format_bytes, format_count, format_pa
 from meshwright.cost.breakdown import PricedOverlap
 from meshwright.cost.formulas.training_budget import DAY_S
 from meshwright.cost.setting import Setting
+from meshwright.plan.islands import exchange_words
 from meshwright.plan.legal import ZERO_AXES
 from meshwright.plan.plan_file import ServicePlan
 from meshwright.plan.run_budget import RunBudget
@@ -133,6 +134,7 @@ CHOICES: tuple[Callable[[Strategy], str], ...] = (
     schedule_words,
     sharding_words,
     lambda strategy: f"{' and '.join(strategy.offload)} offloaded" if strategy.offload else "",
+    exchange_words,
     collective_matmul_words,
 )
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_seconds
 from meshwright.cost.breakdown import Breakdown, PricedOverlap, Term
@@ -13,10 +14,12 @@ from meshwright.cost.formulas.training_budget import train_seconds, training_flo
 from meshwright.cost.letters import Letters
 from meshwright.cost.network.collectives import group_rates
 from meshwright.cost.network.placement import physical_placement
+from meshwright.cost.outer import step_values
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.cost.work.kernels import StepCost
 from meshwright.masks.kernels import AttentionCase, kernel_named
 from meshwright.masks.names import mask_named
+from meshwright.plan.islands import plan_of_island
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.plan_file import Plan
 from meshwright.plan.run_budget import RunBudget, run_budget
@@ -160,8 +163,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     ``terms`` add up to the step, the largest first. ``recomputed`` is the share of all FLOPs that recompute results
     for the backward pass. ``changes`` has the best single change. ``fsdp`` is the case of FSDP alone. ``blocks`` are
     the blocks of layers, the one with the most layers last; ``once`` lists the steps after the last microbatch.
-    ``attention_kernel`` is the name of the kernel that runs attention (`masks.kernels`). ``symbols`` are the letters of
-    ``limits``. ``training`` is the budget of the run, None without a number of tokens.
+    ``islands`` are the sums between islands, with the seconds of an exchange divided among them; None without islands.
+    What is listed beside them is of one island. ``attention_kernel`` is the name of the kernel that runs attention
+    (`masks.kernels`). ``symbols`` are the letters of ``limits``. ``training`` is the budget of the run, None without a
+    number of tokens.
     """
 
     plan: Plan
@@ -174,6 +179,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     blocks: tuple[BlockListing, ...]
     between: BetweenStages | None
     once: Algorithm
+    islands: Algorithm | None
     batch: BatchSplit
     attention_kernel: str
     symbols: Letters
@@ -213,10 +219,11 @@ def explain(plan: Plan) -> Explanation:
         overlap=breakdown.overlap(),
         recomputed=sum(n for phase, n in phase_flops if phase == "recompute") / sum(n for _, n in phase_flops),
         changes=try_changes(setting, plan.strategy, priced.estimate.step_s),
-        fsdp=fsdp_case(plan),
+        fsdp=fsdp_case(plan_of_island(plan)),
         blocks=_passes(priced),
         between=_between_stages(priced),
         once=algorithm("once per step", priced.costs.once, of_layers=True),
+        islands=_between_islands(priced),
         batch=batch_of(priced),
         attention_kernel=attention_kernel(plan),
         symbols=letters,
@@ -308,6 +315,37 @@ def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
         num_sends=float(priced.pipeline.num_sends),
         sends_s=float(seconds_by_term.get("pipeline", 0.0)),
         bubble_s=float(seconds_by_term.get("bubble", 0.0)),
+    )
+
+
+def _between_islands(priced: PricedStrategy) -> Algorithm | None:
+    """Returns the sums between islands, each with its share of the seconds of an exchange; None without islands."""
+    exchange = priced.exchange
+    if exchange is None:
+        return None
+    values = [step_values(step, priced.sizes) for step in priced.derived.outer]
+    exchange_s = exchange.serial_s * exchange.period
+    lines = [
+        ListedStep(
+            number=number,
+            text=str(step),
+            op=step.op,
+            phase=step.phase,
+            num_bytes=num_values * DTYPE_BYTES[step.result.dtype],
+            flops=0.0,
+            time_s=exchange_s * num_values / exchange.num_values,
+            critical=not exchange.hidden_s,
+            overlaps=step.details.words,
+        )
+        for number, (step, num_values) in enumerate(zip(priced.derived.outer, values, strict=True), 1)
+    ]
+    return Algorithm(
+        title="between islands, on their hosts",
+        lines=tuple(lines),
+        compute_s=0.0,
+        hidden_s=exchange.hidden_s,
+        critical_s=exchange_s - exchange.hidden_s,
+        num_left_out=0,
     )
 
 

@@ -182,8 +182,11 @@ def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
 
     A torus gets a longer axis, the one that keeps most rings closed and the shape most even, or more slices if no pod
     is that large; for fewer chips it loses slices first, if they divide. A switched cluster changes its outermost
-    level, a host its devices. Raises InputError if there is no such cluster.
+    level, a host its devices. Of islands each changes. Raises InputError if there is no such cluster.
     """
+    if cluster.num_islands > 1:
+        rates = {name: getattr(cluster, name) for name in ("num_islands", "island_bytes_per_s")}
+        return msgspec.structs.replace(scaled_cluster(cluster.island, factor), **rates)
     ratio = Fraction(factor).limit_denominator(64)
     if abs(float(ratio) - factor) > 1e-6 * factor:
         raise InputError(f"chips={factor:g}x is not a simple ratio. Use for example 2x, 0.5x or 1.5x.")

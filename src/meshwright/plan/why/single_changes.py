@@ -44,9 +44,10 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 def estimate_in(setting: Setting, strategy: Strategy) -> Estimate | None:
     """Returns the prediction of a strategy; None if its sizes do not divide or it does not fit in memory."""
     try:
-        setting.require_runnable(strategy)
-        derived = setting.derived(strategy)
-        if check_rules((DEVICES_RULE, *size_rules(derived), SCHEDULE_RULE), strategy_sizes(setting, strategy)):
+        island_setting, inner = setting.of_island(strategy), strategy.inner()
+        island_setting.require_runnable(inner)
+        rules = (DEVICES_RULE, *size_rules(island_setting.derived(inner)), SCHEDULE_RULE)
+        if check_rules(rules, strategy_sizes(island_setting, inner)):
             return None
         estimate = estimate_step(setting, strategy)
     except (InputError, CannotRunError):
@@ -108,7 +109,7 @@ def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
 
 def _swaps(setting: Setting, strategy: Strategy) -> Iterator[Change]:
     """Yields moves of a factor 2 from one axis to another. With more stages the microbatches double too."""
-    used_axes = (axis for axis, size in strategy.mesh.items() if size > 1)
+    used_axes = strategy.inner().active_axes
     axes = axes_to_try(setting.cluster, used_axes)
     for giver in axes:
         giver_size = strategy.mesh.get(giver, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from meshwright.algebra.schedules.registry import default_chunks
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import ISLANDS, MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.cost.breakdown import Breakdown, Term
@@ -18,6 +18,7 @@ from meshwright.cost.formulas.limit_table import Limit, limits_at
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
+from meshwright.plan.islands import IslandSearch, island_search, joined
 from meshwright.plan.legal import legal
 from meshwright.plan.plan_file import Plan
 from meshwright.plan.planner import FIELDS, broken_rule, space_of
@@ -27,7 +28,7 @@ from meshwright.plan.search import search
 from meshwright.plan.space import Choices, Space
 from meshwright.plan.why.bounds import letters_of
 from meshwright.spec.assumptions import Assumptions
-from meshwright.spec.strategy import Strategy, mesh_words, standard_assignment
+from meshwright.spec.strategy import ISLAND_FIELDS, Strategy, mesh_words, standard_assignment
 
 NO_LIMIT_BYTES = 1e30
 """Memory of a chip that is large enough for every strategy."""
@@ -86,18 +87,26 @@ def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
     winner = result.plans[0]
     size_by_axis, value_by_field = split_asked(asked)
     overrides = {name.removeprefix("strategy."): value for name, value in result.overrides.items()}
-    space = _space(winner, {**result.axes, **size_by_axis}, {**overrides, **value_by_field}, result.choices)
-    outcome = search(space, winner.cluster, winner.job.batch_seqs, top=1)
     answer = WhyNot(asked=dict(asked), winner=winner.strategy, winner_estimate=winner.predicted)
+    given_axes, given_fields = {**result.axes, **size_by_axis}, {**overrides, **value_by_field}
+    try:
+        sought = island_search(winner.setting, given_axes, given_fields)
+    except CannotRunError as error:
+        return msgspec.structs.replace(answer, refusal=Refusal(rule=ISLANDS, message=str(error)))
+    # of islands one is searched, which then exchanges what the winner does, or what is asked for
+    space = _space(winner, sought, result.choices)
+    setting = msgspec.structs.replace(winner.setting, assumptions=space.setting.assumptions)
+    fields = {name: getattr(winner.strategy, name) for name in ISLAND_FIELDS} | sought.fields
+    outcome = search(space, space.setting.cluster, space.setting.job.batch_seqs, top=1)
     if outcome.found:
-        return _beside(answer, result, space.setting, outcome.found[0].strategy)
+        return _beside(answer, result, setting, joined(setting, outcome.found[0].strategy, fields))
     if not outcome.num_meshes:
         return msgspec.structs.replace(answer, refusal=_no_mesh(space, tuple(size_by_axis)))
     leanest_strategy = _leanest(space)
     if leanest_strategy is None:
         return msgspec.structs.replace(answer, refusal=_no_layout(space))
     refusals = legal(space.setting, leanest_strategy)
-    full_answer = _beside(answer, result, space.setting, leanest_strategy)
+    full_answer = _beside(answer, result, setting, joined(setting, leanest_strategy, fields))
     return msgspec.structs.replace(full_answer, refusal=refusals[0] if refusals else None)
 
 
@@ -123,16 +132,17 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
     return size_by_axis, value_by_field
 
 
-def _space(winner: Plan, size_by_axis: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
+def _space(winner: Plan, sought: IslandSearch, choices: Choices) -> Space:
     """Returns the space with the asked sizes and fields fixed; fields that are not searched are the winner's."""
+    fields = sought.overrides
     value_by_assumption = msgspec.to_builtins(winner.setting.assumptions)
     value_by_assumption |= {name: value for name, value in fields.items() if name in ASSUMED}
     value_by_field = {name: value for name, value in fields.items() if name not in ASSUMED}
-    winner_fields = msgspec.to_builtins(winner.strategy) | {"chunks": 1, "offload": (), "placement": {}}
+    winner_fields = msgspec.to_builtins(winner.strategy.inner()) | {"chunks": 1, "offload": (), "placement": {}}
     setting = msgspec.structs.replace(
-        winner.setting, assumptions=convert_fields(value_by_assumption, Assumptions, section="assumptions")
+        sought.setting, assumptions=convert_fields(value_by_assumption, Assumptions, section="assumptions")
     )
-    return space_of(setting, size_by_axis, value_by_field, choices, template=winner_fields)
+    return space_of(setting, sought.axes, value_by_field, choices, template=winner_fields)
 
 
 # -- where it runs ----------------------------------------------------------------------------------------

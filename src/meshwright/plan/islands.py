@@ -1,0 +1,192 @@
+"""Plans of islands: the plan of one, which the search finds, joined with what islands exchange, and that in words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from meshwright.core.dims import ISLANDS
+from meshwright.core.errors import InputError
+from meshwright.core.fields import convert_fields
+from meshwright.core.units import format_bit_rate, format_bytes, format_seconds
+from meshwright.cost.outer import OuterExchange
+from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import price_strategy
+from meshwright.plan.plan_file import Plan
+from meshwright.plan.result import PlanResult, plan_in, planned
+from meshwright.spec.strategy import ISLAND_FIELDS, Strategy, make_mesh
+
+PERIODS = (1, 10, 30, 100, 300)
+"""Steps between two exchanges that are tried where none are given, and told of."""
+
+LITTLE = 0.05
+"""Share of a step that exchanges may add: the shortest period that does is taken, and less is not remarked upon."""
+
+
+class IslandSearch(msgspec.Struct, frozen=True, kw_only=True):
+    """What is searched for one island: its setting, the given axes and fields; ``fields`` are those between islands."""
+
+    setting: Setting
+    axes: dict[str, int]
+    overrides: dict[str, Any]
+    fields: dict[str, Any]
+
+
+def island_search(setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any]) -> IslandSearch:
+    """Returns what of a job is one island's; all of it without islands.
+
+    Raises CannotRunError for another number of islands than the cluster has, or one that does not divide the batch,
+    InputError for fields of islands without any.
+    """
+    values = {name.removeprefix("strategy."): value for name, value in overrides.items()}
+    fields = {name: value for name, value in values.items() if name in ISLAND_FIELDS}
+    num_islands = axes.get(ISLANDS, setting.cluster.num_islands)
+    island_setting = setting.of_island(Strategy(mesh=make_mesh({ISLANDS: num_islands})))
+    if num_islands == 1 and fields:
+        name, value = next(iter(fields.items()))
+        example = f"4*{setting.cluster.short_name}@1Gbit/s"
+        raise InputError(f"strategy.{name}={value} is of several islands. Name a cluster of them, such as {example}.")
+    return IslandSearch(
+        setting=island_setting,
+        axes={axis: size for axis, size in axes.items() if axis != ISLANDS},
+        overrides={name: value for name, value in overrides.items() if name.removeprefix("strategy.") not in fields},
+        fields=fields,
+    )
+
+
+def joined(setting: Setting, island: Strategy, fields: Mapping[str, Any]) -> Strategy:
+    """Returns the strategy of all islands of a setting from that of one. Without a given period an exchange that is not
+    of gradients has the shortest one of `PERIODS` that adds little to a step."""
+    cluster = setting.cluster
+    if cluster.num_islands == 1:
+        return island
+    rate_text = format_bit_rate(cluster.island_bytes_per_s or 0.0)
+    values = msgspec.to_builtins(island) | dict(fields)
+    values["mesh"] = {ISLANDS: cluster.num_islands, **island.mesh}
+    values["placement"] = {ISLANDS: f"{cluster.num_islands} uplinks of {rate_text}", **island.placement}
+    if "outer_every" in fields or fields.get("islands_sync", "gradients") == "gradients":
+        return convert_fields(values, Strategy, section="strategy")
+    strategies = []
+    for period in PERIODS:
+        if period > max(fields.get("outer_overlap", 0), fields.get("outer_fragments", 1) - 1):
+            strategies.append(convert_fields({**values, "outer_every": period}, Strategy, section="strategy"))
+            priced = price_strategy(setting, strategies[-1])
+            if priced.exchange_s <= LITTLE * priced.estimate.step_s:
+                break
+    return strategies[-1] if strategies else convert_fields(values, Strategy, section="strategy")
+
+
+def join_plans(setting: Setting, plans: tuple[Plan, ...], fields: Mapping[str, Any]) -> tuple[Plan, ...]:
+    """Returns plans of one island as plans of all islands of a setting, fastest first; all have the period that suits
+    the first."""
+    first_strategy = joined(setting, plans[0].strategy, fields)
+    fields = {name: getattr(first_strategy, name) for name in ISLAND_FIELDS}
+    joined_plans = []
+    for plan in plans:
+        rates = {name: getattr(setting.cluster, name) for name in ("num_islands", "island_bytes_per_s")}
+        part_setting = setting.on(msgspec.structs.replace(plan.cluster, **rates))
+        joined_plans.append(planned(part_setting, setting.job.batch_seqs, joined(setting, plan.strategy, fields)))
+    return tuple(sorted(joined_plans, key=lambda plan: plan.predicted.step_s))
+
+
+def plan_of_island(plan: Plan) -> Plan:
+    """Returns the plan of one island by itself, without exchanges; the same plan without islands."""
+    if plan.strategy.num_islands == 1:
+        return plan
+    setting, strategy = plan.setting.of_island(plan.strategy), plan.strategy.inner()
+    return plan_in(setting, strategy, price_strategy(setting, strategy).estimate)
+
+
+def result_of_island(result: PlanResult) -> PlanResult:
+    """Returns the result of planning one island by itself, without exchanges; the same result without islands."""
+    if result.setting.cluster.num_islands == 1:
+        return result
+    sought = island_search(result.setting, result.axes, result.overrides)
+    plans = tuple(plan_of_island(plan) for plan in result.plans)
+    given = {"axes": sought.axes, "overrides": sought.overrides}
+    return msgspec.structs.replace(result, setting=sought.setting, plans=plans, **given)
+
+
+# -- in words -----------------------------------------------------------------------------------------------
+
+_SYNC_WORDS = {
+    "gradients": "gradients summed between islands",
+    "diloco": "DiLoCo between islands",
+    "local-sgd": "weights averaged between islands",
+    "async-sgd": "asynchronous SGD between islands",
+}
+
+
+def exchange_words(strategy: Strategy) -> str:
+    """Returns ``"DiLoCo between islands every 30 steps in 4 bits"``; "" without islands."""
+    if strategy.num_islands == 1:
+        return ""
+    every = strategy.outer_every
+    parts = [f"{_SYNC_WORDS[strategy.islands_sync]} every {f'{every} steps' if every > 1 else 'step'}"]
+    parts += [f"in {strategy.outer_bits} bits"] * (strategy.outer_bits < 32)
+    parts += [f"in {strategy.outer_fragments} fragments"] * (strategy.outer_fragments > 1)
+    parts += [f"applied {strategy.outer_overlap} steps later"] * (strategy.outer_overlap > 0)
+    return " ".join(parts)
+
+
+def exchange_facts(plan: Plan) -> dict[str, Any]:
+    """Returns the seconds and bytes of a plan's exchanges, as `explain --json` has them; {} without islands."""
+    exchange = price_strategy(plan.setting, plan.strategy).exchange
+    if exchange is None:
+        return {}
+    return {**msgspec.structs.asdict(exchange), "serial_s": exchange.serial_s, "exposed_s": exchange.exposed_s}
+
+
+def exchange_notes(plan: Plan) -> tuple[str, ...]:
+    """Returns what the exchanges of a plan add to its step and are made of; of gradients, what periods would give; what
+    their price assumes. () without islands."""
+    exchange = price_strategy(plan.setting, plan.strategy).exchange
+    if exchange is None:
+        return ()
+    rate_text = format_bit_rate(plan.cluster.island_bytes_per_s or 0.0)
+    step_text = format_seconds(plan.predicted.step_s)
+    parts_text = ", ".join(
+        f"{format_seconds(seconds)} {words}"
+        for seconds, words in (
+            (exchange.link_s, f"on the link ({format_bytes(exchange.link_bytes)} from each island at {rate_text})"),
+            (exchange.copy_s, "between chips and hosts"),
+            (exchange.host_s, "in host memory"),
+        )
+    )
+    period_text = f"once in {exchange.period} steps " * (exchange.period > 1)
+    hidden_text = f", of which {format_seconds(exchange.hidden_s)} overlap" if exchange.hidden_s else ""
+    what = "sums of gradients" if plan.strategy.islands_sync == "gradients" else "exchanges"
+    notes = [
+        f"{format_seconds(exchange.exposed_s)} of {step_text} a step wait for {what} between islands: {period_text}"
+        f"{parts_text}{hidden_text}"
+    ]
+    if plan.strategy.islands_sync == "gradients" and exchange.exposed_s > LITTLE * plan.predicted.step_s:
+        notes.append(_periods_words(plan))
+    return (*notes, *_host_memory_note(plan, exchange), *exchange.notes)
+
+
+def _periods_words(plan: Plan) -> str:
+    """Returns the seconds of a step with DiLoCo, for several periods and bits."""
+    wide_text, narrow_text = (
+        ", ".join(format_seconds(_step_s(plan, outer_every=every, outer_bits=bits)) for every in PERIODS[1:])
+        for bits in (32, 4)
+    )
+    return (
+        f"--set strategy.islands_sync=diloco --set strategy.outer_every=30 gives "
+        f"{format_seconds(_step_s(plan, outer_every=30))} a step. With outer_every "
+        f"{', '.join(map(str, PERIODS[1:]))} a step takes {wide_text}; with outer_bits=4 too {narrow_text}. Both "
+        f"change what is learnt, which is not priced"
+    )
+
+
+def _step_s(plan: Plan, **fields: Any) -> float:
+    strategy = msgspec.structs.replace(plan.strategy, islands_sync="diloco", **fields)
+    return float(price_strategy(plan.setting, strategy).estimate.step_s)
+
+
+def _host_memory_note(plan: Plan, exchange: OuterExchange) -> list[str]:
+    if not exchange.host_bytes:
+        return []
+    hosts, arrays = plan.cluster.island.num_hosts, "outer weights" + " and momentum" * (exchange.num_arrays > 1)
+    each_text = f", {format_bytes(exchange.host_bytes / hosts)} on each of {hosts} hosts" * (hosts > 1)
+    return [f"host memory of an island: {format_bytes(exchange.host_bytes)} of {arrays} in float32{each_text}"]
