@@ -51,13 +51,18 @@ def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions =
     """Compiles the real step of a strategy for its chips, which need not be there, and compares it with the derivation.
 
     Returns a `verify.proof.Proof`; if the step does not partition or does not fit, ``proof.runs`` is False and
-    ``proof.refusal`` says why. Raises InputError if the strategy is not for these chips.
+    ``proof.refusal`` says why. Of islands the step of one is proved, and ``proof.exchange`` lists what they exchange.
+    Raises InputError if the strategy is not for these chips.
     """
+    from meshwright.verify.exchange import exchange_proof
     from meshwright.verify.proof import prove
     from meshwright.verify.running import python_program
 
-    request = request_of(setting, strategy, options)
-    return prove(request, program=python_program(PROGRAM), timeout_s=options.timeout_s, keep=options.keep)
+    request = request_of(setting.of_island(strategy), strategy.inner(), options)
+    proof = prove(request, program=python_program(PROGRAM), timeout_s=options.timeout_s, keep=options.keep)
+    if strategy.num_islands == 1:
+        return proof
+    return msgspec.structs.replace(proof, exchange=exchange_proof(setting, strategy, proof.traffic))
 
 
 def prove_service(

@@ -86,14 +86,12 @@ def outer_exchange(
         num_values += step_values(step, sizes)
     num_islands, hosts, bits = strategy.num_islands, cluster.island.num_hosts, strategy.outer_bits
     is_coded = bits < 8 * _WIDE
-    value_bytes = bits / 8 + 2 / SCALED_TOGETHER * is_coded
-    sent_share = 1.0 if sync == "async-sgd" else (num_islands - 1) / num_islands
-    link_bytes = 2 * sent_share * num_values * value_bytes
+    link_bytes = sum(sent_bytes(step, strategy, sizes) for step in derived.outer)
     on_this_machine = cluster.kind == "host"
     copy_s = 0.0 if on_this_machine else 2 * chip_values * _WIDE / _pcie_rate(cluster)
     # an addend is added in two reads and a write; coded are all values, each addend, each own sum, all sums
     state_accesses = 2 * HOST_STATE[sync] + 2 * (HOST_STATE[sync] > 0)
-    host_accesses = 3 * sent_share + state_accesses
+    host_accesses = 3 * _sent_share(strategy) + state_accesses
     host_s = num_values / hosts * (host_accesses * _WIDE / HOST_BYTES_PER_S + 3 * is_coded / CODED_PER_S)
     link_s, every = link_bytes / rate, strategy.outer_every
     overlapping = every if sync == "async-sgd" else min(strategy.outer_fragments * strategy.outer_overlap, every)
@@ -116,6 +114,18 @@ def step_values(step: Step, sizes: OpSizes) -> float:
     """Returns the numbers that a sum between islands has, on all chips of an island, each once."""
     local_values = local_elements(step.result, sizes.dims, sizes.mesh) * (step.details.num_layers or 1)
     return float(local_values * product(sizes.mesh[axis] for axis in step.result.spread))
+
+
+def sent_bytes(step: Step, strategy: Strategy, sizes: OpSizes) -> float:
+    """Returns the bytes that leave an island for one sum, and enter it: twice its share of the numbers, with scales."""
+    value_bytes = DTYPE_BYTES[step.result.dtype]
+    scale_bytes = 2 / SCALED_TOGETHER if value_bytes < _WIDE else 0.0
+    return 2 * _sent_share(strategy) * step_values(step, sizes) * (value_bytes + scale_bytes)
+
+
+def _sent_share(strategy: Strategy) -> float:
+    num_islands = strategy.num_islands
+    return 1.0 if strategy.islands_sync == "async-sgd" else (num_islands - 1) / num_islands
 
 
 def with_exchange(estimate: Prediction[float], exchange: OuterExchange) -> Prediction[float]:

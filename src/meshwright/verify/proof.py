@@ -11,6 +11,7 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.hlo.collectives import collectives
 from meshwright.spec.chip import catalogued, compiled_as
 from meshwright.verify.differences import compare_traffic
+from meshwright.verify.exchange import ExchangeProof
 from meshwright.verify.expected import StepDerivation
 from meshwright.verify.flops import Products, compare_products
 from meshwright.verify.overlap import OverlapComparison, compare_overlap
@@ -60,7 +61,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     ``refusal`` says in one line why it does not run; empty if it does. ``memory``, ``traffic`` and ``products`` are
     None unless buffers were assigned; ``traffic_error`` says why the collectives could not be read. ``overlap`` is
-    None on CPUs, which overlap nothing, and where the compiler chooses the collectives.
+    None on CPUs, which overlap nothing, and where the compiler chooses the collectives. Of islands the request is that
+    of one, and ``exchange`` is between them.
     """
 
     request: Request
@@ -71,6 +73,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     traffic_error: str = ""
     overlap: OverlapComparison | None = None
     products: Products | None = None
+    exchange: ExchangeProof | None = None
 
     @property
     def runs(self) -> bool:
@@ -174,6 +177,8 @@ def proof_table(proof: Proof) -> dict[str, object]:
         "compiler": msgspec.to_builtins(outcome.compiler),
         "overlap": msgspec.to_builtins(proof.overlap),
     }
+    if proof.exchange is not None:
+        table["exchange"] = {**msgspec.to_builtins(proof.exchange), "sent_bytes": proof.exchange.sent_bytes}
     if proof.memory is not None:
         memory = proof.memory
         table["memory"] = {

@@ -8,12 +8,14 @@ import pytest
 
 from meshwright.api.proving import ProofOptions, request_of
 from meshwright.cli.verbs import verify
+from meshwright.core.units import format_bytes
 from meshwright.cost.setting import Setting
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.hf.write import config_from_model
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.weights import num_params
 from meshwright.verify import proof, targets
 from meshwright.verify.request import Memory
 from meshwright.verify.running import CompileOutcome
@@ -269,3 +271,27 @@ def test_both_steps_of_a_service(call, monkeypatch):
     asked = (*asked[:3], "b200:2x1", *asked[4:])
     assert call(*asked, "--weights", "fp4", "-o", "narrow.toml").code == 0
     call("verify", "narrow.toml").assert_refused(3, "weights in fp4 are planned but not executed in this version.")
+
+
+def test_an_island_is_proved_and_what_it_exchanges_is_listed(call, rates):
+    """The program of one of two islands on two emulated devices; between them each number twice, in 4 bits by 1/2."""
+    pairs = (
+        "--set",
+        "strategy.islands_sync=diloco",
+        "--set",
+        "strategy.outer_every=30",
+        "--set",
+        "strategy.outer_bits=4",
+    )
+    asked = ("verify", "tiny", "--on", "2*cpu:2@10Mbit/s", "--seq", "64", "--batch", "8seq", "--axes", "tensor=2")
+    said = call(*asked, *rates, *pairs)
+    assert (said.code, said.err) == (0, "")
+    assert "partitioned and its buffers assigned, for 2 emulated CPU devices" in said.words
+    assert "without a name 0.00% of all bytes" in said.words
+    assert "islands each of 2 runs this program on its 2 devices, and no collective leaves it" in said.words
+    assert "outer_embed[V_tensor, D]{U_islands} every 30 steps, 4 bits" in said.words
+    num_bytes = num_params(load_model("tiny")) * (0.5 + 2 / 64)
+    assert f"outside of the compiled program: {format_bytes(num_bytes)} leave each island every 30 steps" in said.words
+    exchange = call(*asked, *rates, *pairs, "--json").json["exchange"]
+    assert exchange["sent_bytes"] == sum(row["sent_bytes"] for row in exchange["rows"]) == num_bytes
+    assert exchange["leaving"] == []

@@ -14,7 +14,7 @@ from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_f
 from meshwright.cli.verb import option, verb
 from meshwright.cli.verbs.plan_words import microbatch_words, remat_words, sharding_words
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
+from meshwright.core.units import counted, format_bytes, format_count, format_flops, format_seconds
 from meshwright.plan.plan_file import PHASES, GenerationPhase, ServicePlan
 from meshwright.report.answer import Answer, Fact, Heading, Piece, Table, TableColumns
 from meshwright.spec.strategy import Form, mesh_words
@@ -22,6 +22,7 @@ from meshwright.verify.request import AskedStep, Depth
 from meshwright.verify.targets import CompilerPlatform
 
 if TYPE_CHECKING:
+    from meshwright.verify.exchange import ExchangeProof
     from meshwright.verify.flops import Products
     from meshwright.verify.overlap import OverlapComparison
     from meshwright.verify.proof import MemoryComparison, Proof
@@ -104,6 +105,8 @@ def _error_of(proof: "Proof") -> CannotRunError | None:
     """Returns why a step does not run, or that it does not send what is derived; None for a proof that holds."""
     from meshwright.verify.traffic import TOLERANCE
 
+    if proof.exchange and proof.exchange.leaving:
+        return CannotRunError(f"collectives leave an island: {', '.join(proof.exchange.leaving)}.")
     remainder = proof.traffic.remainder if proof.traffic and proof.request.form == "shard_map" else 0.0
     if proof.runs and remainder <= TOLERANCE:
         return None
@@ -161,6 +164,8 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
         yield from _products_text(proof.products)
     if proof.traffic_error:
         yield Fact("collectives", f"could not be read: {proof.traffic_error}")
+    if proof.exchange is not None:
+        yield from _exchange_text(proof.exchange)
 
 
 def _memory_text(memory: "MemoryComparison") -> Iterator[Piece]:
@@ -197,6 +202,26 @@ def _traffic_text(traffic: "TrafficComparison", form: Form) -> Iterator[Piece]:
         yield _wide(name, _difference_words([row for row in traffic.differences if row.name == name]))
     if form == "shard_map":
         yield _wide("without a name", f"{traffic.remainder:.2%} of all bytes")
+
+
+def _exchange_text(exchange: "ExchangeProof") -> Iterator[Piece]:
+    """Yields that the program is one island's, and the sums between islands, which it does not have."""
+    leaving_text = "" if exchange.leaving is None else ", and no collective leaves it"
+    if exchange.leaving:
+        leaving_text = f", and these leave it: {', '.join(exchange.leaving)}"
+    devices_text = counted(exchange.num_devices, "device")
+    yield Fact("islands", f"each of {exchange.num_islands} runs this program on its {devices_text}{leaving_text}")
+    columns: TableColumns = {
+        "summed between islands by hosts": "array",
+        "when": "when",
+        "bytes sent": ("sent_bytes", format_bytes),
+    }
+    yield Table.of(exchange.rows, columns)
+    every_text = f"every {exchange.period} steps" if exchange.period > 1 else "every step"
+    yield (
+        f"outside of the compiled program: {format_bytes(exchange.sent_bytes)} leave each island {every_text}, by the "
+        f"formula 2 (R - 1) / R of its numbers (asynchronous islands: twice all)"
+    )
 
 
 def _overlap_text(overlap: "OverlapComparison") -> Iterator[Piece]:
