@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     *((name,) for name in RUNTIME),
     ("hlo",),
     ("simulate",),
+    ("islands",),
     PRODUCTS,
     ("bench",),
     ("report",),
