@@ -1,0 +1,146 @@
+"""Fragments of a model's weights: which layers of which arrays, read to the host as float32 and written back."""
+
+import math
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from meshwright.core.errors import InputError
+from meshwright.nn.weights import Params
+from meshwright.parallel.train_step import State, TrainStep
+from meshwright.train.optimizers.rounding import round_to
+
+HeldArray = Array | np.ndarray
+HeldWeights = dict[str, HeldArray]
+"""Name -> a `jax.Array` of any sharding, or a NumPy array, which is written in place."""
+
+_Index = tuple[slice, ...]
+
+
+class FragmentPart(NamedTuple):
+    """The layers ``first``, ``first + stride``, ... of an array of stacked layers; all of an array if the stride is
+    0."""
+
+    name: str
+    first: int = 0
+    stride: int = 0
+
+
+Fragment = tuple[FragmentPart, ...]
+
+
+def fragments_of(weights: Mapping[str, HeldArray], stacked: Collection[str], count: int) -> list[Fragment]:
+    """Returns ``count`` fragments: layer i belongs to fragment i mod count, any other array to the smallest so far.
+
+    The other arrays are placed from the largest to the smallest. Sources: Streaming DiLoCo (arXiv 2501.18512), the
+    strided pattern; MaxText, which has a fragment of its own for what is no layer. Raises InputError if a fragment
+    has nothing.
+    """
+    fragments: list[list[FragmentPart]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    layered = {name for name in weights if name in stacked and count > 1}
+    for name in sorted(weights, key=lambda name: (name not in layered, -math.prod(weights[name].shape), name)):
+        shape = weights[name].shape
+        if name in layered:
+            for first in range(min(count, shape[0])):
+                fragments[first].append(FragmentPart(name, first, count))
+                sizes[first] += len(range(first, shape[0], count)) * math.prod(shape[1:])
+        else:
+            smallest = sizes.index(min(sizes))
+            fragments[smallest].append(FragmentPart(name))
+            sizes[smallest] += math.prod(shape)
+    if not all(fragments):
+        raise InputError(f"outer_fragments={count} is more than this model has layers and other weights. Use fewer.")
+    return [tuple(pieces) for pieces in fragments]
+
+
+def read(weights: HeldWeights, fragment: Fragment) -> list[np.ndarray]:
+    """Returns the fragment as float32 arrays, one for each piece: whole, or one for each different shard that this
+    process has where other processes have more.
+
+    They may share memory with the weights.
+    """
+    blocks = []
+    for piece in fragment:
+        array = weights[piece.name]
+        if isinstance(array, np.ndarray) or _is_here(array):
+            blocks.append(array[piece.first :: piece.stride] if piece.stride else array)
+        else:
+            blocks += [_rows(piece, shard.data, shard.index) for shard in _shards(array)]
+    return [np.asarray(block, np.float32) for block in blocks]
+
+
+def written(weights: HeldWeights, fragment: Fragment, blocks: list[np.ndarray]) -> HeldWeights:
+    """Returns the weights with the fragment replaced by ``blocks``, as `read` gives them; NumPy arrays are changed."""
+    weights, left = dict(weights), iter(blocks)
+    for piece in fragment:
+        array = weights[piece.name]
+        if isinstance(array, np.ndarray):
+            selected = array[piece.first :: piece.stride] if piece.stride else array
+            selected[...] = next(left)
+        elif _is_here(array):
+            weights[piece.name] = _replaced(array, piece.first, piece.stride, next(left))
+        else:
+            block_at = {_key(shard.index): (shard.index, next(left)) for shard in _shards(array)}
+            parts = []
+            for shard in array.addressable_shards:
+                index, block = block_at[_key(shard.index)]
+                parts.append(_replaced(shard.data, _first(piece, index), piece.stride, block))
+            weights[piece.name] = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+    return weights
+
+
+def exchanged(step: TrainStep, state: State) -> Params:
+    """Returns the weights of a state that islands exchange: all that training changes, float32 ones where the state
+    keeps them."""
+    return step.saved(state.params) | dict(state.opt_state.master)
+
+
+def with_exchanged(state: State, weights: Params) -> State:
+    """Returns the state with these weights, and the two-byte weights that follow from float32 ones."""
+    master = {name: weights[name] for name in state.opt_state.master}
+    old = {name: state.params[name] for name in weights}
+    new = {n: jax.device_put(round_to(weights[n], old[n].dtype), old[n].sharding) for n in master}
+    return State(state.params | weights | new, state.opt_state._replace(master=master))
+
+
+def _is_here(array: Array) -> bool:
+    """True if this process has all of the array."""
+    return array.is_fully_addressable
+
+
+def _replaced(array: Array, first: int, stride: int, block: np.ndarray) -> Array:
+    if not stride:
+        # A copy: on CPU the device's array may be the memory of the block.
+        return jax.device_put(block.astype(array.dtype), array.sharding)
+    return _replacing(array.sharding, first, stride)(array, block)
+
+
+@lru_cache(maxsize=4096)
+def _replacing(sharding: jax.sharding.Sharding, first: int, stride: int) -> Any:
+    def replaced(array: Array, block: Array) -> Array:
+        return array.at[first::stride].set(block.astype(array.dtype))
+
+    return jax.jit(replaced, out_shardings=sharding)
+
+
+def _shards(array: Array) -> list[jax.Shard]:
+    """Returns the shards of this process, those that several of its devices have once, in the order of their index."""
+    return [shard for _, shard in sorted({_key(shard.index): shard for shard in array.addressable_shards}.items())]
+
+
+def _key(index: _Index) -> tuple[int, ...]:
+    return tuple(part.start or 0 for part in index)
+
+
+def _first(piece: FragmentPart, index: _Index) -> int:
+    """Returns the first layer of the piece within a shard."""
+    return (piece.first - (index[0].start or 0)) % piece.stride if piece.stride else 0
+
+
+def _rows(piece: FragmentPart, data: Array, index: _Index) -> Array:
+    return data[_first(piece, index) :: piece.stride] if piece.stride else data
