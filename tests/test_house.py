@@ -24,7 +24,7 @@ KERNELS = {
 
 BUDGETS = {
     "core": 1_176, "masks": 1_235, "spec": 4_677, "algebra": 8_094, "cost": 6_399, "plan": 5_908, "nn": 10_153,
-    "parallel": 3_810, "hlo": 2_025, "train": 4_624, "serve": 5_739, "verify": 1_740, "profile": 1_800,
+    "parallel": 3_810, "hlo": 2_025, "train": 4_995, "serve": 5_739, "verify": 1_740, "profile": 1_800,
     "accuracy": 2_008, "bench": 3_018, "report": 3_457, "api": 691, "cli": 5_414, "calculators": 9_582,
     "batching": 1_532, "simulate": 276,
 }  # fmt: skip
