@@ -6,16 +6,16 @@ from functools import partial
 import numpy as np
 
 from meshwright.islands.group import IslandGroup
-from meshwright.train.outer.fragments import HeldWeights
+from meshwright.nn.weights import Params
 from tests.islands.threads import members, together
 
-Inner = Callable[[HeldWeights, int], HeldWeights]
+Inner = Callable[[Params, int], Params]
 
 
 class Island:
     """One island; ``inner`` makes its next weights from the present ones and the number of the step."""
 
-    def __init__(self, outer, weights: HeldWeights, inner: Inner, *, tokens: float = 1.0) -> None:
+    def __init__(self, outer, weights: Params, inner: Inner, *, tokens: float = 1.0) -> None:
         self.outer, self.weights, self.inner, self.tokens = outer, weights, inner, tokens
         self.history = [copied(weights)]
         outer.begin(weights)
@@ -26,7 +26,7 @@ class Island:
         self.history.append(copied(self.weights))
 
 
-def copied(weights: HeldWeights) -> HeldWeights:
+def copied(weights: Params) -> Params:
     return {name: np.array(array) for name, array in weights.items()}
 
 

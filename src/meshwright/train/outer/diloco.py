@@ -22,7 +22,8 @@ import numpy as np
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.islands.codec import Bits, codec_of
 from meshwright.islands.group import IslandGroup
-from meshwright.train.outer.fragments import Fragment, HeldWeights, fragments_of, read, written
+from meshwright.nn.weights import Params
+from meshwright.train.outer.fragments import Fragment, fragments_of, read, written
 
 _CHUNK = 1 << 18
 """Values that are updated at a time: their temporary arrays stay in a core's cache."""
@@ -88,7 +89,7 @@ class DiLoCo:
         self.flights: list[_Flight] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outer")
 
-    def begin(self, weights: HeldWeights) -> None:
+    def begin(self, weights: Params) -> None:
         """Takes these weights as the outer ones, with no momentum."""
         count = self.settings.fragments
         self.fragments: list[Fragment] = fragments_of(weights, self.stacked, count)
@@ -101,7 +102,7 @@ class DiLoCo:
         """True if `after_step` has something to do after this step."""
         return bool(self._fragments_at(step) or self._fragments_at(step + self.settings.overlap))
 
-    def after_step(self, step: int, weights: HeldWeights, group: IslandGroup, tokens: float) -> HeldWeights:
+    def after_step(self, step: int, weights: Params, group: IslandGroup, tokens: float) -> Params:
         """Returns the weights to go on with; ``tokens`` are this island's since the last call.
 
         Begins the exchange of a fragment, in a thread that has the group until the exchange ends; waits for the one
@@ -130,7 +131,7 @@ class DiLoCo:
                 flight.mean = None if flight.result.exception() else flight.result.result()
                 flight.result = None
 
-    def weights(self, weights: HeldWeights) -> HeldWeights:
+    def weights(self, weights: Params) -> Params:
         """Returns the weights with all outer ones in their place: those to evaluate, or that a newcomer begins with."""
         for fragment, blocks in zip(self.fragments, self.outer, strict=True):
             weights = written(weights, fragment, blocks)
@@ -191,7 +192,7 @@ class DiLoCo:
         flight.share = share or 1.0
         return group.sum(flight.blocks, codec=codec_of(self.settings.bits))
 
-    def _land(self, flight: _Flight, weights: HeldWeights) -> HeldWeights:
+    def _land(self, flight: _Flight, weights: Params) -> Params:
         """Returns the weights after the update of the fragment."""
         if flight.mean is None:
             assert flight.result is not None

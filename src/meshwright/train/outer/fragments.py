@@ -1,7 +1,10 @@
-"""Fragments of a model's weights: which layers of which arrays, read to the host as float32 and written back."""
+"""Fragments of a model's weights: which layers of which arrays, read to the host as float32 and written back.
+
+Weights are JAX's arrays of any sharding, or NumPy's, which are written in place.
+"""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,10 +16,6 @@ from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.train.optimizers.rounding import round_to
-
-HeldArray = Array | np.ndarray
-HeldWeights = dict[str, HeldArray]
-"""Name -> a `jax.Array` of any sharding, or a NumPy array, which is written in place."""
 
 _Index = tuple[slice, ...]
 
@@ -33,7 +32,7 @@ class FragmentPart(NamedTuple):
 Fragment = tuple[FragmentPart, ...]
 
 
-def fragments_of(weights: Mapping[str, HeldArray], stacked: Collection[str], count: int) -> list[Fragment]:
+def fragments_of(weights: Params, stacked: Collection[str], count: int) -> list[Fragment]:
     """Returns ``count`` fragments: layer i belongs to fragment i mod count, any other array to the smallest so far.
 
     The other arrays are placed from the largest to the smallest. Sources: Streaming DiLoCo (arXiv 2501.18512), the
@@ -58,7 +57,7 @@ def fragments_of(weights: Mapping[str, HeldArray], stacked: Collection[str], cou
     return [tuple(pieces) for pieces in fragments]
 
 
-def read(weights: HeldWeights, fragment: Fragment) -> list[np.ndarray]:
+def read(weights: Params, fragment: Fragment) -> list[np.ndarray]:
     """Returns the fragment as float32 arrays, one for each piece: whole, or one for each different shard that this
     process has where other processes have more.
 
@@ -74,7 +73,7 @@ def read(weights: HeldWeights, fragment: Fragment) -> list[np.ndarray]:
     return [np.asarray(block, np.float32) for block in blocks]
 
 
-def written(weights: HeldWeights, fragment: Fragment, blocks: list[np.ndarray]) -> HeldWeights:
+def written(weights: Params, fragment: Fragment, blocks: list[np.ndarray]) -> Params:
     """Returns the weights with the fragment replaced by ``blocks``, as `read` gives them; NumPy arrays are changed."""
     weights, left = dict(weights), iter(blocks)
     for piece in fragment:
