@@ -11,6 +11,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import fitted
 from meshwright.core.toml_file import sealed_toml
 from meshwright.core.units import counted
+from meshwright.islands.member import find_identity
 from meshwright.plan.plan_file import Plan
 from meshwright.serve.options import EngineOptions
 from meshwright.spec.assumptions import require_runnable_assumptions
@@ -28,14 +29,18 @@ def run_training(
     runs: Path | str = "runs",
     resume: Path | str | None = None,
     on_step: "OnStep | None" = None,
-) -> "TrainResult":
+) -> "TrainResult | None":
     """Trains by a plan on the devices of this process, or of all processes that were launched together.
 
     ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``; ``weights`` are by default the
     plan's, and ``learning_rate`` a lower one if there are weights. The run writes a new folder under ``runs``, or
-    continues in the folder ``resume``. Raises CannotRunError if the devices are not those of the plan.
+    continues in the folder ``resume``. As one of several islands (`launch --elastic`) this process trains with the
+    others, and None is returned in those that do not lead. Raises CannotRunError if the devices are not the plan's.
     """
     require_runnable(plan.model)
+    identity = find_identity()
+    if identity:
+        plan, whole_plan = island_plan(plan, identity.count), plan
     require_devices(plan)
     from meshwright.train.loop import train
     from meshwright.train.settings import fine_tuning_rate, settings_from_table
@@ -43,6 +48,21 @@ def run_training(
     settings_table = {"weights": plan.job.weights, **(settings or {})}
     if settings_table["weights"]:
         settings_table.setdefault("learning_rate", fine_tuning_rate(plan.model))
+    if identity:
+        from meshwright.train.elastic.run import IslandRun, train_island
+
+        told = IslandRun(
+            plan.model,
+            plan.strategy,
+            plan.job,
+            settings_from_table(settings_table),
+            Path(runs),
+            None if resume is None else Path(resume),
+            plan.predicted,
+            on_step,
+            {"plan.toml": sealed_toml(whole_plan)},
+        )
+        return train_island(identity, told)
     return train(
         plan.model,
         plan.strategy,
@@ -54,6 +74,31 @@ def run_training(
         on_step=on_step,
         texts={"plan.toml": sealed_toml(plan)},
     )
+
+
+def island_plan(plan: Plan, count: int) -> Plan:
+    """Returns the plan of one of ``count`` islands: of those that the plan has, or of parts of its axis ``data``.
+
+    Raises InputError where the plan does not divide into them.
+    """
+    strategy, cluster, job = plan.strategy, plan.cluster, plan.job
+    if strategy.num_islands == count:
+        inner, own_cluster = strategy.inner(), cluster.island
+    else:
+        data = strategy.mesh.get("data", 1)
+        if strategy.num_islands > 1 or data % count or cluster.kind != "host":
+            raise InputError(
+                f"the plan is for {counted(strategy.num_islands, 'island')} with data={data} on {cluster.short_name}, "
+                f"and {count} islands are launched. Plan for them, such as --on '{count}*cpu:1@10Gbit/s'."
+            )
+        inner = msgspec.structs.replace(strategy, mesh={**strategy.mesh, "data": data // count})
+        own_cluster = msgspec.structs.replace(cluster, shape=(cluster.num_chips // count,))
+    if job.batch_seqs % count:
+        raise InputError(
+            f"batch_seqs={job.batch_seqs} does not divide into {count} islands. Use a multiple of {count}."
+        )
+    job = msgspec.structs.replace(job, batch_seqs=job.batch_seqs // count)
+    return msgspec.structs.replace(plan, strategy=inner, cluster=own_cluster, job=job)
 
 
 def require_devices(plan: Plan) -> None:

@@ -12,12 +12,12 @@ from meshwright.islands.messages import host_and_port
 from meshwright.islands.service import Bounds, Service
 
 
-def main(address: str, bounds: str = '{"count": 1}') -> None:
-    """Serves at an address until it is stopped; says what happens on standard error."""
+def main(address: str, bounds: str = '{"count": 1}', quiet: str = "") -> None:
+    """Serves at an address until it is stopped; says what happens on standard error unless told to be ``quiet``."""
     service = Service(
         msgspec.json.decode(bounds, type=Bounds),
         key=os.environ.get(KEY, ""),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=lambda line: print(line, file=sys.stderr, flush=True) if quiet == "" else None,
     )
     with suppress(KeyboardInterrupt):
         asyncio.run(service.serve(*host_and_port(address)))

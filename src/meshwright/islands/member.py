@@ -30,7 +30,7 @@ from meshwright.islands.messages import (
     send,
 )
 
-SERVICE, ISLAND, KEY = "MESHWRIGHT_SERVICE", "MESHWRIGHT_ISLAND", "MESHWRIGHT_KEY"
+SERVICE, ISLANDS, ISLAND, KEY = "MESHWRIGHT_SERVICE", "MESHWRIGHT_ISLANDS", "MESHWRIGHT_ISLAND", "MESHWRIGHT_KEY"
 BEAT_EVERY_S = 0.3
 RECONNECT_S = 0.1
 
@@ -40,23 +40,27 @@ class OutError(Exception):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Which island this process belongs to, and where the membership service listens."""
+    """Which island of how many this process belongs to, and where the membership service listens."""
 
     service: str
     island: int
-    key: str
+    count: int
+    key: str = ""
 
 
 def find_identity(env: Mapping[str, str] = os.environ) -> Identity | None:
     """Returns what `launch --elastic` or a job's script has set; None for a run without islands."""
     if SERVICE not in env:
         return None
-    number = env.get(ISLAND, "")
-    if not number.isdecimal():
-        raise InputError(f"{SERVICE} is set and {ISLAND}={number!r} is not a whole number. Number the islands from 0.")
+    for name in (ISLANDS, ISLAND):
+        if not env.get(name, "").isdecimal():
+            raise InputError(
+                f"{SERVICE} is set and {name}={env.get(name, '')!r} is not a whole number. Set {ISLANDS} to their "
+                f"number and {ISLAND} to this one's, from 0."
+            )
     if ":" not in env[SERVICE]:
         raise InputError(f"{SERVICE}={env[SERVICE]!r} is not HOST:PORT. Give the address of the membership service.")
-    return Identity(service=env[SERVICE], island=int(number), key=env.get(KEY, ""))
+    return Identity(service=env[SERVICE], island=int(env[ISLAND]), count=int(env[ISLANDS]), key=env.get(KEY, ""))
 
 
 class Member:

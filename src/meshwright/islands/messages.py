@@ -92,10 +92,11 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
-    """A line that says what happened, and the islands that are out."""
+    """A line that says what happened, "" for a sign of life; the islands that are out since, and those that train."""
 
     line: str
     dropped: tuple[int, ...] = ()
+    present: tuple[int, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

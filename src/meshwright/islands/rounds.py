@@ -213,8 +213,9 @@ class Rounds:
         self.member.join()
         statuses = self.links.meet(self._status())
         if all(status.step is None for status in statuses):
-            self.step, self.ledger = self.work.start()
-            statuses = self.links.meet(self._status())
+            if self.links.is_leader:  # the others get its state
+                self.step, self.ledger = self.work.start()
+            statuses = self.links.meet(self._status(), patience=self.member.timeouts.start_s)
         newest = max(status.step for status in statuses if status.step is not None)
         if self.step == newest - 1 and self._sums is not None:
             self._commit(next(status.last for status in statuses if status.step == newest))

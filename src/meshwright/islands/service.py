@@ -90,9 +90,13 @@ class Service:
         server = await asyncio.start_server(self._connected, host, port)
         async with server:
             opened(server.sockets[0].getsockname()[1])
+            told_at = 0.0
             while True:
                 await asyncio.sleep(TICK_S)
                 self._review()
+                if time.monotonic() - told_at > self.bounds.beat_s / 4:
+                    self._tell_all("")
+                    told_at = time.monotonic()
 
     # -- connections ---------------------------------------------------------------------------------
 
@@ -283,10 +287,12 @@ class Service:
         return [peer for (island, _), peer in sorted(self._peers.items()) if island == number]
 
     def _tell_all(self, line: str, dropped: tuple[int, ...] = ()) -> None:
-        self._say(line)
+        if line:
+            self._say(line)
+        event = packed(Event(line, dropped, self.world.numbers if self.world else ()))
         for writer in self._watchers:
             with suppress(ConnectionError):
-                writer.write(packed(Event(line, dropped)))
+                writer.write(event)
 
 
 def _number(place: Place) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from meshwright.algebra.layers import ENCODER, ENCODER_LENGTHS, FEATURES, PLAIN,
 from meshwright.algebra.notation import ShardedArray, check
 from meshwright.algebra.program import LOSSES, Variable
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
-from meshwright.algebra.rewrites.split_backward import weight_updates
+from meshwright.algebra.rewrites.split_backward import counts_of, weight_updates
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
@@ -391,8 +391,51 @@ class TrainStep:
             offload="activations" in self.strategy.offload,
         )
 
+    # -- in two halves, between which other islands' gradients are added --------------------------------------
+
+    @cached_property
+    def summands(self) -> Callable[[Params, Batch], tuple[Losses, Params]]:
+        """The jitted function (params, placed batch) -> losses and gradients, which add up over islands to those of
+        `finish`: the batch's counts of labels are those of all islands."""
+        specs = (PartitionSpec(), self._summand_specs)
+        body = self._mapped(self._local_summands, (self.param_specs, self.batch_specs), specs)
+        return jax.jit(body, compiler_options=self.compiler.used)
+
+    @cached_property
+    def finish(self) -> Callable[[State, Losses, Params], tuple[State, Metrics]]:
+        """The jitted function (state, losses, gradients) -> what a step returns; consumes the state."""
+
+        def run(state: State, losses: Losses, grads: Params) -> tuple[State, Metrics]:
+            extras_spec = PartitionSpec("pipeline") if self.pipeline else PartitionSpec()
+            out_specs = (self.shard_specs, PartitionSpec(), extras_spec)
+            reduced = self._mapped(self._local_norm, (self._summand_specs,), out_specs)(grads)
+            return self._finished(state, (losses, *reduced))
+
+        return jax.jit(
+            run,
+            in_shardings=(self.state_shardings, None, shardings(self.mesh, self._summand_specs)),
+            out_shardings=(self.state_shardings, None),
+            donate_argnums=0,
+            compiler_options=self.compiler.used,
+        )
+
+    @property
+    def _summand_specs(self) -> dict[str, PartitionSpec]:
+        layers_spec = PartitionSpec("pipeline") if self.pipeline else PartitionSpec()
+        count_names = {name for steps in self.declared.blocks for name in counts_of(steps)}
+        return self.shard_specs | dict.fromkeys(sorted(count_names), layers_spec)
+
     def _local_gradients(self, params: Params, batch: Batch) -> StepGradients:
         """Returns `StepGradients` from one device's shards."""
+        losses, grads = self._local_summands(params, batch)
+        return losses, *self._local_norm(grads)
+
+    def _local_norm(self, grads: Params) -> tuple[Params, Array, FromCounts]:
+        grads, routing_counts = without_counts(self.declared, grads, self.model)
+        squared_part = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
+        return grads, self._over_devices("grad_norm", squared_part), routing_counts
+
+    def _local_summands(self, params: Params, batch: Batch) -> tuple[Losses, Params]:
         mean_factors = self._means(batch)
         if self.pipeline:
             loss_sum, grads = self.pipeline.gradients(params, _inputs(batch), mean_factors["loss"])
@@ -400,11 +443,7 @@ class TrainStep:
             grads = once_per_step(self.declared, grads, stacked=self.stacked)  # whatever `gradient_sync` says
         else:
             losses, grads = self._summed(self._passes, params, batch, mean_factors)
-        grads, routing_counts = without_counts(self.declared, grads, self.model)
-        squared_part = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
-        squared_total = self._over_devices("grad_norm", squared_part)
-        losses = {name: self._over_devices(name, loss) * mean_factors[name] for name, loss in losses.items()}
-        return losses, grads, squared_total, routing_counts
+        return {name: self._over_devices(name, loss) * mean_factors[name] for name, loss in losses.items()}, grads
 
     def _summed(self, passes: Passes, params: Params, batch: Batch, means: Losses) -> tuple[Losses, Params]:
         dloss = means | {"mtp_loss": self.model.mtp_weight * means["mtp_loss"]} if self.model.mtp_layers else means
@@ -427,8 +466,11 @@ class TrainStep:
         return self._mapped(self._local_gradients, (self.param_specs, self.batch_specs), out_specs)(params, batch)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        losses, grads, squared_total, (extras, correction_moves) = self._gradients(state.params, batch)
-        loss = losses.pop("loss")
+        return self._finished(state, self._gradients(state.params, batch))
+
+    def _finished(self, state: State, gradients: StepGradients) -> tuple[State, Metrics]:
+        losses, grads, squared_total, (extras, correction_moves) = gradients
+        loss, losses = losses["loss"], {name: loss for name, loss in losses.items() if name != "loss"}
         grad_norm = jnp.sqrt(squared_total)
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (grad_norm + 1e-6))

@@ -21,6 +21,7 @@ from orbax.checkpoint.path import atomicity
 from meshwright.core.digests import SUMS, require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError, first_line
 from meshwright.core.files import sync
+from meshwright.islands.ledger import Block
 from meshwright.parallel.processes import first_error, is_first, wait_for_all
 from meshwright.train.data.sources import DataPhase
 
@@ -36,7 +37,8 @@ Reorder = Callable[[dict[str, Array]], dict[str, Array]]
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Progress of a run: optimizer steps done, samples and tokens consumed. The data continue at ``samples``.
+    """Progress of a run: optimizer steps done, samples and tokens consumed. The data continue at ``samples``, after those
+    that islands that left had taken, and that were ``postponed``.
 
     ``model`` and ``settings`` are the run's as plain tables; ``phase`` says how samples are drawn. ``base`` is the
     fingerprint of frozen weights, which no checkpoint holds; "" if there are none.
@@ -49,6 +51,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     settings: dict[str, Any] = {}
     phase: DataPhase | None = None
     base: str = ""
+    postponed: Block = ()
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +104,7 @@ class Checkpoints:
         if is_first():
             # Orbax ignores checkpoints that were killed while being written, and cannot write those steps again.
             for leftover_folder in self.folder.glob(f"*{UNFINISHED}*"):
-                shutil.rmtree(leftover_folder)
+                shutil.rmtree(leftover_folder, ignore_errors=True)
         wait_for_all("old checkpoints are cleared")
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 

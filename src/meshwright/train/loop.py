@@ -21,6 +21,7 @@ from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.toml_file import sealed_toml
 from meshwright.core.units import format_seconds
+from meshwright.islands.ledger import Block
 from meshwright.nn.hf.beside import keep_beside
 from meshwright.nn.hf.gguf import as_folder
 from meshwright.nn.hf.tokenizer import TOKENIZER
@@ -61,14 +62,17 @@ POLL_S = 0.001
 _averaged = jax.jit(averaged)
 
 
-class _Flight(NamedTuple):
-    """A step in flight; ``end`` is the time at which it was seen to have ended before its loss was read, if it was."""
+class Flight(NamedTuple):
+    """A step in flight, of ``samples``; ``end`` is the time at which it was seen to have ended before its loss was
+    read, if it was. ``blocks`` are the samples of each island, if there are several."""
 
     number: int
     start: float
     batch: Batch
     metrics: Any
+    samples: int
     end: float | None = None
+    blocks: dict[int, Block] | None = None
 
 
 def steps_ahead() -> int:
@@ -96,7 +100,7 @@ class Run:
     position: Position
     state: State
     resumed_from: int | None
-    flying: deque[_Flight] = field(default_factory=deque)
+    flying: deque[Flight] = field(default_factory=deque)
     step_s: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
@@ -121,9 +125,9 @@ class Run:
             for step in range(self.position.step + 1, self.settings.steps + 1):
                 start_s = time.perf_counter()
                 self.state, metrics = compiled_step(self.state, batch)
-                self.flying.append(_Flight(step, start_s, batch, metrics))
+                self.flying.append(Flight(step, start_s, batch, metrics, self.job.batch_seqs))
                 # what needs the state of this step, before the next consumes it; `finish` does the last
-                tasks = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
+                tasks = ((self.settings.checkpoint_every, self.save), (self.settings.evaluate_every, self.evaluate))
                 due_acts = [act for every, act in tasks if every and step % every == 0 and step < self.settings.steps]
                 self._land(0 if due_acts else steps_ahead())
                 if self.request.stops_after(step):
@@ -158,6 +162,10 @@ class Run:
             self.watch.add("data", time.perf_counter() - start_s)
         return batch
 
+    def land_all(self) -> None:
+        """Waits for all steps in flight, and records each."""
+        self._land(0)
+
     def _land(self, remaining: int) -> None:
         """Waits for the oldest steps until ``remaining`` are in flight, and records each."""
         while len(self.flying) > remaining:
@@ -175,19 +183,19 @@ class Run:
                 # The state is whole between steps, so this ends like a Ctrl-C that the handler received.
                 self.request.ask()
 
-    def _record(self, flight: _Flight) -> StepRecord:
+    def _record(self, flight: Flight) -> StepRecord:
         metrics = on_host(flight.metrics)
         end_s = flight.end or time.perf_counter()
         # A step dispatched while the previous one ran began when that one ended.
         step_s = end_s - max(flight.start, self.last_end)
         self.last_end = end_s
-        num_tokens = self.job.tokens_per_step
+        num_tokens = flight.samples * self.job.seq_len
         self.losses.append(float(metrics.loss))
         self.step_s.append(step_s)
         self.position = msgspec.structs.replace(
             self.position,
             step=flight.number,
-            samples=self.position.samples + self.job.batch_seqs,
+            samples=self.position.samples + flight.samples,
             tokens=self.position.tokens + num_tokens,
         )
         measured_fields = self.predicted.measured(step_s) if self.predicted else {}
@@ -204,11 +212,12 @@ class Run:
             **measured_fields,
             predicted_step_s=self.predicted.step_s if self.predicted else None,
             extras=extras,
+            islands=flight.blocks or {},
         )
 
     # -- between steps -------------------------------------------------------------------------------
 
-    def _save(self) -> None:
+    def save(self) -> None:
         with self.watch.timed("checkpoint"):
             saved_state = self.state._replace(params=self.setup.step.saved(self.state.params))
             self.checkpoints.save(saved_state, self.position, to_canonical=self.setup.step.to_canonical)
@@ -216,7 +225,7 @@ class Run:
     def _evaluated_weights(self) -> Params:
         return _averaged(self.state.opt_state, self.state.params) if self.settings.average else self.state.params
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
         if self.setup.held_out is None:
             return
         with self.watch.timed("evaluation"):
@@ -235,9 +244,9 @@ class Run:
         is_stopped = self.position.step < self.settings.steps
         if not is_stopped and self.position.step:
             # A request to stop does not wait for the evaluation.
-            self._evaluate()
+            self.evaluate()
         if self.position.step:
-            self._save()
+            self.save()
             with self.watch.timed("checkpoint"):
                 self.checkpoints.wait()
         with self.watch.timed("checkpoint"):
@@ -274,7 +283,7 @@ class Run:
             load_max_over_mean=typical_step_s(self.loads),
         )
 
-    def _give_up(self, flight: _Flight, record: StepRecord) -> None:
+    def _give_up(self, flight: Flight, record: StepRecord) -> None:
         """Ends a run without a finite loss or gradient; the error names the array."""
         self.folder.summarise({**msgspec.to_builtins(self._result()), "diverged": True})
         fault = f"the loss is {record.loss}"
@@ -342,7 +351,7 @@ def train(
         for line in [*store.passed_over, *folder.notes, *start_lines, *setup.batches.notes, *compiler.notes, *notes]:
             live.say(line)
         if is_first() and setup.data.tokenizer:
-            _keep_tokenizer(setup.data.tokenizer, settings.tokenizer, path)
+            keep_tokenizer(setup.data.tokenizer, settings.tokenizer, path)
         if has_frozen_matrices(model) and not settings.weights and position.step == 0:
             save_base(model, setup.step.to_canonical(state.params), path)
         run = Run(setup, folder, live, tracking, store, watch, request, predicted, on_step, position, state, from_step)
@@ -352,7 +361,7 @@ def train(
     return result
 
 
-def _keep_tokenizer(tokenizer: Any, source: str, path: Path) -> None:
+def keep_tokenizer(tokenizer: Any, source: str, path: Path) -> None:
     """Writes a tokenizer to the run's folder, with the files beside it where it came from."""
     if source:
         source_path = as_folder(Path(source))

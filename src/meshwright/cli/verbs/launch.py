@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -16,6 +17,8 @@ import click
 from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import EX_TEMPFAIL, InputError
+from meshwright.islands.service import Bounds
+from meshwright.islands.supervisor import Programs, Supervisor, service_program
 from meshwright.parallel.process_env import COORDINATOR, PROCESS, PROCESSES
 
 GRACE_S = 5.0
@@ -30,12 +33,18 @@ _NOISE = ("[Gloo] Rank", "peer ranks")
 """Parts of the lines that Gloo prints on standard output for each device of each new group, several at once."""
 
 
+ELASTIC = {"elastic": "--elastic"}
+
+
 class Given(Options):
-    processes: int = option("How many processes.", type=click.IntRange(1, 1024))
+    processes: int = option("How many processes.", "-n", "--processes", type=click.IntRange(1, 1024))
     devices: int | None = option(
         "Devices of each: emulated ones, or this many accelerators of the machine; a plan for cpu:N needs none.",
         type=click.IntRange(1, 1024),
     )
+    elastic: bool = option("Processes, or islands of several, may leave and come back while the others train on.")
+    islands: int | None = option("Islands that the processes form.", type=click.IntRange(1, 1024), needs=ELASTIC)
+    least: int = option("Wait below this many islands.", "--min", type=click.IntRange(1), default=1, needs=ELASTIC)
     verb: tuple[str, ...] = argument(type=click.UNPROCESSED, required=True, metavar="-- VERB ...")
 
 
@@ -46,12 +55,17 @@ def command(given: Given) -> None:
     Standard output is that of process 0; all other output goes to standard error, each line after the number of its
     process, and an error of several processes once. When one process fails the others are stopped, and the exit code
     is that of the first that failed.
+
+    With --elastic they train as islands, each a runtime of its own: one that dies, hangs or is cut off is left out, and
+    started again. Its samples go to the others, and it gets their state: launch -n 4 --elastic -- train plan.toml.
     """
     if given.verb[0] == "launch":
         raise InputError("launch cannot start itself. Write: launch --processes 4 -- train plan.toml.")
-    exit_code = launch(
-        [sys.executable, "-c", child_program(), *given.verb], processes=given.processes, devices=given.devices
-    )
+    program = [sys.executable, "-c", child_program(), *given.verb]
+    if given.elastic:
+        exit_code = launch_islands(program, given)
+    else:
+        exit_code = launch(program, processes=given.processes, devices=given.devices)
     if exit_code:
         sys.exit(exit_code)
 
@@ -60,6 +74,35 @@ def launch(program: Sequence[str], *, processes: int, devices: int | None = None
     """Runs a program in several processes. Returns 0; the exit code of the first that failed, or 128 + the signal that
     killed it; 75 if they were asked to stop and did; after a second signal 128 + that signal."""
     return asyncio.run(_launch(program, processes, devices))
+
+
+def launch_islands(program: Sequence[str], given: Given) -> int:
+    """Runs a program as islands, which are started again when they end. Returns the exit code of the run."""
+    count = given.islands or given.processes
+    if given.processes % count or given.least > count:
+        raise InputError(
+            f"{given.processes} processes do not form {count} islands of one size, of which {given.least} must be "
+            f"there. Give a number of islands that divides the processes, and is not below --min."
+        )
+    own = given.processes // count
+    shown_errors: set[str] = set()
+    is_noise = noise_filter()
+
+    def environment(process: int, port: int) -> dict[str, str]:
+        return child_environment(dict(os.environ), process, own, port=port, devices=given.devices)
+
+    def show(island: int, process: int, raw_line: bytes, is_output: bool) -> None:
+        line = raw_line.decode(errors="replace").rstrip("\n")
+        if is_noise(line) or line in shown_errors:
+            return
+        if line.startswith(ERROR):
+            shown_errors.add(line)
+        name = f"{island}.{process}" if own > 1 else f"{island}"
+        click.echo(line) if is_output and not process else say(f"[{name}] {line}")
+
+    programs = Programs(island=program, service=service_program(), environment=environment, processes=own)
+    bounds = Bounds(count=count, least=given.least)
+    return asyncio.run(Supervisor(programs, bounds, key=secrets.token_hex(8), say=say, show=show).run())
 
 
 async def _launch(program: Sequence[str], processes: int, devices: int | None) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from meshwright.api.planning import plan_of
-from meshwright.api.running import require_devices, run_training
+from meshwright.api.running import island_plan, require_devices, run_training
 from meshwright.cli.asked import PlanOptions, read_fields, resolve
 from meshwright.cli.output import or_dash, say
 from meshwright.cli.verb import Count, argument, option, verb
@@ -19,6 +19,7 @@ from meshwright.cli.verbs.plan_words import sharding_words
 from meshwright.core.errors import InputError, StoppedError
 from meshwright.core.files import cache_folder
 from meshwright.core.units import counted, format_bytes, format_count, format_seconds
+from meshwright.islands.member import find_identity
 from meshwright.plan.plan_file import Plan
 from meshwright.plan.planner import UNEVEN, imbalance_notes
 from meshwright.report.answer import Answer, Facts, Paragraph, Piece, Table, utilisation_rows
@@ -123,12 +124,13 @@ def _resumed(plan: Plan, changes: Facts, given: Given) -> Answer | None:
 def _run(plan: Plan, settings: Facts, given: Given, *, resume: Path | None = None) -> Answer | None:
     """Trains, with some steps under the profiler if that is asked for. Returns None in all processes but one."""
     require_runnable(plan.model)
-    require_devices(plan)
+    identity = find_identity()
+    require_devices(island_plan(plan, identity.count) if identity else plan)
     from meshwright.parallel.processes import is_first
 
     if given.profiled is not None:
         _check_profiled(given.profiled, settings, resume)
-    if is_first():
+    if is_first() and not (identity and identity.island):
         sharding_text = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), sharding_words(plan.strategy))))
         say(
             f"{plan.model.name} on {plan.cluster.short_name}: {sharding_text}, "
@@ -139,6 +141,8 @@ def _run(plan: Plan, settings: Facts, given: Given, *, resume: Path | None = Non
         result, profile = run_training(plan, settings, runs=given.runs, resume=resume), None
     else:
         result, profile = _run_profiled(plan, settings, given, resume)
+    if result is None:  # another island has the result
+        return None
     stopped_error = None
     if result.stopped:
         stopped_error = StoppedError(f"stopped after step {result.steps}; train --resume {result.run} goes on.")

@@ -86,6 +86,10 @@ class Ahead:
 # -- batches ---------------------------------------------------------------------------------------------
 
 
+SampleNumbers = int | Sequence[int]
+"""The first sample of a batch, whose others follow it, or all of them."""
+
+
 class Data(NamedTuple):
     """The data of a run.
 
@@ -226,12 +230,16 @@ class Batches:
         source_index, source_sample = self._mixture.find(sample - self.phase.first)
         return self.samples[source_index].find(source_sample)
 
-    def _found(self, first_sample: int, row_slice: slice = slice(None)) -> list[tuple[Rows, int]]:
-        return [self.find(first_sample + row) for row in range(self.batch_seqs)[row_slice]]
+    def _numbers(self, samples: SampleNumbers) -> Sequence[int]:
+        """Returns the numbers of a batch's samples: as many as it has from a first one on, or those that are given."""
+        return range(samples, samples + self.batch_seqs) if isinstance(samples, int) else samples
+
+    def _found(self, samples: SampleNumbers, row_slice: slice = slice(None)) -> list[tuple[Rows, int]]:
+        return [self.find(number) for number in self._numbers(samples)[row_slice]]
 
     def rows(
         self,
-        first_sample: int,
+        samples: SampleNumbers,
         row_slice: slice = slice(None),
         position_slice: slice = slice(None),
         *,
@@ -240,7 +248,7 @@ class Batches:
     ) -> dict[str, np.ndarray]:
         """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch;
         ``with_second`` adds `second_labels`, ``data`` what a mask reads, by the names of `MASK_DATA`."""
-        drawn_rows, positions = self._found(first_sample, row_slice), self.order[position_slice]
+        drawn_rows, positions = self._found(samples, row_slice), self.order[position_slice]
 
         def read(positions: np.ndarray) -> dict[str, np.ndarray]:
             field_arrays = zip(*(rows.read(row, positions) for rows, row in drawn_rows), strict=True)
@@ -250,23 +258,23 @@ class Batches:
         part |= {name: np.stack([rows.mask_data(name, row, positions) for rows, row in drawn_rows]) for name in data}
         return part | second_labels(part, read(np.minimum(positions + 1, self.seq_len - 1))) if with_second else part
 
-    def pairs(self, first_sample: int, row_slice: slice = slice(None)) -> dict[str, np.ndarray]:
+    def pairs(self, samples: SampleNumbers, row_slice: slice = slice(None)) -> dict[str, np.ndarray]:
         """Reads whole rows of an encoder and a decoder, see `pair_arrays`; what is of the decoder in its ``order``."""
         assert self.form
         pairs = list[TokenPair]()
-        for sample in range(first_sample, first_sample + self.batch_seqs)[row_slice]:
+        for sample in self._numbers(samples)[row_slice]:
             rows, row = self.find(sample)
             assert isinstance(rows, PairRows | SpanRows)
             pairs.append(rows.pair(row, (self.phase.draw.seed, sample)))
         array_by_name = pair_arrays(pairs, self.form)
         return array_by_name | {name: array_by_name[name][:, self.order] for name in ("tokens", "labels", "positions")}
 
-    def num_labels(self, first_sample: int, *, skipped: int = 0) -> int:
+    def num_labels(self, samples: SampleNumbers, *, skipped: int = 0) -> int:
         """Counts the labels of the whole global batch, without those of the first ``skipped`` positions of each
         document; reads no tokens."""
-        return sum(rows.num_labels(row, skipped=skipped) for rows, row in self._found(first_sample))
+        return sum(rows.num_labels(row, skipped=skipped) for rows, row in self._found(samples))
 
-    def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
+    def global_batch(self, samples: SampleNumbers, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
         """Makes the arrays that ``shardings`` names; each device reads its own rows and positions, of pairs whole rows.
 
         ``tokens``, ``labels``, ``positions``, ``documents``, ``mtp_tokens`` and ``mtp_labels`` are int32
@@ -278,15 +286,15 @@ class Batches:
         names = [name for name in MASK_DATA if name in shardings and name not in RowPart._fields]
         # All arrays, and replicas of a shard, share one read.
         read = lru_cache(maxsize=None)(
-            lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d), with_second=has_second, data=names)
+            lambda a, b, c, d: self.rows(samples, slice(a, b), slice(c, d), with_second=has_second, data=names)
         )
 
-        read_pairs = lru_cache(maxsize=None)(lambda a, b: self.pairs(first_sample, slice(a, b)))
+        read_pairs = lru_cache(maxsize=None)(lambda a, b: self.pairs(samples, slice(a, b)))
 
         def part(name: str, index: Any) -> np.ndarray:
             if name.startswith("num_"):
                 num_skipped = int(name == "num_mtp_labels")
-                return np.asarray(self.num_labels(first_sample, skipped=num_skipped), np.float32)
+                return np.asarray(self.num_labels(samples, skipped=num_skipped), np.float32)
             ends = [s.indices(n)[:2] for s, n in zip(index, shape(name), strict=True)]
             if self.form:
                 return read_pairs(*ends[0])[name][(slice(None), *(slice(*end) for end in ends[1:]))]

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.core.units import format_count, format_seconds
+from meshwright.islands.ledger import Block
 from meshwright.spec.prediction import unmasked
 
 WARMUP_STEPS = 2
@@ -28,7 +29,8 @@ BAR_WIDTH = 12
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of metrics.jsonl: steps count from 1, loss is the mean over the global batch's labels that have a loss.
 
-    ``tokens`` counts the tokens of all steps so far. ``extras`` are further numbers, `over_layers` of `Metrics.extras`.
+    ``tokens`` counts the tokens of all steps so far. ``extras`` are further numbers, `over_layers` of `Metrics.extras`;
+    ``islands`` are the samples that each island took, if there are several.
     """
 
     step: int
@@ -43,6 +45,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     mfu_causal: float | None = None
     predicted_step_s: float | None
     extras: dict[str, float] = {}
+    islands: dict[int, Block] = {}
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,214 @@
+"""Keeps islands and their membership service alive on one machine: what ends or hangs is started again."""
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from meshwright.core.errors import EX_TEMPFAIL
+from meshwright.islands.member import ISLAND, ISLANDS, KEY, SERVICE
+from meshwright.islands.messages import Event, Watch, packed, read
+from meshwright.islands.service import Bounds
+
+MOST_STARTS = 10
+"""Starts of an island without a `GOOD_S` of life between them, after which it is given up."""
+GOOD_S = 60.0
+FIRST_DELAY_S, MOST_DELAY_S = 0.2, 30.0
+HUNG_S = 8.0
+"""How long an island that is out has to come back by itself before it is killed."""
+SILENT_S = 3.0
+LONGEST_LINE = 1 << 30
+_WRONG = (2, 3)
+"""Exit codes of a wrong input, and of what cannot run: starting again would not help."""
+
+Pass = Callable[[int, int, bytes, bool], None]
+"""Gets the island, the process, a line, and whether it came on standard output."""
+
+
+class Programs(msgspec.Struct, frozen=True, kw_only=True):
+    """What is started: the programs, and the environment of process ``p`` of ``n`` of an island."""
+
+    island: Sequence[str]
+    service: Sequence[str]
+    environment: Callable[[int, int], Mapping[str, str]]
+    processes: int = 1
+
+
+@dataclass
+class _Kept:
+    """An island as it is kept: its present processes, and how often it was started in vain."""
+
+    number: int
+    children: list[Process] = field(default_factory=list)
+    starts: int = 0
+    status: int | None = None
+    out_since: float = 0.0
+
+
+class Supervisor:
+    """Runs islands until one has finished the run; ``say`` gets one line for each thing that happens."""
+
+    def __init__(self, programs: Programs, bounds: Bounds, *, key: str, say: Callable[[str], None], show: Pass) -> None:
+        self.programs, self.bounds, self.key, self._say, self._show = programs, bounds, key, say, show
+        self.islands = [_Kept(number) for number in range(bounds.count)]
+        self.service: Process | None = None
+        self.port = _free_port()
+        self._received: list[int] = []
+        self._heard_at = time.monotonic()
+
+    async def run(self) -> int:
+        """Returns the exit code of the run: 0, 75 if it was asked to stop and did, or that of what cannot run."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._forward, number)
+        keepers = [asyncio.create_task(self._keep_service()), asyncio.create_task(self._watch())]
+        tasks = {asyncio.create_task(self._keep(island)) for island in self.islands}
+        try:
+            while tasks and not any(island.status == 0 for island in self.islands):
+                _, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks:
+                await asyncio.wait(tasks, timeout=self.bounds.start_s)
+        finally:
+            for keeper in [*keepers, *tasks]:
+                keeper.cancel()
+            self._send(signal.SIGKILL)
+            if self.service and self.service.returncode is None:
+                self.service.kill()
+        statuses = [island.status for island in self.islands if island.status is not None]
+        return 0 if 0 in statuses else min(statuses, default=1)
+
+    # -- islands ------------------------------------------------------------------------------------------
+
+    async def _keep(self, island: _Kept) -> None:
+        while True:
+            began = time.monotonic()
+            status = await self._live(island)
+            island.starts = 0 if time.monotonic() - began > GOOD_S else island.starts + 1
+            ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+            if status in (0, EX_TEMPFAIL, *_WRONG) or self._received:
+                island.status = status if status >= 0 else 128 - status
+                return
+            if island.starts >= MOST_STARTS:
+                self._say(f"island {island.number} {ending}, for the {MOST_STARTS}th time; it is given up")
+                island.status = status if status > 0 else 128 - status
+                return
+            delay_s = min(MOST_DELAY_S, FIRST_DELAY_S * 2**island.starts)
+            self._say(f"island {island.number} {ending}; it is started again in {delay_s:.1f} s")
+            await asyncio.sleep(delay_s)
+
+    async def _live(self, island: _Kept) -> int:
+        """Starts an island; when one of its processes ends badly, ends the others. Returns the first's exit code."""
+        island.children, island.out_since = [], 0.0
+        port = _free_port()
+        for process in range(self.programs.processes):
+            own = {SERVICE: f"127.0.0.1:{self.port}", KEY: self.key, ISLAND: str(island.number)}
+            own |= {ISLANDS: str(self.bounds.count)}
+            env = {**self.programs.environment(process, port), **own}
+            child = await asyncio.create_subprocess_exec(
+                *self.programs.island,
+                env=env,
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=PIPE,
+                limit=LONGEST_LINE,
+                start_new_session=True,
+            )
+            island.children.append(child)
+        pumps = [
+            asyncio.create_task(self._pump(island.number, process, stream, is_output))
+            for process, child in enumerate(island.children)
+            for stream, is_output in ((child.stdout, True), (child.stderr, False))
+        ]
+        waiting = {asyncio.create_task(child.wait()) for child in island.children}
+        status = 0
+        try:
+            while waiting and not status:
+                ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                status = next((task.result() for task in ended if task.result()), 0)
+        finally:
+            if status and waiting and status in (*_WRONG, EX_TEMPFAIL):
+                await asyncio.wait(waiting, timeout=5)
+            for child in island.children:
+                with suppress(ProcessLookupError):
+                    child.kill()
+        await asyncio.wait(pumps, timeout=5)
+        return status
+
+    async def _pump(self, island: int, process: int, stream: asyncio.StreamReader | None, is_output: bool) -> None:
+        assert stream is not None
+        async for line in stream:
+            self._show(island, process, line, is_output)
+
+    def _forward(self, number: int) -> None:
+        self._send(signal.SIGKILL if self._received else number)
+        self._received.append(number)
+
+    def _send(self, number: int) -> None:
+        for island in self.islands:
+            for child in island.children:
+                with suppress(ProcessLookupError):
+                    child.send_signal(number)
+
+    # -- the service ---------------------------------------------------------------------------------------
+
+    async def _keep_service(self) -> None:
+        is_restarted = False
+        while True:
+            bounds = msgspec.structs.replace(self.bounds, restarted=is_restarted)
+            words = [*self.programs.service, f"127.0.0.1:{self.port}", msgspec.json.encode(bounds).decode(), "quiet"]
+            env = {**self.programs.environment(0, 0), KEY: self.key}
+            self.service = await asyncio.create_subprocess_exec(*words, env=env, stdin=DEVNULL, start_new_session=True)
+            self._heard_at = time.monotonic()
+            await self.service.wait()
+            self._say("the membership service ended; it is started again")
+            is_restarted = True
+            await asyncio.sleep(FIRST_DELAY_S)
+
+    async def _watch(self) -> None:
+        """Shows the service's lines; kills it when it is silent, and islands that are out and do not come back."""
+        while True:
+            with suppress(OSError, ValueError, asyncio.IncompleteReadError, TimeoutError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                writer.write(packed(Watch(self.key)))
+                while True:
+                    event = await asyncio.wait_for(read(reader), SILENT_S)
+                    self._heard_at = time.monotonic()
+                    if isinstance(event, Event):
+                        self._heed(event)
+            if self.service and time.monotonic() - self._heard_at > 2 * SILENT_S:
+                self._say(f"the membership service is silent for {2 * SILENT_S:g} s")
+                with suppress(ProcessLookupError):
+                    self.service.kill()
+            await asyncio.sleep(FIRST_DELAY_S)
+
+    def _heed(self, event: Event) -> None:
+        now = time.monotonic()
+        if event.line:
+            self._say(event.line)
+        for island in self.islands:
+            if island.number in event.dropped:
+                island.out_since = island.out_since or now
+            if island.number in event.present:
+                island.out_since = 0.0
+            if island.out_since and now - island.out_since > HUNG_S:
+                island.out_since = 0.0
+                for child in island.children:
+                    with suppress(ProcessLookupError):
+                        child.kill()
+
+
+def service_program() -> list[str]:
+    """Returns the words that start a membership service, to be followed by its address and bounds."""
+    return [sys.executable, "-m", "meshwright.islands"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

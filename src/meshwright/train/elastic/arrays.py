@@ -1,0 +1,60 @@
+"""The arrays of this process in host memory, for what goes between islands, and back on its devices."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.parallel.held import Tree
+
+Index = tuple[slice, ...]
+
+
+def on_host(tree: Tree) -> list[np.ndarray]:
+    """Returns each different shard that this process has, in an order that is the same in every island of one mesh.
+
+    On CPU they may share memory with the arrays.
+    """
+    return [np.asarray(shard.data) for leaf in jax.tree.leaves(tree) for shard in _different(leaf.addressable_shards)]
+
+
+def empty(shapes: Tree, shardings: Tree) -> list[np.ndarray]:
+    """Returns arrays without values in the sizes of `on_host`."""
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return [
+        np.empty([len(range(*part.indices(n))) for part, n in zip(index, shape.shape, strict=True)], shape.dtype)
+        for shape, sharding in leaves
+        for index in _indices(shape, sharding)
+    ]
+
+
+def on_devices(arrays: Sequence[np.ndarray], shapes: Tree, shardings: Tree) -> Any:
+    """Returns the tree of `shapes` whose shards `on_host` returned, in the dtypes of the shapes."""
+    left = iter(arrays)
+    return jax.tree.map(lambda shape, sharding: _placed(left, shape, sharding), shapes, shardings)
+
+
+def _placed(arrays: Iterator[np.ndarray], shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
+    value_at = {_key(index): next(arrays) for index in _indices(shape, sharding)}
+    kind = sharding.memory_kind
+    shards = [
+        jax.device_put(
+            value_at[_key(index)].astype(shape.dtype), jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+        )
+        for device, index in sharding.addressable_devices_indices_map(shape.shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape.shape, sharding, shards)
+
+
+def _indices(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> list[Index]:
+    index_by_key = {_key(i): i for i in sharding.addressable_devices_indices_map(shape.shape).values() if i is not None}
+    return [index for _, index in sorted(index_by_key.items())]
+
+
+def _different(shards: Sequence[jax.Shard]) -> list[jax.Shard]:
+    return [shard for _, shard in sorted({_key(shard.index): shard for shard in shards}.items())]
+
+
+def _key(index: Index) -> tuple[int, ...]:
+    return tuple(part.start or 0 for part in index)

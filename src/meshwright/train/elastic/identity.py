@@ -1,0 +1,39 @@
+"""What all islands must have in common, in words that name a difference."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+
+import meshwright
+from meshwright.parallel.train_step import TrainStep
+
+
+def settings_of(told: Any, step: TrainStep) -> dict[str, str]:
+    """Returns the versions, the digest of the code and every setting of an island's run, by name."""
+    fields = msgspec.to_builtins(told.settings)
+    compiler = hashlib.sha256(repr(sorted(step.compiler.used.items())).encode()).hexdigest()[:8]
+    return {
+        "meshwright": meshwright.__version__,
+        "code": code_digest(),
+        "jax": jax.__version__,
+        "platform": jax.default_backend(),
+        "compiler": compiler,
+        **{name: _digest(getattr(told, name)) for name in ("model", "strategy", "job")},
+        **{f"train.{name}": str(value) for name, value in sorted(fields.items())},
+    }
+
+
+def code_digest() -> str:
+    """Returns 8 hexadecimal digits of the package's files."""
+    root = Path(meshwright.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()[:8]

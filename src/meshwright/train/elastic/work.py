@@ -1,0 +1,140 @@
+"""What one island does in a step: the gradients of its samples, and the update by the sum of all islands'."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from meshwright.islands.exchange import Links
+from meshwright.islands.ledger import Block, Ledger, sample_numbers
+from meshwright.islands.rounds import Done, Said
+from meshwright.parallel.train_step import Metrics, State
+from meshwright.train.checkpoint import Position
+from meshwright.train.elastic.arrays import empty, on_devices, on_host
+from meshwright.train.setup import Setup
+
+PLANNED = "planned"
+"""Name of the number of labels by which gradients were divided, before it was known whose samples would be there."""
+
+
+class GradientWork:
+    """The work of an island whose gradients are added up in every step.
+
+    Gradients are those of the mean over the labels of all islands that the step was dealt to. If some of these have
+    left, sums are scaled to the mean over the labels that are there.
+    """
+
+    def __init__(self, setup: Setup, place: tuple[int, int], restore: Callable[[], tuple[Position, State]]) -> None:
+        self.setup, self._place, self._restore = setup, place, restore
+        self.position: Position | None = None
+        self.state: State | None = None
+        self.metrics: Metrics | None = None
+        step, job = setup.step, setup.job
+        self._shapes, self._shardings = step.state_shapes, step.state_shardings
+        params = _with_shardings(self._shapes.params, self._shardings.params)
+        batch = _with_shardings(step.batch_shapes(job.batch_seqs, job.seq_len), step.batch_shardings)
+        self._summands = step.summands.lower(params, batch).compile()
+        losses, self._grad_shapes = jax.eval_shape(step.summands, params, batch)
+        self._grad_shardings = self._summands.output_shardings[1]
+        state = jax.tree.map(_with_sharding, self._shapes, self._shardings)
+        self._finish = step.finish.lower(
+            state, losses, _with_shardings(self._grad_shapes, self._grad_shardings)
+        ).compile()
+
+    @property
+    def programs(self) -> tuple[Any, Any]:
+        """The compiled halves of a step."""
+        return self._summands, self._finish
+
+    # -- what `Rounds` calls ----------------------------------------------------------------------------
+
+    def start(self) -> tuple[int, Ledger]:
+        """Takes the newest checkpoint, or the first state."""
+        self.position, self.state = self._restore()
+        return self.position.step, Ledger(samples=self.position.samples, postponed=self.position.postponed)
+
+    def sizes(self, islands: Sequence[int]) -> dict[int, int]:
+        """Returns how many samples each island takes in a step."""
+        return dict.fromkeys(islands, self.setup.job.batch_seqs)
+
+    def compute(self, step: int, block: Block, dealt: dict[int, Block]) -> tuple[Sequence[np.ndarray], Said]:
+        """Returns the gradients of a block, and its part of the mean losses."""
+        assert self.state is not None
+        start_s = time.perf_counter()
+        batches, shardings = self.setup.batches, self.setup.step.batch_shardings
+        batch = batches.global_batch(sample_numbers(block), shardings)
+        totals = {name: self._labels(dealt.values(), name) for name in self.setup.step.counts.values()}
+        batch |= {name: jax.device_put(np.float32(total), shardings[name]) for name, total in totals.items()}
+        losses, grads = self._summands(self.state.params, batch)
+        arrays = on_host(grads)
+        numbers = {name: float(loss) for name, loss in losses.items()} | {PLANNED: totals["num_labels"]}
+        said = Said(
+            island=self._place[0], process=self._place[1], numbers=numbers, work_s=time.perf_counter() - start_s
+        )
+        return arrays, said
+
+    def nothing(self) -> Sequence[np.ndarray]:
+        """Returns the gradients of no sample."""
+        return [np.zeros_like(array) for array in empty(self._grad_shapes, self._grad_shardings)]
+
+    def apply(self, sums: Sequence[np.ndarray], done: Done) -> None:
+        """Updates the state by the sums of all islands."""
+        assert self.state is not None and self.position is not None
+        planned = next(said.numbers[PLANNED] for said in done.firsts if said.numbers)
+        there = self._labels(done.blocks.values(), "num_labels")
+        scale = np.float32(planned / there if there else 1.0)
+        if scale != 1:
+            for array in sums:
+                array *= scale
+        names = [name for name in self.setup.step.counts]
+        losses = {name: np.float32(done.total(name) * float(scale)) for name in names}
+        grads = on_devices(sums, self._grad_shapes, self._grad_shardings)
+        self.state, self.metrics = self._finish(self.state, losses, grads)
+        num_samples = sum(count for block in done.blocks.values() for _, count in block)
+        self.position = msgspec.structs.replace(
+            self.position,
+            step=done.step,
+            samples=done.ledger.samples,
+            postponed=done.ledger.postponed,
+            tokens=self.position.tokens + num_samples * self.setup.job.seq_len,
+        )
+
+    def give(self, links: Links, ranks: Sequence[int]) -> None:
+        """Sends the state."""
+        links.give(ranks, [_bytes_of(array) for array in on_host(self.state)])
+
+    def take(self, links: Links, rank: int, facts: dict[str, Any]) -> None:
+        """Takes the state of another island."""
+        arrays = empty(self._shapes, self._shardings)
+        links.take(rank, [_bytes_of(array) for array in arrays])
+        self.state = on_devices(arrays, self._shapes, self._shardings)
+        self.position = msgspec.convert(facts["position"], Position)
+        self.setup.batches.go_on(self.position.phase, self.position.samples)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a newcomer needs beside the arrays."""
+        return {"position": msgspec.to_builtins(self.position)}
+
+    def reset(self) -> None:
+        """Forgets the state."""
+        self.state = self.position = self.metrics = None
+
+    def _labels(self, blocks: Any, name: str) -> float:
+        skipped = int(name == "num_mtp_labels")
+        numbers = [number for block in blocks for number in sample_numbers(block)]
+        return float(self.setup.batches.num_labels(numbers, skipped=skipped))
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _with_shardings(shapes: Mapping[str, Any], shardings: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: _with_sharding(shape, shardings[name]) for name, shape in shapes.items()}
+
+
+def _with_sharding(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
