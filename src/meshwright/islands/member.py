@@ -82,7 +82,7 @@ class Member:
         self._control = self._reach()
         self._listener = Listener(self._control.getsockname()[0], key=identity.key)
         self.place = Place(identity.island, process, self._listener.address, uuid.uuid4().hex[:8])
-        self.step = 0
+        self.step = self._settled = 0
         self.links: Links | None = None
         self._world: World | None = None  # the newest that this process belongs to
         self._refused, self._out, self._is_ready, self._ended = "", "", False, False
@@ -133,6 +133,12 @@ class Member:
         """Reports a failed exchange; `join` then returns the world that follows."""
         if self.links:
             self._tell(Lost(self.links.world.generation, error.islands, error.late))
+
+    def settled(self) -> None:
+        """Says that the present world trains; until all its members have, nobody new comes in."""
+        if self.links:
+            self._settled = self.links.world.generation
+        self._tell(Beat(self.step, self._settled))
 
     def note_run(self, run: str) -> None:
         """Lets those who join later know the folder of the run."""
@@ -217,22 +223,23 @@ class Member:
         while not self._ended:
             if time.monotonic() - beat_at >= BEAT_EVERY_S:
                 with self._sending:
-                    send(self._control, Beat(self.step))
+                    send(self._control, Beat(self.step, self._settled))
                 beat_at = time.monotonic()
             if not select.select([self._control], [], [], BEAT_EVERY_S)[0]:
                 continue
             message = receive(self._control, 5.0)
             with self._changed:
                 if isinstance(message, World):
-                    self._world = message
+                    is_newer = message.generation > self.newest
+                    self._world = message if is_newer else self._world
                 elif isinstance(message, Refused):
                     self._refused = message.reason
                 elif isinstance(message, Dropped):
-                    self._out, self._world, self._is_ready = message.reason, None, False
+                    self._out, self._world, self._is_ready, self._settled = message.reason, None, False, 0
                     self.place = msgspec.structs.replace(self.place, start=uuid.uuid4().hex[:8])
                 self._changed.notify_all()
             if isinstance(message, Refused | Dropped):
                 self._abort()
                 raise ConnectionError  # joins anew, as another start
-            if isinstance(message, World) and message.urgent:
+            if isinstance(message, World) and message.urgent and is_newer:
                 self._abort()

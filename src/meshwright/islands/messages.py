@@ -62,9 +62,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The process lives; it has done ``step`` steps."""
+    """The process lives; it has done ``step`` steps, and is at one with the others of ``generation``."""
 
     step: int
+    generation: int = 0
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):

@@ -234,6 +234,7 @@ class Rounds:
         if self._open:
             blocks, after = handed_over(self._open.blocks, numbers, self._open.after)
             self._open = msgspec.structs.replace(self._open, blocks=blocks, after=after)
+        self.member.settled()
         self._on_world()
 
     def _status(self) -> Status:

@@ -1,9 +1,10 @@
 """The membership service: who trains together. It holds nothing that the islands cannot give back.
 
-One world follows another, by number. An island is out as soon as the connection of one of its processes ends or no
-beat comes for `Bounds.beat_s`; the others get the next world at once. Islands that are ready come in at the next
-boundary of a step. A service that starts again takes the newest world that its members name, and gives those that it
-has not heard of `Bounds.beat_s` to come back, so that two worlds never grow from one.
+One world follows another, by number. An island is out once no beat of one of its processes comes for `Bounds.beat_s`,
+or its connection has ended and it does not come back in half of that, or others have lost it too; they get the next
+world at once. Islands that are ready come in at the next boundary of a step. A service that starts again takes the
+newest world that its members name, and gives those that it has not heard of `Bounds.beat_s` to come back, so that two
+worlds never grow from one.
 """
 
 import asyncio
@@ -63,6 +64,7 @@ class _Peer:
         self.join, self.writer = join, writer
         self.beat_at = time.monotonic()
         self.is_ready = join.world is not None
+        self.settled = 0  # the newest world in which it trains
         self.fault = ""  # why it is out, though it is connected
 
     def tell(self, message: Message) -> None:
@@ -80,6 +82,7 @@ class Service:
         self._watchers: list[asyncio.StreamWriter] = []
         self._lost: list[tuple[float, int, Lost]] = []
         self._retried: dict[frozenset[int], float] = {}
+        self._absent: dict[tuple[int, int], float] = {}  # members whose connection has ended: since when
         self._waits_since = time.monotonic()
         self._adopted_at = -bounds.beat_s
         self._told_waits = ""
@@ -118,7 +121,7 @@ class Service:
                 self._watchers.remove(writer)
             if peer and self._peers.get(_number(peer.join.place)) is peer:
                 del self._peers[_number(peer.join.place)]
-                self._review()
+                self._absent[_number(peer.join.place)] = time.monotonic()
             writer.close()
 
     def _joined(self, join: Join, writer: asyncio.StreamWriter) -> _Peer | None:
@@ -131,8 +134,12 @@ class Service:
         if join.world and (self.world is None or join.world.generation > self.world.generation):
             self.world, self._adopted_at = join.world, time.monotonic()
         if join.world and self.world and not self.world.has(join.place):
-            peer.tell(Dropped("the others went on without it"))
-            peer.is_ready = False
+            peer.fault = "the others went on without it"
+            peer.tell(Dropped(peer.fault))
+        if join.world and self.world and self.world.has(join.place):
+            peer.tell(self.world)
+        if join.world and not self._peers:
+            self._adopted_at = time.monotonic()  # all were cut off, and come back
         earlier = self._peers.get(_number(join.place))
         if earlier and earlier.join.place.address != join.place.address:
             earlier.tell(Refused("a later process has its number"))
@@ -158,13 +165,14 @@ class Service:
         elif isinstance(message, Lost):
             if self.world and message.generation == self.world.generation:
                 self._lost.append((peer.beat_at, peer.join.place.island, message))
-                self._review()
         elif isinstance(message, Note) and self.world:
             self.world = msgspec.structs.replace(self.world, run=message.run)
         elif isinstance(message, Leave):
             self._is_done = True
             raise ConnectionError
-        elif not isinstance(message, Beat):
+        elif isinstance(message, Beat):
+            peer.settled = message.generation
+        else:
             raise ValueError(type(message).__name__)
 
     # -- worlds --------------------------------------------------------------------------------------
@@ -181,6 +189,8 @@ class Service:
             self._waits_since, self._told_waits = now, "all"
         if not present and not self._may_begin(fresh, now):
             return
+        if self.world and present and not gone and not self._is_settled():
+            fresh = []  # else some members could miss the world between
         islands = sorted([*present, *fresh[: self.bounds.room - len(present)]], key=lambda island: island[0].island)
         if self.world and not gone and not apart and len(islands) == len(self.world.islands):
             return
@@ -218,12 +228,14 @@ class Service:
         self._tell_all("; ".join([*words, count]), tuple(gone))
         for number, reason in gone.items():
             for peer in self._of(number):
-                if not self.world.has(peer.join.place):  # else a new start of it has come at once
-                    peer.is_ready = False
+                if before.has(peer.join.place):  # not a new start of it, which has come at once
+                    peer.fault = reason
                     peer.tell(Dropped(reason))
         for island in islands:
             for place in island:
-                self._peers[_number(place)].tell(self.world)
+                peer_there = self._peers.get(_number(place))  # else it comes back, and gets the world then
+                if peer_there:
+                    peer_there.tell(self.world)
 
     def _present(self, now: float) -> tuple[list[tuple[Place, ...]], dict[int, str]]:
         """Returns the islands of the world that live, and why each other one does not."""
@@ -233,8 +245,12 @@ class Service:
             reasons = []
             for place in island:
                 peer = self._peers.get(_number(place))
-                if peer is None or peer.join.place.start != place.start:
-                    reasons += [] if waits_for_return else ["its process ended or was cut off"]
+                if peer is None:
+                    absent_s = now - self._absent.get(_number(place), 0.0)
+                    if not waits_for_return and absent_s > self.bounds.beat_s / 2:
+                        reasons.append("its process ended or was cut off")
+                elif peer.join.place.start != place.start:
+                    reasons.append("its process ended")
                 elif peer.fault:
                     reasons.append(peer.fault)
                 elif now - peer.beat_at > self.bounds.beat_s:
@@ -245,12 +261,19 @@ class Service:
                 present.append(island)
         return present, gone
 
+    def _is_settled(self) -> bool:
+        """True if all members train in the present world."""
+        assert self.world
+        places = [place for island in self.world.islands for place in island]
+        peers = [self._peers.get(_number(place)) for place in places]
+        return all(peer and peer.settled == self.world.generation for peer in peers)
+
     def _fresh(self, exclude: set[int], now: float) -> list[tuple[Place, ...]]:
         """Returns the islands outside the world, all of whose processes are ready and alive."""
         fresh = []
         for number in sorted({number for number, _ in self._peers} - exclude):
             peers = self._of(number)
-            is_alive = all(peer.is_ready and now - peer.beat_at <= self.bounds.beat_s for peer in peers)
+            is_alive = all(p.is_ready and not p.fault and now - p.beat_at <= self.bounds.beat_s for p in peers)
             in_world = self.world and any(self.world.has(peer.join.place) for peer in peers)
             if is_alive and len(peers) == peers[0].join.processes and not in_world:
                 fresh.append(tuple(peer.join.place for peer in peers))
@@ -266,17 +289,22 @@ class Service:
     def _judge(self, now: float) -> bool:
         """Marks islands that others wait for in vain while they say nothing, and the later of two that have lost each
         other twice. Returns True if members have lost connections that may be made anew."""
-        complaining = {accuser for _, accuser, _ in self._lost}
-        pairs = {(frozenset((accuser, n)), lost.late) for _, accuser, lost in self._lost for n in lost.islands}
+        heard = [one for one in self._lost if now - one[0] >= TICK_S]  # until then connections of the dead have ended
+        complaining = {accuser for _, accuser, _ in heard}
+        pairs = {(frozenset((accuser, n)), lost.late) for _, accuser, lost in heard for n in lost.islands}
+        apart = False
         for pair, late in pairs:
             silent = pair - complaining
-            if late and silent:
+            absent = [place for place in self._absent if place[0] in pair and place not in self._peers]
+            if absent:
+                self._absent |= dict.fromkeys(absent, -RETRY_S)
+            elif late and silent:
                 self._mark(min(silent), f"island {min(pair - silent)} waited for it in vain")
             elif now - self._retried.get(pair, -RETRY_S) < RETRY_S:
                 self._mark(max(pair), f"it and island {min(pair)} do not reach each other")
             else:
-                self._retried[pair] = now
-        apart, self._lost = bool(self._lost), []
+                self._retried[pair], apart = now, True
+        self._lost = [one for one in self._lost if one not in heard]
         return apart
 
     def _mark(self, number: int, fault: str) -> None:

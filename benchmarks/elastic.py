@@ -1,0 +1,294 @@
+"""Four islands of 0.4 core each train while something fails every 30 seconds on average.
+
+python -m benchmarks.elastic                        15 minutes with faults, 5 without
+python -m benchmarks.elastic --minutes 2 --every 10 --calm 0.7
+
+A fault is a killed process, a stopped one (it goes on after 6 s) or cut connections, of an island or of the membership
+service, drawn at random. It needs root on Linux: cgroups limit each process to 0.4 core (else the cores of the dead
+speed up the living), and `ss -K` cuts connections. Steps are seen in the run's metrics.jsonl within 5 ms.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ISLANDS, CORES, STOPPED_S = 4, 0.4, 6.0
+CGROUP = Path("/sys/fs/cgroup/cpu")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 384,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
+KINDS = ("kill", "stop", "cut")
+
+
+class Fault(NamedTuple):
+    """A fault: seconds since the start, what was done to which island (-1: the service), and when steps went on."""
+
+    at: float
+    kind: str
+    island: int
+    next_step_s: float
+    back_s: float | None
+
+
+class Elastic:
+    """One run of islands under `launch --elastic`, whose processes are found by their environment."""
+
+    def __init__(self, folder: Path, *, seed: int, name: str) -> None:
+        self.folder, self.name, self.seed = folder, name, seed
+        self.runs = folder / f"runs-{name}"
+        self.limited: set[int] = set()
+        words = [sys.executable, "-m", "meshwright", "launch", "-n", str(ISLANDS), "--elastic", "--devices", "1", "--"]
+        words += [
+            "train",
+            str(folder / "plan.toml"),
+            "--steps",
+            "100000",
+            "--seed",
+            str(seed),
+            "--runs",
+            str(self.runs),
+        ]
+        words += ["--set", "train.schedule=constant", "--set", "train.log_every=1000"]
+        self.said = (folder / f"{name}.txt").open("wb")
+        self.child = subprocess.Popen(words, stderr=self.said, stdout=self.said, cwd=folder)
+        self.began = time.monotonic()
+
+    def processes(self) -> dict[int, int]:
+        """Returns the process of each island, and of the service under -1; limits those that are new."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                variables = dict(v.split(b"=", 1) for v in path.read_bytes().split(b"\0") if b"=" in v)
+                command = (path.parent / "cmdline").read_bytes()
+                parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+                pid = int(path.parent.name)
+                if parent != self.child.pid or b"MESHWRIGHT_KEY" not in variables:
+                    continue
+                island = int(variables[b"MESHWRIGHT_ISLAND"]) if b"MESHWRIGHT_ISLAND" in variables else -1
+                if island >= 0 or b"islands" in command:
+                    found[island] = pid
+                    if pid not in self.limited and island >= 0:
+                        (group(island) / "cgroup.procs").write_text(str(pid))
+                        self.limited.add(pid)
+        return found
+
+    def records(self) -> list[dict[str, Any]]:
+        """Returns the lines of metrics by step, later ones for earlier."""
+        by_step = {}
+        for path in self.runs.glob("*/metrics.jsonl"):
+            for line in path.read_bytes().split(b"\n")[:-1]:
+                record = json.loads(line)
+                by_step[record["step"]] = record
+        return [by_step[step] for step in sorted(by_step)]
+
+    def last_step(self) -> int:
+        """Returns the newest step, by the end of the file."""
+        for path in self.runs.glob("*/metrics.jsonl"):
+            with suppress(OSError, ValueError):
+                lines = path.read_bytes()[-4000:].split(b"\n")[:-1]
+                return int(json.loads(lines[-1])["step"]) if lines else 0
+        return 0
+
+    def wait_for_step(self, step: int, most_s: float) -> float:
+        """Returns the seconds until the run has done more than ``step`` steps, at most ``most_s``."""
+        start = time.monotonic()
+        while self.last_step() <= step and time.monotonic() - start < most_s:
+            time.sleep(0.005)
+        return time.monotonic() - start
+
+    def present(self) -> int:
+        """Returns the islands that took part in the newest step."""
+        for path in self.runs.glob("*/metrics.jsonl"):
+            with suppress(OSError, ValueError, IndexError):
+                return len(json.loads(path.read_bytes()[-4000:].split(b"\n")[-2])["islands"])
+        return 0
+
+    def stop(self) -> None:
+        """Ends the run: asks first."""
+        self.child.send_signal(signal.SIGTERM)
+        try:
+            self.child.wait(90)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+        for pid in self.processes().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.said.close()
+
+
+def group(island: int) -> Path:
+    """Returns the cgroup of an island, with its limit."""
+    folder = CGROUP / f"meshwright-elastic-{island}"
+    if not folder.exists():
+        folder.mkdir()
+        (folder / "cpu.cfs_period_us").write_text("100000")
+        (folder / "cpu.cfs_quota_us").write_text(str(int(CORES * 100000)))
+    return folder
+
+
+def inject(run: Elastic, kind: str, pid: int) -> None:
+    """Does a fault to a process."""
+    if kind == "kill":
+        os.kill(pid, signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        text = subprocess.run(["ss", "-tnpH"], capture_output=True, text=True, check=True).stdout
+        for line in text.splitlines():
+            if f"pid={pid}," in line:
+                port = line.split()[3].rpartition(":")[2]
+                subprocess.run(["ss", "-K", "sport", "=", f":{port}"], capture_output=True, check=False)
+
+
+def one_fault(run: Elastic, draw: random.Random) -> Fault | None:
+    """Does a fault, waits for the next step and for all islands to be back."""
+    processes = run.processes()
+    island, kind = draw.choice([-1, *range(ISLANDS)]), draw.choice(KINDS)
+    if island not in processes:
+        return None
+    step, start = run.last_step(), time.monotonic()
+    inject(run, kind, processes[island])
+    next_step_s = run.wait_for_step(step + 1, 60.0)  # the next may have been done already
+    resumed = kind != "stop"
+    back_s = None
+    while time.monotonic() - start < 60:
+        if not resumed and time.monotonic() - start > STOPPED_S:
+            with suppress(ProcessLookupError):
+                os.kill(processes[island], signal.SIGCONT)
+            resumed = True
+        run.processes()
+        if resumed and run.present() == ISLANDS and time.monotonic() - start > next_step_s + 0.5:
+            back_s = time.monotonic() - start
+            break
+        time.sleep(0.05)
+    return Fault(start - run.began, kind, island, next_step_s, back_s)
+
+
+def calm(run: Elastic, seconds: float) -> tuple[int, float]:
+    """Lets a run train for so long after its first steps; returns its tokens and seconds."""
+    first, begin = warm(run)
+    while time.monotonic() - begin < seconds:
+        run.processes()
+        time.sleep(0.2)
+    return run.records()[-1]["tokens"] - first, time.monotonic() - begin
+
+
+def warm(run: Elastic) -> tuple[int, float]:
+    """Waits for the first steps of all islands; returns the tokens so far, and the time."""
+    while run.last_step() < 20 or run.present() < ISLANDS:
+        run.processes()
+        time.sleep(0.05)
+        assert run.child.poll() is None, (run.folder / f"{run.name}.txt").read_text()[-3000:]
+    return run.records()[-1]["tokens"], time.monotonic()
+
+
+def require_accounted(records: list[dict[str, Any]]) -> int:
+    """Returns the number of samples; raises AssertionError for one that is lost or was taken twice."""
+    taken = [
+        n
+        for r in records
+        for block in r["islands"].values()
+        for first, count in block
+        for n in range(first, first + count)
+    ]
+    assert len(taken) == len(set(taken)), "a sample was taken twice"
+    missing = set(range(max(taken) + 1)) - set(taken)
+    assert len(missing) <= 4 * ISLANDS, f"{len(missing)} samples are missing"  # those postponed by the last fault
+    return len(taken)
+
+
+def main() -> None:
+    """Runs both, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--calm", type=float, default=5.0, help="minutes without a fault")
+    parser.add_argument("--every", type=float, default=30.0, help="mean seconds between faults")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    draw = random.Random(given.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        words = ["plan", str(folder / "config.json"), "--on", "4*cpu:1@10Gbit/s", "--batch", "32seq", "--seq", "128"]
+        words += ["--set", "strategy.state=fp32", "-o", str(folder / "plan.toml")]
+        subprocess.run([sys.executable, "-m", "meshwright", *words], check=True, stdout=subprocess.DEVNULL)
+        run = Elastic(folder, seed=given.seed, name="calm")
+        calm_tokens, calm_s = calm(run, given.calm * 60)
+        run.stop()
+        calm_losses = {r["tokens"]: r["loss"] for r in run.records()}
+        run = Elastic(folder, seed=given.seed, name="faults")
+        first, begin = warm(run)
+        faults: list[Fault] = []
+        live_s, last = 0.0, begin
+        due = begin + draw.expovariate(1 / given.every)
+        while time.monotonic() - begin < given.minutes * 60:
+            run.processes()
+            if time.monotonic() >= due:
+                fault = one_fault(run, draw)
+                faults += [fault] if fault else []
+                due = max(due + draw.expovariate(1 / given.every), time.monotonic())
+            time.sleep(0.1)
+        records = run.records()
+        seconds = time.monotonic() - begin
+        run.stop()
+        report(faults, records, run.records(), first, seconds, calm_tokens / calm_s, calm_losses)
+        if os.environ.get("KEEP"):
+            print((folder / "faults.txt").read_text()[-6000:])
+
+
+def report(
+    faults: list[Fault],
+    records: list[dict[str, Any]],
+    all_records: list[dict[str, Any]],
+    first: int,
+    seconds: float,
+    calm_rate: float,
+    calm_losses: dict[int, float],
+) -> None:  # fmt: skip
+    """Prints what was measured beside what is asked."""
+    tokens = records[-1]["tokens"] - first
+    taken = require_accounted(all_records)
+    measured = [r for r in records if r["tokens"] > first]
+    live = sum(len([b for b in r["islands"].values() if b]) * r["step_s"] for r in measured) / ISLANDS
+    print(f"{len(faults)} faults in {seconds:.0f} s, one in {seconds / max(1, len(faults)):.0f} s")
+    for kind in KINDS:
+        waits = [fault.next_step_s for fault in faults if fault.kind == kind and fault.island >= 0]
+        if waits:
+            text = f"{statistics.median(waits):.2f} s median, {max(waits):.2f} s worst"
+            print(f"  {kind} of an island, {len(waits)}: to the next step {text}")
+    waits = [fault.next_step_s for fault in faults if fault.island < 0]
+    if waits:
+        print(
+            f"  of the service, {len(waits)}: to the next step {statistics.median(waits):.2f} s, {max(waits):.2f} worst"
+        )
+    backs = [fault.back_s for fault in faults]
+    known = [back for back in backs if back is not None]
+    print(f"  all islands back after {statistics.median(known or [0]):.1f} s median, {max(known or [0]):.1f} s worst; "
+          f"not within 60 s: {backs.count(None)}")  # fmt: skip
+    share = tokens / seconds / calm_rate
+    print(f"tokens/s {tokens / seconds:,.0f}, without faults {calm_rate:,.0f}: {share:.1%}; "
+          f"for each second of a live island {tokens / live / ISLANDS * ISLANDS / calm_rate:.1%}")  # fmt: skip
+    print(f"samples: {taken} taken, each once, none missing")
+    near = min(calm_losses, key=lambda count: abs(count - records[-1]["tokens"]))
+    window = [r["loss"] for r in records if abs(r["tokens"] - near) < 40 * 4096]
+    calm_window = [loss for count, loss in calm_losses.items() if abs(count - near) < 40 * 4096]
+    if window and calm_window:
+        print(
+            f"loss near {near:,} tokens: {statistics.mean(window):.3f}, without faults {statistics.mean(calm_window):.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
