@@ -84,6 +84,13 @@ def test_the_period_is_the_shortest_that_adds_little(diloco):
     assert late.plans[0].strategy.outer_every == 30
 
 
+def test_an_open_period_is_longer_than_what_overlaps():
+    late = {"islands_sync": "diloco", "outer_overlap": 400}
+    assert rank_plans(setting(), overrides=late, top=1).plans[0].strategy.outer_every == 401
+    with pytest.raises(InputError, match=r"strategy\.outer_overlap is 'x'"):
+        rank_plans(setting(), overrides={**late, "outer_overlap": "x"}, top=1)
+
+
 def test_given_axes_and_fields_are_those_of_an_island(gradients):
     given = rank_plans(setting(), axes={"islands": 4, "tensor": 8}, overrides={"strategy.remat": "block"}, top=1)
     assert given.plans[0].strategy.mesh["tensor"] == 8

@@ -20,14 +20,15 @@ HOST_BYTES_PER_S = 20e9
 """Bytes that a host reads and writes per second as it adds arrays: an assumption, half of what NumPy reaches on one
 core (a server's Xeon, 2026)."""
 
-CODED_PER_S = 0.2e9
-"""Numbers that a host makes 8 or 4 bits of, or reads from these, per second: an assumption, NumPy on a core or two."""
+CODED_PER_S, DECODED_PER_S = 0.5e9, 2.5e9
+"""Numbers of which a host makes 8 or 4 bits a second, and that it reads from these: an assumption, NumPy on a core."""
 
 SCALED_TOGETHER = 64
 """Numbers of 8 or 4 bits that share a scale of 16 bits."""
 
-HOST_STATE = {"gradients": 0, "diloco": 2, "local-sgd": 1, "async-sgd": 1}
-"""Float32 arrays as large as the weights that hosts hold: the weights of the last exchange, and DiLoCo's momentum."""
+HOST_STATE = {"gradients": 0, "diloco": 2, "local-sgd": 2, "async-sgd": 4}
+"""Float32 arrays as large as the weights that hosts hold: outer weights and momentum, and of asynchronous islands what
+an island sends, and sums since the last momentum."""
 
 _WIDE = DTYPE_BYTES["fp32"]
 
@@ -36,14 +37,12 @@ class OuterExchange(msgspec.Struct, frozen=True, kw_only=True):
     """The sums between islands in one period of ``period`` steps, in the steady state.
 
     ``link_bytes`` leave an island in a period (as many enter it): each of R islands sends (R - 1) / R of all numbers as
-    partial sums, and as many of its own sums to the others; of asynchronous islands each sends its numbers, and reads
-    those of the copy. ``copy_s`` are from chips to hosts and back, ``host_s`` adding, coding and the outer optimizer.
-    ``hidden_s`` overlap with steps; what is left is exposed.
+    partial sums, and as many of its own sums to the others. ``copy_s`` are from chips to hosts and back, ``host_s``
+    adding, coding and the outer optimizer. ``hidden_s`` overlap with steps; what is left is exposed.
     """
 
     num_islands: int
     period: int
-    bits: int
     num_values: float
     link_bytes: float
     copy_s: float
@@ -51,7 +50,7 @@ class OuterExchange(msgspec.Struct, frozen=True, kw_only=True):
     host_s: float
     hidden_s: float
     num_arrays: int
-    notes: tuple[str, ...] = ()
+    assumed: str = ""
 
     @property
     def host_bytes(self) -> float:
@@ -75,7 +74,8 @@ def outer_exchange(
     """Returns the exchange of the ``outer`` steps of a derivation; ``inner_s`` are the seconds of a step without it.
 
     A period moves all trained weights. Copies are never hidden. The link and the hosts may work beside the
-    ``outer_overlap`` steps of each fragment, in all at most the whole period; asynchronous islands never wait.
+    ``outer_overlap`` steps of each fragment, in all at most the whole period. Asynchronous islands wait for the link,
+    as long as if all were ready at once.
     """
     rate, sync = cluster.island_bytes_per_s, strategy.islands_sync
     assert rate is not None, "a strategy of islands is priced on a cluster that has them"
@@ -84,21 +84,20 @@ def outer_exchange(
         num_stages = sizes.mesh.get("pipeline", 1) if step.details.num_layers else 1
         chip_values += step_values(step, sizes) / product(sizes.mesh[axis] for axis in step.result.spread) / num_stages
         num_values += step_values(step, sizes)
-    num_islands, hosts, bits = strategy.num_islands, cluster.island.num_hosts, strategy.outer_bits
-    is_coded = bits < 8 * _WIDE
+    num_islands, is_coded = strategy.num_islands, strategy.outer_bits < 8 * _WIDE
     link_bytes = sum(sent_bytes(step, strategy, sizes) for step in derived.outer)
-    on_this_machine = cluster.kind == "host"
-    copy_s = 0.0 if on_this_machine else 2 * chip_values * _WIDE / _pcie_rate(cluster)
-    # an addend is added in two reads and a write; coded are all values, each addend, each own sum, all sums
+    pcie_bytes_per_s = cluster.chip.pcie_bytes_per_s or PCIE_BYTES_PER_S
+    copy_s = 0.0 if cluster.kind == "host" else 2 * chip_values * _WIDE / pcie_bytes_per_s
+    # an addend is added in two reads and a write; numbers are coded once, an island's sums too, and both decoded
     state_accesses = 2 * HOST_STATE[sync] + 2 * (HOST_STATE[sync] > 0)
-    host_accesses = 3 * _sent_share(strategy) + state_accesses
-    host_s = num_values / hosts * (host_accesses * _WIDE / HOST_BYTES_PER_S + 3 * is_coded / CODED_PER_S)
+    host_accesses = 3 * (1 - 1 / num_islands) + state_accesses
+    coding_s = (1 + 1 / num_islands) / CODED_PER_S + 2 / DECODED_PER_S if is_coded else 0.0
+    host_s = num_values / cluster.island.num_hosts * (host_accesses * _WIDE / HOST_BYTES_PER_S + coding_s)
     link_s, every = link_bytes / rate, strategy.outer_every
-    overlapping = every if sync == "async-sgd" else min(strategy.outer_fragments * strategy.outer_overlap, every)
+    overlapping = min(strategy.outer_fragments * strategy.outer_overlap, every)
     return OuterExchange(
         num_islands=num_islands,
         period=every,
-        bits=bits,
         num_values=num_values,
         link_bytes=link_bytes,
         copy_s=copy_s,
@@ -106,7 +105,7 @@ def outer_exchange(
         host_s=host_s,
         hidden_s=min(link_s + host_s, overlapping * inner_s),
         num_arrays=HOST_STATE[sync],
-        notes=_notes(cluster, is_coded=is_coded),
+        assumed=_assumed(cluster, pcie_bytes_per_s, is_coded=is_coded),
     )
 
 
@@ -120,12 +119,8 @@ def sent_bytes(step: Step, strategy: Strategy, sizes: OpSizes) -> float:
     """Returns the bytes that leave an island for one sum, and enter it: twice its share of the numbers, with scales."""
     value_bytes = DTYPE_BYTES[step.result.dtype]
     scale_bytes = 2 / SCALED_TOGETHER if value_bytes < _WIDE else 0.0
-    return 2 * _sent_share(strategy) * step_values(step, sizes) * (value_bytes + scale_bytes)
-
-
-def _sent_share(strategy: Strategy) -> float:
-    num_islands = strategy.num_islands
-    return 1.0 if strategy.islands_sync == "async-sgd" else (num_islands - 1) / num_islands
+    sent_share = 1 - 1 / strategy.num_islands
+    return 2 * sent_share * step_values(step, sizes) * (value_bytes + scale_bytes)
 
 
 def with_exchange(estimate: Prediction[float], exchange: OuterExchange) -> Prediction[float]:
@@ -149,16 +144,11 @@ def with_exchange(estimate: Prediction[float], exchange: OuterExchange) -> Predi
     )
 
 
-def _pcie_rate(cluster: Cluster) -> float:
-    return cluster.chip.pcie_bytes_per_s or PCIE_BYTES_PER_S
-
-
-def _notes(cluster: Cluster, *, is_coded: bool) -> tuple[str, ...]:
+def _assumed(cluster: Cluster, pcie_bytes_per_s: float, *, is_coded: bool) -> str:
     """Returns what the price of an exchange assumes."""
+    known_text = "" if cluster.chip.pcie_bytes_per_s else ", which is assumed"
+    copy_text = f"chips and hosts exchange {format_rate(pcie_bytes_per_s)} a chip{known_text}"
     if cluster.kind == "host":
         copy_text = "islands on one machine share its cores, and each is priced as if it had them alone"
-    else:
-        known_text = "" if cluster.chip.pcie_bytes_per_s else ", which is assumed"
-        copy_text = f"chips and hosts exchange {format_rate(_pcie_rate(cluster))} a chip{known_text}"
-    coded_text = f" and codes {CODED_PER_S / 1e9:g} billion numbers a second" * is_coded
-    return (f"{copy_text}; a host is assumed to add at {format_rate(HOST_BYTES_PER_S)} of memory{coded_text}",)
+    coded_text = f" and code {CODED_PER_S / 1e9:g} billion numbers a second" * is_coded
+    return f"{copy_text}; a host is assumed to add at {format_rate(HOST_BYTES_PER_S)} of memory{coded_text}"

@@ -9,12 +9,11 @@ from meshwright.core.dims import ISLANDS
 from meshwright.core.errors import InputError
 from meshwright.core.fields import convert_fields
 from meshwright.core.units import format_bit_rate, format_bytes, format_seconds
-from meshwright.cost.outer import OuterExchange
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.plan_file import Plan
 from meshwright.plan.result import PlanResult, plan_in, planned
-from meshwright.spec.strategy import ISLAND_FIELDS, Strategy, make_mesh
+from meshwright.spec.strategy import ISLAND_FIELDS, MAX_SEQUENCES, Strategy, make_mesh
 
 PERIODS = (1, 10, 30, 100, 300)
 """Steps between two exchanges that are tried where none are given, and told of."""
@@ -61,19 +60,18 @@ def joined(setting: Setting, island: Strategy, fields: Mapping[str, Any]) -> Str
     if cluster.num_islands == 1:
         return island
     rate_text = format_bit_rate(cluster.island_bytes_per_s or 0.0)
-    values = msgspec.to_builtins(island) | dict(fields)
+    is_open = "outer_every" not in fields and fields.get("islands_sync", "gradients") != "gradients"
+    values = msgspec.to_builtins(island) | ({"outer_every": MAX_SEQUENCES} if is_open else {}) | dict(fields)
     values["mesh"] = {ISLANDS: cluster.num_islands, **island.mesh}
     values["placement"] = {ISLANDS: f"{cluster.num_islands} uplinks of {rate_text}", **island.placement}
-    if "outer_every" in fields or fields.get("islands_sync", "gradients") == "gradients":
-        return convert_fields(values, Strategy, section="strategy")
-    strategies = []
-    for period in PERIODS:
-        if period > max(fields.get("outer_overlap", 0), fields.get("outer_fragments", 1) - 1):
-            strategies.append(convert_fields({**values, "outer_every": period}, Strategy, section="strategy"))
-            priced = price_strategy(setting, strategies[-1])
-            if priced.exchange_s <= LITTLE * priced.estimate.step_s:
-                break
-    return strategies[-1] if strategies else convert_fields(values, Strategy, section="strategy")
+    strategy = convert_fields(values, Strategy, section="strategy")
+    least = max(strategy.outer_overlap + 1, strategy.outer_fragments)
+    for period in [period for period in PERIODS if period >= least] or [least] if is_open else ():
+        strategy = msgspec.structs.replace(strategy, outer_every=period)
+        priced = price_strategy(setting, strategy)
+        if priced.exchange_s <= LITTLE * priced.estimate.step_s:
+            break
+    return strategy
 
 
 def join_plans(setting: Setting, plans: tuple[Plan, ...], fields: Mapping[str, Any]) -> tuple[Plan, ...]:
@@ -129,40 +127,34 @@ def exchange_words(strategy: Strategy) -> str:
     return " ".join(parts)
 
 
-def exchange_facts(plan: Plan) -> dict[str, Any]:
-    """Returns the seconds and bytes of a plan's exchanges, as `explain --json` has them; {} without islands."""
-    exchange = price_strategy(plan.setting, plan.strategy).exchange
-    if exchange is None:
-        return {}
-    return {**msgspec.structs.asdict(exchange), "serial_s": exchange.serial_s, "exposed_s": exchange.exposed_s}
-
-
 def exchange_notes(plan: Plan) -> tuple[str, ...]:
     """Returns what the exchanges of a plan add to its step and are made of; of gradients, what periods would give; what
     their price assumes. () without islands."""
     exchange = price_strategy(plan.setting, plan.strategy).exchange
     if exchange is None:
         return ()
-    rate_text = format_bit_rate(plan.cluster.island_bytes_per_s or 0.0)
-    step_text = format_seconds(plan.predicted.step_s)
-    parts_text = ", ".join(
-        f"{format_seconds(seconds)} {words}"
-        for seconds, words in (
-            (exchange.link_s, f"on the link ({format_bytes(exchange.link_bytes)} from each island at {rate_text})"),
-            (exchange.copy_s, "between chips and hosts"),
-            (exchange.host_s, "in host memory"),
-        )
+    rate_text, step_text = (
+        format_bit_rate(plan.cluster.island_bytes_per_s or 0.0),
+        format_seconds(plan.predicted.step_s),
     )
-    period_text = f"once in {exchange.period} steps " * (exchange.period > 1)
-    hidden_text = f", of which {format_seconds(exchange.hidden_s)} overlap" if exchange.hidden_s else ""
-    what = "sums of gradients" if plan.strategy.islands_sync == "gradients" else "exchanges"
+    link_s, copy_s, host_s, hidden_s, exposed_s = map(
+        format_seconds, (exchange.link_s, exchange.copy_s, exchange.host_s, exchange.hidden_s, exchange.exposed_s)
+    )
+    is_sum = plan.strategy.islands_sync == "gradients"
     notes = [
-        f"{format_seconds(exchange.exposed_s)} of {step_text} a step wait for {what} between islands: {period_text}"
-        f"{parts_text}{hidden_text}"
+        f"{exposed_s} of {step_text} a step wait for {'sums of gradients' if is_sum else 'exchanges'} between islands: "
+        + f"once in {exchange.period} steps " * (exchange.period > 1)
+        + f"{link_s} on the link ({format_bytes(exchange.link_bytes)} from each island at {rate_text}), {copy_s} "
+        + f"between chips and hosts, {host_s} in host memory"
+        + f", of which {hidden_s} overlap" * (exchange.hidden_s > 0)
     ]
-    if plan.strategy.islands_sync == "gradients" and exchange.exposed_s > LITTLE * plan.predicted.step_s:
+    if is_sum and exchange.exposed_s > LITTLE * plan.predicted.step_s:
         notes.append(_periods_words(plan))
-    return (*notes, *_host_memory_note(plan, exchange), *exchange.notes)
+    if exchange.num_arrays:
+        hosts, size_text = plan.cluster.island.num_hosts, format_bytes(exchange.host_bytes)
+        each_text = f", {format_bytes(exchange.host_bytes / hosts)} on each of {hosts} hosts" * (hosts > 1)
+        notes.append(f"host memory of an island: {size_text} of outer weights and momentum in float32{each_text}")
+    return (*notes, exchange.assumed)
 
 
 def _periods_words(plan: Plan) -> str:
@@ -182,11 +174,3 @@ def _periods_words(plan: Plan) -> str:
 def _step_s(plan: Plan, **fields: Any) -> float:
     strategy = msgspec.structs.replace(plan.strategy, islands_sync="diloco", **fields)
     return float(price_strategy(plan.setting, strategy).estimate.step_s)
-
-
-def _host_memory_note(plan: Plan, exchange: OuterExchange) -> list[str]:
-    if not exchange.host_bytes:
-        return []
-    hosts, arrays = plan.cluster.island.num_hosts, "outer weights" + " and momentum" * (exchange.num_arrays > 1)
-    each_text = f", {format_bytes(exchange.host_bytes / hosts)} on each of {hosts} hosts" * (hosts > 1)
-    return [f"host memory of an island: {format_bytes(exchange.host_bytes)} of {arrays} in float32{each_text}"]

@@ -63,8 +63,8 @@ CollectiveMatmul = Literal["none", "one-way", "two-way"]
 
 IslandsSync = Literal["gradients", "diloco", "local-sgd", "async-sgd"]
 """What islands exchange: the sum of gradients in every step (elastic data parallelism), or every ``outer_every`` steps
-how far weights have moved: for an outer optimizer with momentum ("diloco"), for their mean ("local-sgd"), or for a copy
-that each island updates when it is ready, without waiting for the others ("async-sgd")."""
+how far weights have moved: for an outer optimizer with momentum ("diloco"), for their mean ("local-sgd"), or whenever
+an island is ready, without waiting for the others ("async-sgd")."""
 
 ISLAND_FIELDS: dict[str, Any] = {
     **{"islands_sync": "gradients", "outer_every": 1, "outer_bits": 32, "outer_fragments": 1, "outer_overlap": 0}
@@ -72,7 +72,7 @@ ISLAND_FIELDS: dict[str, Any] = {
 """Fields of the strategy that only several islands have -> their defaults, those of one island."""
 _WITHOUT: dict[str, tuple[tuple[str, ...], str]] = {
     "gradients": (tuple(ISLAND_FIELDS)[1:], "gradients are summed whole in every step, in 32 bits"),
-    "async-sgd": (("outer_fragments", "outer_overlap"), "an island sends all weights at once and does not wait"),
+    "async-sgd": (("outer_fragments", "outer_overlap"), "an island sends all weights at once"),
 }
 
 COLLECTIVE_MATMULS: tuple[CollectiveMatmul, ...] = get_args(CollectiveMatmul)

@@ -1,6 +1,5 @@
 """The steps between islands: each trained weight once, whole, and nothing of an island's own program changed."""
 
-import itertools
 import math
 
 import msgspec
@@ -8,7 +7,6 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.notation import local_elements
-from meshwright.algebra.rewrites.islands import OuterSum
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import load_model
@@ -72,17 +70,13 @@ def test_what_crosses_is_partial_over_islands_and_wanted_whole():
     assert {step.result.dtype for step in later} == {"int4"}
 
 
-@pytest.mark.parametrize(("period", "fragments"), [(30, 1), (30, 4), (7, 3), (5, 5)])
-def test_every_fragment_is_due_once_a_period_and_has_rows_of_its_own(period, fragments):
-    sums = [OuterSum(period=period, fragment=n, num_fragments=fragments, num_layers=1) for n in range(fragments)]
-    due = [[n for n in range(1, 3 * period + 1) if part.is_due(n)] for part in sums]
-    assert [len(steps) for steps in due] == [3] * fragments
-    assert all(later - sooner == period for steps in due for sooner, later in itertools.pairwise(steps))
-    first = sorted(steps[0] % period for steps in due)
-    assert max(b - a for a, b in zip(first, [*first[1:], period], strict=True)) <= -(-period // fragments)
-    rows = [row for part in sums for row in list(range(32))[part.rows]]
-    assert sorted(rows) == list(range(32))
-    assert OuterSum(fragment=1, num_fragments=2).rows == slice(None)
+def test_fragments_are_of_every_so_manieth_layer():
+    program = transformer(load_model("llama3-8b"))
+    outer = derive(program, strategy({"islands": 2}, outer_fragments=5, **DILOCO)).outer
+    layers = [step.details.num_layers for step in outer if step.result.name == "outer_wq"]
+    assert layers == [len(range(fragment, 32, 5)) for fragment in range(5)]
+    assert [step.details.fragment for step in outer if step.result.name == "outer_wq"] == list(range(5))
+    assert [step.details.num_layers for step in outer if step.result.name == "outer_embed"] == [0]
 
 
 def test_frozen_weights_stay_at_home_and_fragments_have_layers():

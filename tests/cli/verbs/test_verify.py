@@ -291,7 +291,10 @@ def test_an_island_is_proved_and_what_it_exchanges_is_listed(call, rates):
     assert "islands each of 2 runs this program on its 2 devices, and no collective leaves it" in said.words
     assert "outer_embed[V_tensor, D]{U_islands} every 30 steps, 4 bits" in said.words
     num_bytes = num_params(load_model("tiny")) * (0.5 + 2 / 64)
-    assert f"outside of the compiled program: {format_bytes(num_bytes)} leave each island every 30 steps" in said.words
+    assert (
+        f"outside of the compiled program: {format_bytes(num_bytes)} leave each of R islands every 30 steps"
+        in said.words
+    )
     exchange = call(*asked, *rates, *pairs, "--json").json["exchange"]
     assert exchange["sent_bytes"] == sum(row["sent_bytes"] for row in exchange["rows"]) == num_bytes
     assert exchange["leaving"] == []

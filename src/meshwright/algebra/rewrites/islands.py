@@ -17,11 +17,10 @@ BITS_DTYPE = {32: "fp32", 8: "int8", 4: "int4"}
 
 
 class OuterSum(msgspec.Struct, frozen=True, kw_only=True):
-    """Details of a collective over islands: it begins every ``period`` steps, and its result is applied ``overlap``
-    steps later.
+    """Details of a collective over islands: it is due every ``period`` steps, and begins ``overlap`` steps earlier.
 
-    It is of ``num_layers`` layers of its weight, each a row of the stack of layers: with several fragments every
-    ``num_fragments``-th from row ``fragment`` on; 0 for a weight outside of the layers.
+    It is of ``num_layers`` layers of its weight, with several fragments every ``num_fragments``-th from layer
+    ``fragment`` on; 0 for a weight outside of the layers, which may be in any fragment.
     """
 
     period: int = 1
@@ -30,16 +29,6 @@ class OuterSum(msgspec.Struct, frozen=True, kw_only=True):
     num_fragments: int = 1
     overlap: int = 0
     num_layers: int = 0
-
-    def is_due(self, num_steps: int) -> bool:
-        """True if the exchange begins after ``num_steps`` steps; fragments are due at equal distances."""
-        offset = self.fragment * self.period // self.num_fragments
-        return num_steps > 0 and (num_steps - offset) % self.period == 0
-
-    @property
-    def rows(self) -> slice:
-        """The rows of a stack of layers, of a single array all."""
-        return slice(self.fragment, None, self.num_fragments) if self.num_layers else slice(None)
 
     @property
     def words(self) -> str:

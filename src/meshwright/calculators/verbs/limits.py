@@ -10,7 +10,7 @@ from meshwright.cost.formulas.accounting import state_bytes
 from meshwright.cost.formulas.limit_table import limits_at
 from meshwright.cost.formulas.limits import MixedLayer, ici_intensity
 from meshwright.cost.letters import Letters
-from meshwright.cost.network.links import torus_width
+from meshwright.cost.network.links import require_joined, torus_width
 from meshwright.plan.why.bounds import model_letters, shared_letters, switched_letters
 from meshwright.report.answer import Answer, Facts
 from meshwright.spec.calibration import Efficiency
@@ -46,6 +46,7 @@ def command(given: Given) -> Answer:
     MODEL is a name, a config.json, or mlp:8192x32768: a layer of two matrices D x F.
     """
     cluster, job = parse_cluster(given.on), job_of(given.batch, given.seq_len, {})
+    require_joined(cluster)
     name, d_model, size_by_letter = layer_letters(given.model, given.state)
     sym = letters(size_by_letter, cluster, job, given)
     limits = limits_at(sym)

@@ -97,7 +97,9 @@ def cluster_facts(c: Cluster) -> Facts:
         "num_slices": c.num_slices,
         "wraps": list(c.wraps) if c.kind == "torus" else None,
         "twisted": c.twisted if c.kind == "torus" else None,
-        "levels": cluster_levels(c),
+        "num_islands": c.num_islands,
+        "island_bytes_per_s": c.island_bytes_per_s,
+        "levels": cluster_levels(c.island),
         "compute_dtype": dtype,
         **total_by_name,
     }
@@ -106,7 +108,7 @@ def cluster_facts(c: Cluster) -> Facts:
     fsdp_tokens = dcn_tokens = None
     if peak and torus:
         alpha = limits.ici_intensity(peak, torus.bytes_per_s)
-        fsdp_tokens = limits.data_parallel_min_batch(alpha, sum(torus.axes), c.num_chips // c.num_slices)
+        fsdp_tokens = limits.data_parallel_min_batch(alpha, sum(torus.axes), c.island.num_chips // c.num_slices)
     if peak and chip.dcn_bytes_per_s_per_host and host_chips:
         dcn_tokens = limits.dcn_min_batch_per_pod(peak, chip.dcn_bytes_per_s_per_host, host_chips)
     return {
@@ -128,6 +130,7 @@ def _rows(c: Cluster, facts: Facts) -> list[list[Any]]:
         ("tensor cores", "num_tensor_cores", _millions, ""),
         ("memory", "hbm_bytes", format_bytes, ""),
         ("FLOP/s", "peak_flops", format_flops, f"dense {facts['compute_dtype']}"),
+        ("uplink of an island", "island_bytes_per_s", format_rate, f"one way, of {c.num_islands} islands"),
         ("DCN of all hosts", "dcn_bytes_per_s", format_rate, ""),
         ("power", "power_w", format_power, "the chips alone"),
         ("energy of a day", "energy_kwh_per_day", format_energy, "at that power"),

@@ -26,7 +26,7 @@ from meshwright.core.units import counted, format_bytes, format_count, format_fl
 from meshwright.cost.breakdown import Term
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.cost.work.ops import mfu_words
-from meshwright.plan.islands import exchange_facts, exchange_notes, exchange_words
+from meshwright.plan.islands import exchange_notes, exchange_words
 from meshwright.plan.planner import assumption_notes, imbalance_notes
 from meshwright.plan.why.explain import Explanation, explain, limit_of_term
 from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Quantity, Table
@@ -80,7 +80,6 @@ def _facts(explanation: Explanation) -> Facts:
         "axes": plan.strategy.mesh,
         "fsdp_case": facts.pop("fsdp"),
         "between_stages": facts.pop("between"),
-        "exchange": exchange_facts(plan),
         "forward": explanation.forward,
         "backward": explanation.backward,
         **facts,

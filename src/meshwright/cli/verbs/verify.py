@@ -219,8 +219,8 @@ def _exchange_text(exchange: "ExchangeProof") -> Iterator[Piece]:
     yield Table.of(exchange.rows, columns)
     every_text = f"every {exchange.period} steps" if exchange.period > 1 else "every step"
     yield (
-        f"outside of the compiled program: {format_bytes(exchange.sent_bytes)} leave each island {every_text}, by the "
-        f"formula 2 (R - 1) / R of its numbers (asynchronous islands: twice all)"
+        f"outside of the compiled program: {format_bytes(exchange.sent_bytes)} leave each of R islands "
+        f"{every_text}, by the formula 2 (R - 1) / R of its numbers"
     )
 
 

@@ -60,11 +60,16 @@ def torus_width(cluster: Cluster) -> TorusWidth | None:
     )
 
 
-def physical_links(cluster: Cluster) -> tuple[Link, ...]:
-    """Returns the links of a cluster without a mesh, axes of size 1 included. Raises InputError for an unknown rate."""
+def require_joined(cluster: Cluster) -> None:
+    """Raises CannotRunError for islands."""
     if cluster.num_islands > 1:
         name, one = cluster.short_name, cluster.island.short_name
         raise CannotRunError(f"{name} are islands, which have no link for a program. Name one of them here: {one}.")
+
+
+def physical_links(cluster: Cluster) -> tuple[Link, ...]:
+    """Returns the links of a cluster without a mesh, axes of size 1 included. Raises InputError for an unknown rate."""
+    require_joined(cluster)
     if cluster.kind == "torus":
         return _torus_links(cluster)
     if cluster.kind == "switched":

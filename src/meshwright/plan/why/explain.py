@@ -14,7 +14,7 @@ from meshwright.cost.formulas.training_budget import train_seconds, training_flo
 from meshwright.cost.letters import Letters
 from meshwright.cost.network.collectives import group_rates
 from meshwright.cost.network.placement import physical_placement
-from meshwright.cost.outer import step_values
+from meshwright.cost.outer import OuterExchange, step_values
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.cost.work.kernels import StepCost
 from meshwright.masks.kernels import AttentionCase, kernel_named
@@ -163,7 +163,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     ``terms`` add up to the step, the largest first. ``recomputed`` is the share of all FLOPs that recompute results
     for the backward pass. ``changes`` has the best single change. ``fsdp`` is the case of FSDP alone. ``blocks`` are
     the blocks of layers, the one with the most layers last; ``once`` lists the steps after the last microbatch.
-    ``islands`` are the sums between islands, with the seconds of an exchange divided among them; None without islands.
+    ``islands`` are the sums between islands, with the seconds of an ``exchange`` divided among them; None without any.
     What is listed beside them is of one island. ``attention_kernel`` is the name of the kernel that runs attention
     (`masks.kernels`). ``symbols`` are the letters of ``limits``. ``training`` is the budget of the run, None without a
     number of tokens.
@@ -180,6 +180,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     between: BetweenStages | None
     once: Algorithm
     islands: Algorithm | None
+    exchange: OuterExchange | None
     batch: BatchSplit
     attention_kernel: str
     symbols: Letters
@@ -224,6 +225,7 @@ def explain(plan: Plan) -> Explanation:
         between=_between_stages(priced),
         once=algorithm("once per step", priced.costs.once, of_layers=True),
         islands=_between_islands(priced),
+        exchange=priced.exchange,
         batch=batch_of(priced),
         attention_kernel=attention_kernel(plan),
         symbols=letters,
