@@ -57,12 +57,12 @@ class FileWarning(UserWarning):
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """Returns a suffix such as ``" Did you mean 'fsdp'?"``, or if nothing is close the options, if up to 24."""
+    """Returns a suffix such as ``" Did you mean 'fsdp'?"``, or if nothing is close the options, if up to 30."""
     sorted_names = sorted(set(options))
     close_names = difflib.get_close_matches(name, sorted_names, n=1, cutoff=0.5)
     if close_names:
         return f" Did you mean {close_names[0]!r}?"
-    if len(sorted_names) <= 24:
+    if len(sorted_names) <= 30:
         return f" Known: {', '.join(sorted_names)}."
     return ""
 
