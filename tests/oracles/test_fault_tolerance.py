@@ -1,6 +1,6 @@
 """Worked answers on failures: how often a fleet of nodes is interrupted."""
 
-from meshwright.calculators.training.failures import failures_per_day, mtbf_s
+from meshwright.cost.formulas.failures import failures_per_day, mtbf_s
 from tests.oracles.worked import Answers, Inputs
 
 

@@ -7,7 +7,6 @@ from contextlib import suppress
 import click
 from msgspec.structs import asdict, replace
 
-from meshwright.calculators.training.failures import goodput
 from meshwright.calculators.training.scaling_laws import (
     DEFAULT_LAW,
     LAWS,
@@ -23,6 +22,7 @@ from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.units import counted, format_flops, format_params, format_seconds, parse_count
+from meshwright.cost.formulas.failures import goodput
 from meshwright.cost.formulas.training_budget import (
     DAY_S,
     available_flops,
