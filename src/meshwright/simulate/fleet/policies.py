@@ -1,0 +1,172 @@
+"""What a fleet does about faults: every policy from a list of faults to the seconds of the fleet by word."""
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+from meshwright.simulate.fleet.fleet import Fault, FleetPolicy, TrainingFleet
+from meshwright.simulate.fleet.run import (
+    DATA,
+    INIT,
+    OTHER,
+    PREP,
+    RECOVERY,
+    RESTORE,
+    SAVE,
+    STARTUP,
+    WORDS,
+    WORK,
+    FleetRun,
+    Phases,
+)
+
+Trained = list[tuple[float, float, float]]
+"""(from, to, share of the fleet) in which steps were made."""
+
+
+def run_policy(
+    fleet: TrainingFleet,
+    policy: FleetPolicy,
+    faults: Sequence[Fault],
+    duration_s: float,
+    trained: Trained | None = None,
+) -> list[float]:
+    """Returns the seconds of the whole fleet by `WORDS`, which add up to ``duration_s``; fills ``trained`` if given.
+
+    ``faults`` are in order of time. Steps begin at once; work that is not yet saved at the end counts.
+    """
+    happened = [fault for fault in faults if fault.time_s < duration_s]
+    run_all = _elastic if policy == "elastic" else _apart
+    runs = run_all(fleet, policy, happened, duration_s, trained)
+    return [sum(run.spent[word] for run in runs) for word in range(len(WORDS))]
+
+
+class _Spares:
+    """Hosts that wait, and those that come back from a reboot or a repair."""
+
+    def __init__(self, fleet: TrainingFleet) -> None:
+        self._times, self._returns = fleet.times, [0.0] * fleet.num_spares
+        heapify(self._returns)
+
+    def wait_s(self, fault: Fault) -> float:
+        """Returns the seconds until a host takes the place of the one that a fault takes; 0 for other faults."""
+        if fault.kind != "host":
+            return 0.0
+        noticed_at_s = fault.time_s + self._times.noticed_s("host")
+        heappush(self._returns, noticed_at_s + (self._times.reboot_s if fault.reboots else self._times.repair_s))
+        return max(0.0, heappop(self._returns) - noticed_at_s)
+
+
+def _start(fleet: TrainingFleet, fault: Fault, wait_s: float, restore_s: float) -> Phases:
+    """Returns what passes between a fault and the first step after it."""
+    times, found_s = fleet.times, fleet.times.found_s(fault.kind)
+    seconds = {RECOVERY: found_s + wait_s, INIT: times.init_s, PREP: times.prep_s, STARTUP: times.startup_s}
+    return [(word, s) for word, s in {**seconds, RESTORE: restore_s, DATA: times.data_s}.items() if s > 0]
+
+
+def _keep_going(fleet: TrainingFleet, run: FleetRun, fault: Fault) -> bool:
+    """True for a fault that loses no progress, which passes here: a straggler, or a stop on purpose after a save."""
+    times = fleet.times
+    if fault.kind not in ("straggler", "planned"):
+        return False
+    if not run.phases and fault.kind == "straggler":
+        run.phases = [(OTHER, times.straggler_s * (1 - 1 / times.slowdown))]
+    elif not run.phases:
+        run.stop([(SAVE, times.save_s), *_start(fleet, fault, 0.0, times.restore_s)])
+    return True
+
+
+def _apart(
+    fleet: TrainingFleet, policy: FleetPolicy, faults: Sequence[Fault], duration_s: float, trained: Trained | None
+) -> list[FleetRun]:
+    """Returns runs that stop by themselves: the whole fleet, from disk or memory, or every island of ``diloco``."""
+    times, spares = fleet.times, _Spares(fleet)
+    num_runs = fleet.num_replicas if policy == "diloco" else 1
+    steps = {"stop": fleet.checkpoint_steps, "memory": fleet.memory_steps, "diloco": fleet.outer_every}[policy]
+    work_s = steps * fleet.step_s
+    copy_s = {"memory": times.memory_s, "diloco": times.outer_s}.get(policy, 0.0)
+    save_s = times.save_s if policy == "stop" else copy_s + times.save_s * work_s / times.disk_s
+    runs = [FleetRun(work_s, save_s, 1 / num_runs, OTHER if policy == "diloco" else SAVE) for _ in range(num_runs)]
+    for run in runs:
+        run.trained = trained
+    for fault in faults:
+        run = runs[fault.replica % num_runs]
+        run.settle(fault.time_s)
+        if _keep_going(fleet, run, fault):
+            continue
+        restore_s, to_disk = times.restore_s if policy == "stop" else times.copy_s, policy == "stop"
+        if policy == "memory" and fault.kind == "host":  # the neighbour has the state unless it was lost just now
+            to_disk = bool(run.lost_hosts & {(fault.host + side) % fleet.num_hosts for side in (-1, 1)})
+            run.lost_hosts.add(fault.host)
+        elif policy == "memory":  # memory has the last state alone
+            to_disk = fault.kind == "corruption"
+        elif policy == "diloco" and num_runs > 1:
+            to_disk = all(other.ready_s > fault.time_s for other in runs if other is not run)
+        lost = run.unsaved
+        if fault.kind == "corruption":
+            lost = run.spent[WORK] - run.saved_at(fault.time_s - fault.latent_s)
+        run.lose(lost)
+        if to_disk and policy != "stop":
+            restore_s = times.restore_s
+            for each in runs:  # all that was trained since the last checkpoint on disk
+                each.lose(each.spent[WORK] % (times.disk_s * each.share))
+        run.stop(_start(fleet, fault, spares.wait_s(fault), restore_s))
+    for run in runs:
+        run.settle(duration_s)
+    return runs
+
+
+def _elastic(
+    fleet: TrainingFleet, policy: FleetPolicy, faults: Sequence[Fault], duration_s: float, trained: Trained | None
+) -> list[FleetRun]:
+    """Returns the run of the replicas that live, and for each one that was lost the time until it was back.
+
+    All wait until a loss is noticed and a new group stands, and lose the step in flight; a replica comes back with a
+    state that it copies from another.
+    """
+    times, spares, num_replicas = fleet.times, _Spares(fleet), fleet.num_replicas
+    work_s = max(1, round(times.disk_s / fleet.step_s)) * fleet.step_s
+    living = FleetRun(work_s, times.save_s, 1.0)
+    living.trained = trained
+    down: dict[int, FleetRun] = {}
+    away = [living]
+    returns: list[tuple[float, int]] = []
+
+    def advance(time_s: float) -> None:
+        while returns and returns[0][0] <= time_s:
+            back_s, replica = heappop(returns)
+            if replica in down and down[replica].ready_s == back_s:
+                living.settle(back_s)
+                down.pop(replica).settle(back_s)
+                living.share = 1 - len(down) / num_replicas
+                living.phases.append((OTHER, times.regroup_s))
+        living.settle(time_s)
+
+    for fault in faults:
+        replica = fault.replica % num_replicas
+        advance(fault.time_s)
+        if fault.kind == "straggler":
+            _keep_going(fleet, living, fault)
+            continue
+        if replica not in down:
+            if fault.kind != "planned":
+                if not living.phases and living.offset < work_s:
+                    living.lose(living.offset % fleet.step_s * living.share)
+                living.phases += [(RECOVERY, times.noticed_s(fault.kind)), (OTHER, times.regroup_s)]
+            down[replica] = FleetRun(work_s, 0.0, 1 / num_replicas)
+            away.append(down[replica])
+            down[replica].now = fault.time_s
+            living.share = 1 - len(down) / num_replicas
+        elif fault.kind == "planned":
+            continue
+        lost = down[replica]
+        lost.settle(fault.time_s)
+        is_last = len(down) == num_replicas
+        if is_last:
+            living.lose(living.unsaved)
+            living.stop([])
+        lost.stop(_start(fleet, fault, spares.wait_s(fault), times.restore_s if is_last else times.copy_s))
+        heappush(returns, (lost.ready_s, replica))
+    advance(duration_s)
+    for run in down.values():
+        run.settle(duration_s)
+    return away

@@ -1,0 +1,185 @@
+"""What fails in a fleet, how often, and the seconds that it takes: published fleets in ``data``, or a file.
+
+A file has a ``source``, the fleet that was watched, its ``components``, and of `FaultTimes` what is known, each as a
+number or as a `TimeRange` with its source. What a file leaves out is a default of `FaultTimes`, an assumption.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from meshwright.core.errors import InputError, nearest
+from meshwright.core.fields import check_figures, convert_fields
+from meshwright.core.toml_file import decode_toml, read_toml
+
+FaultKind = Literal["process", "host", "hang", "corruption", "straggler", "planned"]
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+"""A process dies; its host is lost; it stands still; it computes wrong numbers, or slowly; it is stopped on purpose."""
+
+FOLDER = Path(__file__).parent / "data"
+DEFAULT_RATES = "llama3"
+"""Rates of chips of which none are published: the largest fleet that says what failed."""
+
+
+class FaultTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds that faults, restarts and what protects from them take; ``slowdown`` is a factor.
+
+    ``detect_s`` finds a dead process or host, ``hang_s`` one that stands still (the timeout of a collective: 600 s is
+    PyTorch's for NCCL), ``check_s`` is the time between comparisons that find wrong numbers, ``straggler_s`` how long a
+    slow host stays. ``swap_s`` takes a spare, ``reboot_s`` and ``repair_s`` bring a host back. A start is ``init_s`` of
+    devices, ``prep_s``, ``startup_s`` with compilation, ``restore_s`` and ``data_s``, or ``restart_s`` where only a
+    total is known. Saving blocks steps for ``save_s``, a copy to a neighbour's memory for ``memory_s``, an outer step
+    for ``outer_s``, a new group for ``regroup_s``; ``copy_s`` brings a state from memory to where it is needed.
+    Policies that need no disk to recover save to it every ``disk_s``.
+    """
+
+    detect_s: float = 10.0
+    hang_s: float = 600.0
+    check_s: float = 3600.0
+    straggler_s: float = 3600.0
+    slowdown: float = 1.5
+    swap_s: float = 60.0
+    reboot_s: float = 900.0
+    repair_s: float = 172800.0
+    restart_s: float = 0.0
+    init_s: float = 30.0
+    prep_s: float = 10.0
+    startup_s: float = 120.0
+    restore_s: float = 60.0
+    data_s: float = 10.0
+    save_s: float = 10.0
+    memory_s: float = 1.0
+    copy_s: float = 30.0
+    regroup_s: float = 1.0
+    outer_s: float = 1.0
+    disk_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        check_figures(self, "times:", may_be_zero=[name for name in self.__struct_fields__ if name != "disk_s"])
+        if self.slowdown < 1:
+            raise InputError(f"times: slowdown is {self.slowdown:g}, give a factor of at least 1")
+
+    def noticed_s(self, kind: FaultKind) -> float:
+        """Returns the seconds from a fault until it is noticed; wrong numbers are `check_s` apart from this."""
+        return {"process": self.detect_s, "host": self.detect_s, "hang": self.hang_s}.get(kind, 0.0)
+
+    def found_s(self, kind: FaultKind) -> float:
+        """Returns the seconds from a fault to a host, the old one or a spare, on which training starts again."""
+        return self.noticed_s(kind) + (self.swap_s if kind == "host" else 0.0) + self.restart_s
+
+    def start_s(self, restore_s: float) -> float:
+        """Returns the seconds from that host to the first step, ``restore_s`` of them for the state."""
+        return self.init_s + self.prep_s + self.startup_s + restore_s + self.data_s
+
+
+class TimeRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of which bounds are known; equal bounds are a known time."""
+
+    low: float
+    high: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high:
+            raise InputError(
+                f"low {self.low:g} and high {self.high:g} are no bounds. Give low <= high, neither below 0"
+            )
+
+
+class FaultComponent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One cause of faults: its ``kind``, and ``count`` in the fleet that was watched or a rate.
+
+    ``reboots`` is the share of lost hosts that come back by a reboot and not by a repair.
+    """
+
+    name: str
+    kind: FaultKind
+    count: float | None = None
+    per_chip_hour: float | None = None
+    per_node_hour: float | None = None
+    reboots: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_figures(
+            self, f"component {self.name!r}:", may_be_zero=("count", "per_chip_hour", "per_node_hour", "reboots")
+        )
+        if [self.count, self.per_chip_hour, self.per_node_hour].count(None) != 2:
+            raise InputError(f"component {self.name!r} needs one of count, per_chip_hour and per_node_hour")
+        if self.reboots > 1:
+            raise InputError(f"component {self.name!r}: reboots is {self.reboots:g}, give a share of at most 1")
+
+
+class FaultRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What fails how often: ``num_chips`` watched for ``days``, from which counts become rates."""
+
+    source: str
+    components: tuple[FaultComponent, ...]
+    chips: tuple[str, ...] = ()
+    num_chips: float | None = None
+    chips_per_node: int = 8
+    days: float | None = None
+    times: dict[str, float | TimeRange] = {}
+
+    def __post_init__(self) -> None:
+        check_figures(self, "rates:", may_be_zero=("times",))
+        for name in self.times:
+            if name not in FaultTimes.__struct_fields__:
+                raise InputError(f"times.{name} is not a time.{nearest(name, FaultTimes.__struct_fields__)}")
+        if not self.components:
+            raise InputError("rates have no components. Give at least one [[components]]")
+        if (self.num_chips is None or self.days is None) and any(c.count is not None for c in self.components):
+            raise InputError("a count needs num_chips and days, of the fleet that was watched")
+
+    def per_hour(self, num_chips: int, num_hosts: int) -> tuple[float, ...]:
+        """Returns the faults of each component in an hour of a fleet."""
+        watched_hours = (self.num_chips or 1) * (self.days or 1) * 24
+        return tuple(
+            num_chips * c.count / watched_hours
+            if c.count is not None
+            else num_chips * (c.per_chip_hour or 0.0) + num_hosts * (c.per_node_hour or 0.0)
+            for c in self.components
+        )
+
+    def mtbf_s(self, num_chips: int, num_hosts: int) -> float:
+        """Returns the mean seconds between faults that stop a synchronous run; infinite where nothing fails."""
+        hourly = zip(self.components, self.per_hour(num_chips, num_hosts), strict=True)
+        total = sum(rate for component, rate in hourly if component.kind != "straggler")
+        return 3600 / total if total else math.inf
+
+    def times_at(self, share: float = 0.5, changes: Mapping[str, float] = {}) -> FaultTimes:
+        """Returns the times, ``share`` of the way from the low to the high bound where there are two."""
+        known = {
+            name: time.low + share * (time.high - time.low) if isinstance(time, TimeRange) else time
+            for name, time in self.times.items()
+        }
+        return convert_fields({**known, **changes}, FaultTimes, section="times")
+
+
+@functools.cache
+def published_rates() -> tuple[str, ...]:
+    """Returns the names of the fleets whose rates come with the package."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def load_rates(name: str) -> FaultRates:
+    """Returns rates by the name of a published fleet, or of a TOML file. Raises InputError for others."""
+    if not name.endswith(".toml") and name not in published_rates():
+        known = nearest(name, published_rates())
+        raise InputError(f"rates {name!r} are not known.{known} Or name a file that ends in .toml.")
+    file = read_toml(Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml")
+    rates = decode_toml(file, FaultRates)
+    with file.at(("times",)):
+        rates.times_at()
+    return rates
+
+
+@functools.cache
+def rates_for_chip(chip: str) -> tuple[str, bool]:
+    """Returns the name of the published rates to take for a chip, and whether they are of that chip."""
+    names = [name for name in published_rates() if chip in load_rates(name).chips]
+    return (names[0], True) if names else (DEFAULT_RATES, False)
