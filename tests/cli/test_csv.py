@@ -54,6 +54,8 @@ COMMANDS = [
     ("mask",),
     ("serving", "llama3-8b", "--on", "v5e:4x4", "--contexts", "2Ki,8Ki", "--accept", "0.8", "--prefixes", "100"),
     ("serving", "deepseek-v3", "--on", "h200:8x2", "--batch", "1..64"),
+    ("simulate", "fleet", *TINY, "--set", "train_tokens=1000000000", "--days", "3", "--seeds", "2"),
+    ("simulate", "published", "--seeds", "2"),
     ("accuracy", "FILE", "--worst", "2", "--datasheet"),
     ("hlo", HLO), ("hlo", HLO, "--op", "fusion.42"),
 ]  # fmt: skip
@@ -68,7 +70,7 @@ AMOUNT = re.compile(
     r"[-+~<>$]?\s?\d[\d,]*(\.\d+)?(e[+-]?\d+)?\s?([kMGTPE]?(B|FLOP|B/s|FLOP/s|Wh?)|[mun]?s|h|days|[kMBT]|%)?"
 )
 UNIT = re.compile(
-    r"bytes|flops|_s\b|_s_|kwh|usd|tokens|params|share|mfu|bias|mape|median|coverage|error|scaling|recompute"
+    r"bytes|flops|_s\b|_s_|kwh|usd|tokens|params|share|mfu|goodput|points|bias|mape|median|coverage|error|scaling|recompute"
 )
 """What says the unit in a name, and names of shares, which have none."""
 

@@ -48,3 +48,16 @@ def test_the_speed_scales_the_run():
     assert slow.days == 2 * fast.days
     assert slow.mfu_6nd == pytest.approx(fast.mfu_6nd / 2)
     assert slow.flops == fast.flops
+
+
+def test_days_with_failures():
+    one = planned("h100:8x2048", train_tokens=10**12)
+    found = run_budget(one, step_s=10.0)
+    failures = found.failures
+    assert (failures.rates, failures.of_chip) == ("llama3", True)
+    assert failures.mtbf_s / 3600 == pytest.approx(54 * 24 / 466)
+    assert failures.goodput == pytest.approx(0.92, abs=0.01)
+    assert failures.ettr == pytest.approx(failures.goodput, abs=0.01)
+    assert found.days_with_failures == found.days / failures.goodput
+    other = run_budget(planned("v5p:4x4x4", train_tokens=10**12), step_s=10.0).failures
+    assert (other.rates, other.of_chip) == ("llama3", False)

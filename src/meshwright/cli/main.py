@@ -38,6 +38,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "stream": ("calculators", "Tiles of a product or of flash attention, from HBM to registers."),
     "mask": ("calculators", "An attention mask: its blocks, their predicted time, a measurement."),
     "bench": ("cli", "Measure the devices at hand, or a server on them: rates, latencies, a calibration."),
+    "simulate": ("cli", "A fleet that trains while its parts fail: goodput, lost hours, days, cost."),
     "accuracy": ("cli", "Predictions beside published measurements."),
     "verify": ("cli", "Compile the real step of a plan for hardware that is not there."),
     "train": ("cli", "Train a model by a plan, beside its prediction."),

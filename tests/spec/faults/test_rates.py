@@ -84,7 +84,7 @@ def test_a_users_file(tmp_path):
 
 
 def test_names_that_are_not_known():
-    with pytest.raises(InputError, match="rates 'lama3' are not known. Did you mean 'llama3'"):
+    with pytest.raises(InputError, match=r"rates 'lama3' are not known\. Did you mean 'llama3'"):
         load_rates("lama3")
-    with pytest.raises(InputError, match="nowhere.toml"):
+    with pytest.raises(InputError, match=r"nowhere\.toml"):
         load_rates("nowhere.toml")

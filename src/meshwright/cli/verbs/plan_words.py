@@ -158,6 +158,15 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
         f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days_text} petaflop-days, "
         f"{budget.mfu_6nd:.1%} of the chip-hours' peak; {years_text} years on one chip at peak",
     )
+    if (failures := budget.failures) is not None:
+        whose_text = "" if failures.of_chip else ", as none of this chip are published"
+        days_text = "no end" if budget.days_with_failures is None else format_seconds(budget.days_with_failures * DAY_S)
+        yield Fact(
+            "with failures",
+            f"{days_text}, {failures.goodput:.1%} of the time kept: one in {format_seconds(failures.mtbf_s)} by the "
+            f"rates of {failures.rates}{whose_text}, {format_seconds(failures.restart_s)} to restart, a checkpoint "
+            f"every {counted(failures.checkpoint_steps, 'step')}",
+        )
     power_text = "not known for this chip (power_w)"
     if budget.power_w is not None and budget.energy_kwh is not None:
         power_text = (
