@@ -55,7 +55,6 @@ COMMANDS = [
     ("serving", "llama3-8b", "--on", "v5e:4x4", "--contexts", "2Ki,8Ki", "--accept", "0.8", "--prefixes", "100"),
     ("serving", "deepseek-v3", "--on", "h200:8x2", "--batch", "1..64"),
     ("simulate", "fleet", *TINY, "--set", "train_tokens=1000000000", "--days", "3", "--seeds", "2"),
-    ("simulate", "published", "--seeds", "2"),
     ("accuracy", "FILE", "--worst", "2", "--datasheet"),
     ("hlo", HLO), ("hlo", HLO, "--op", "fusion.42"),
 ]  # fmt: skip

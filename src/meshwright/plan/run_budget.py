@@ -77,7 +77,7 @@ def failure_outlook(
     mtbf_s = rates.mtbf_s(cluster.num_chips, cluster.num_hosts)
     kinds = [component.kind for component in rates.components]
     found_s = sum(rate * times.found_s(kind) for rate, kind in zip(hourly, kinds, strict=True)) / (sum(hourly) or 1)
-    steps = num_steps or exact_steps(step_s, checkpoint_s=times.save_s, mtbf=min(mtbf_s, 1e12))
+    steps = num_steps or exact_steps(step_s, checkpoint_s=times.save_s, mtbf=mtbf_s)
     figures = {"checkpoint_s": times.save_s, "restart_s": found_s + times.start_s(times.restore_s), "mtbf": mtbf_s}
     return FailureOutlook(
         mtbf_s=mtbf_s,

@@ -1,1 +1,1 @@
-"""Services under load: a planned service priced step by step, as the clock of the scheduler that will serve it."""
+"""Services under load, priced step by step as the clock of their scheduler, and fleets that train while parts fail."""

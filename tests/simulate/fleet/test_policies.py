@@ -34,7 +34,7 @@ def test_one_component_is_its_closed_form(save_s, restart_s):
     assert given.mtbf_s == pytest.approx(6000)
     expected = useful_share(23 * 15, checkpoint_s=save_s, restart_s=restart_s, mtbf=6000)
     goodputs = [
-        simulate_faults(given, "stop", drawn_faults(given, 60 * DAY_S, seed), duration_s=60 * DAY_S).goodput
+        simulate_faults(given, "stop", drawn_faults(given, 60 * DAY_S, seed), duration_s=60 * DAY_S).goodput.mean
         for seed in range(40)
     ]
     assert abs(np.mean(goodputs) - expected) < 3 * np.std(goodputs) / np.sqrt(len(goodputs))
@@ -47,7 +47,9 @@ def test_the_exact_interval_is_best_in_the_simulation_too():
     faults = drawn_faults(given, 400 * DAY_S, 0)
 
     def goodput(steps: int) -> float:
-        return simulate_faults(replace(given, checkpoint_steps=steps), "stop", faults, duration_s=400 * DAY_S).goodput
+        return simulate_faults(
+            replace(given, checkpoint_steps=steps), "stop", faults, duration_s=400 * DAY_S
+        ).goodput.mean
 
     assert max((best // 2, best, best * 2), key=goodput) == best
 
@@ -88,10 +90,8 @@ def test_wrong_numbers_cost_what_was_saved_after_them():
 
 def test_a_host_without_a_spare_waits_for_a_repair():
     given = fleet(times={"repair_s": 500.0, "reboot_s": 50.0})
-    for spares, reboots, wait_s in ((0, False, 500), (0, True, 50), (0.001, False, 0)):
-        found = simulate_faults(
-            replace(given, spares=spares), "stop", [Fault(100.0, 0, "host", 5, 0.0, reboots)], duration_s=1e4
-        )
+    for spares, kind, wait_s in ((0, "host", 500), (0, "reboot", 50), (0.001, "host", 0)):
+        found = simulate_faults(replace(given, spares=spares), "stop", [Fault(100.0, 0, kind)], duration_s=1e4)
         assert found.seconds["infrastructure_recovery"] == wait_s
 
 
@@ -150,7 +150,7 @@ def test_hours_add_up(policy):
         [found] = simulate_fleet(given, [policy], duration_s=duration_s, seeds=2)
         assert sum(found.seconds.values()) == pytest.approx(duration_s)
         assert min(found.seconds.values()) >= 0
-        assert found.goodput_p5 <= found.goodput <= found.goodput_p95 <= found.uptime_p95 <= 1
+        assert found.goodput.p5 <= found.goodput.mean <= found.goodput.p95 <= found.uptime.p95 <= 1
         assert (
             all(start < end <= after for (start, end, _), (after, *_) in pairwise(found.trained)) or policy == "diloco"
         )
@@ -163,7 +163,7 @@ def test_order_of_policies_of_a_large_fleet():
         rates=rates, times=rates.times_at(), num_chips=100_000, num_hosts=12_500, num_replicas=32, spares=0.02
     )
     stop, elastic, memory, diloco = (
-        outcome.goodput for outcome in simulate_fleet(given, POLICIES, duration_s=30 * DAY_S, seeds=3)
+        outcome.goodput.mean for outcome in simulate_fleet(given, POLICIES, duration_s=30 * DAY_S, seeds=3)
     )
     assert stop < memory + 0.02 < diloco < elastic
 

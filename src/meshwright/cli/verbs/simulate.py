@@ -6,7 +6,6 @@ from meshwright.cli.group import VerbGroup
 
 SIMULATIONS: dict[str, tuple[str, str]] = {
     "fleet": ("cli", "A plan's cluster that trains while its parts fail, under several policies."),
-    "published": ("cli", "Published fleets beside their simulation, every input with its source."),
 }
 """What is simulated -> (package of its module, its line in `--help`)."""
 
@@ -17,5 +16,4 @@ def command() -> None:
 
     \b
     meshwright simulate fleet plan.toml --days 54 --rates llama3 --spares 2%
-    meshwright simulate published
     """

@@ -1,57 +1,59 @@
-"""Where the hours of a fleet that fails go, and how much of it trains over time."""
+"""Where the hours of a fleet that fails go, and how much of it makes steps over time."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import accumulate
 
-from meshwright.report.figure import INK, Figure, alt, panel, themed
-from meshwright.report.marks import Points, color_by, labels, palette_of, plot, span, spans
+import numpy as np
 
-WIDTH_PX, BAR_PX, LINE_PX = 620, 40, 70
+from meshwright.report.figure import INK, Figure, Layer, alt, panel, themed
+from meshwright.report.marks import color_by, labels, palette_of, plot, span, spans
+from meshwright.simulate.fleet.outcome import PolicyOutcome
+from meshwright.simulate.fleet.run import WORDS, WORK
+
+WIDTH_PX, BAR_PX, AREA_PX = 620, 40, 70
+POINTS = 600
+"""Points of an area."""
 
 
 def fleet_figure(
-    lost: Mapping[str, Mapping[str, float]],
-    kept: Mapping[str, float],
-    training: Mapping[str, Points],
-    *,
-    title: str,
-    subtitle: str = "",
+    outcomes: Sequence[PolicyOutcome], *, duration_s: float, shown_s: float, title: str, subtitle: str = ""
 ) -> Figure:
-    """Draws a bar of lost time for each policy, in percent by what took it, with the share that is ``kept`` behind it.
-
-    ``training`` has for each policy (hours, share of the fleet that makes steps), drawn as areas below.
-    """
-    color_of = palette_of(dict.fromkeys(word for parts in lost.values() for word, share in parts.items() if share > 0))
-    totals = {policy: sum(parts.values()) for policy, parts in lost.items()}
-    largest = max(totals.values()) or 1.0
-    rows = [
-        span(end - share, end, f"{share:.1f}%", color_of[word], WIDTH_PX / largest, policy=policy, word=word)
-        for policy, parts in lost.items()
-        for (word, share), end in zip(parts.items(), accumulate(parts.values()), strict=True)
-        if share > 0
-    ]
-    y = alt.Y("policy:N", sort=list(lost), title=None, axis=alt.Axis(ticks=False))
+    """Draws a bar of lost time for each policy, in percent of the fleet's hours by what took it, and below for each the
+    share of the fleet that makes steps over the first ``shown_s``."""
+    lost_words = [word for word in WORDS if word != WORDS[WORK] and any(one.seconds[word] > 0 for one in outcomes)]
+    color_of = palette_of(word.replace("_", " ") for word in lost_words)
+    rows, ends = [], []
+    largest = max(100 * (1 - outcome.goodput.mean) for outcome in outcomes) or 1.0
+    for outcome in outcomes:
+        shares = [100 * outcome.seconds[word] / duration_s for word in lost_words]
+        for (word, color), share, end in zip(color_of.items(), shares, accumulate(shares), strict=True):
+            box = span(end - share, end, f"{share:.1f}%", color, WIDTH_PX / largest, policy=outcome.policy, word=word)
+            rows += [box] if share > 0 else []
+        ends.append({"policy": outcome.policy, "end": sum(shares), "text": f"{outcome.goodput.mean:.1%} kept"})
+    y = alt.Y("policy:N", sort=[outcome.policy for outcome in outcomes], title=None, axis=alt.Axis(ticks=False))
     x = alt.X("start:Q", title="lost, % of the fleet's hours", scale=alt.Scale(domain=[0, largest], nice=False))
-    ends = [{"policy": policy, "end": totals[policy], "text": f"{share:.1%} kept"} for policy, share in kept.items()]
     bars = [
         spans(rows, y=y, x=x, color=color_by("word", color_of, orient="bottom", columns=4), band=0.7),
         labels(ends, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"),
     ]
-    pieces = [panel(*bars, size=(WIDTH_PX, BAR_PX * len(lost)))]
-    for policy, points in training.items():
-        is_last = policy == list(training)[-1]
-        area = plot({"hours": hours, "share": share} for hours, share in points).mark_area(
-            interpolate="step-after", color="#56B4E9", line={"color": "#0072B2", "strokeWidth": 1}
+    panels = [panel(*bars, size=(WIDTH_PX, BAR_PX * len(outcomes))), *(_area(one, shown_s) for one in outcomes)]
+    return themed(alt.vconcat(*panels, spacing=10).resolve_scale(color="independent"), title, subtitle)
+
+
+def _area(outcome: PolicyOutcome, shown_s: float) -> Layer:
+    """Draws the share of the fleet that makes steps over the first ``shown_s``."""
+    edges = np.linspace(0, shown_s, POINTS + 1)
+    starts, ends, shares = np.array([span for span in outcome.trained if span[0] < shown_s] or [(0.0, 0.0, 0.0)]).T
+    trained_s = np.clip(edges[:, None] - starts, 0, ends - starts) @ shares
+    rows = [
+        {"hours": hours, "share": share}
+        for hours, share in zip(
+            (edges[1:] / 3600).tolist(), (np.diff(trained_s) / np.diff(edges)).tolist(), strict=True
         )
-        hours = alt.X("hours:Q", title="hours" if is_last else None, scale=alt.Scale(nice=False))
-        training_share = alt.Y(
-            "share:Q", title=None, scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="%", tickCount=2)
-        )
-        pieces.append(
-            panel(
-                area.encode(x=hours, y=training_share),
-                size=(WIDTH_PX, LINE_PX),
-                title=f"{policy}: share that makes steps",
-            )
-        )
-    return themed(alt.vconcat(*pieces, spacing=14).resolve_scale(color="independent"), title, subtitle)
+    ]
+    area = plot(rows).mark_area(interpolate="step-after", color="#56B4E9", line={"color": "#0072B2", "strokeWidth": 1})
+    x = alt.X("hours:Q", title=None, scale=alt.Scale(nice=False))
+    y = alt.Y("share:Q", title=None, scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="%", tickCount=2))
+    return panel(
+        area.encode(x=x, y=y), size=(WIDTH_PX, AREA_PX), title=f"{outcome.policy}: share that makes steps, over hours"
+    )

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import parse_seconds
-from meshwright.cost.formulas.failures import daly_interval_s, exact_steps, young_interval_s
+from meshwright.cost.formulas.failures import NEVER_S, daly_interval_s, exact_steps, young_interval_s
 from meshwright.spec.faults.rates import FaultKind, FaultRates, FaultTimes
 
 FleetPolicy = Literal["stop", "elastic", "memory", "diloco"]
@@ -46,44 +46,34 @@ class TrainingFleet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fault(NamedTuple):
-    """A fault at ``time_s`` in one replica; wrong numbers came ``latent_s`` before they are noticed then."""
+    """A fault at ``time_s`` in one replica; wrong numbers are noticed then, and came ``latent_s`` before."""
 
     time_s: float
     replica: int
     kind: FaultKind
     host: int = 0
     latent_s: float = 0.0
-    reboots: bool = False
 
 
 def drawn_faults(fleet: TrainingFleet, duration_s: float, seed: int) -> list[Fault]:
     """Returns faults at random times (Poisson) in order, by component and on any host."""
-    random, components = np.random.default_rng(seed), fleet.rates.components
+    random, kinds = np.random.default_rng(seed), [component.kind for component in fleet.rates.components]
     hourly = np.array(fleet.rates.per_hour(fleet.num_chips, fleet.num_hosts))
     count = random.poisson(hourly.sum() * duration_s / 3600)
-    if not count:
-        return []
-    times = np.sort(random.random(count)) * duration_s
-    indices = random.choice(len(components), count, p=hourly / hourly.sum())
+    indices = random.choice(len(kinds), count, p=hourly / hourly.sum()) if count else np.zeros(0, int)
     hosts = random.integers(fleet.num_hosts, size=count)
-    replicas = hosts * fleet.num_replicas // fleet.num_hosts
-    is_silent = np.array([c.kind == "corruption" for c in components])[indices]
-    latents = np.where(is_silent, random.random(count) * fleet.times.check_s, 0.0)
-    reboots = random.random(count) < np.array([c.reboots for c in components])[indices]
-    order = np.argsort(times + latents, kind="stable")
-    columns = [column[order].tolist() for column in (times + latents, replicas, indices, hosts, latents, reboots)]
-    return [
-        Fault(time_s, replica, components[index].kind, host, latent_s, rebooted)
-        for time_s, replica, index, host, latent_s, rebooted in zip(*columns, strict=True)
-    ]
+    latents = np.array([fleet.times.check_s * (kind == "corruption") for kind in kinds])[indices] * random.random(count)
+    times = random.random(count) * duration_s + latents
+    columns = (times, hosts * fleet.num_replicas // fleet.num_hosts, indices, hosts, latents)
+    rows = zip(*(column[np.argsort(times)].tolist() for column in columns), strict=True)
+    return [Fault(time_s, replica, kinds[index], host, latent_s) for time_s, replica, index, host, latent_s in rows]
 
 
 def checkpoint_steps(rule: str, *, step_s: float, save_s: float, mtbf_s: float) -> int:
     """Returns the steps between checkpoints of a rule: auto (the exact optimum), young, daly, 30steps or 600s."""
     if match := re.fullmatch(r"(\d{1,9})\s*steps?", rule):
         return max(1, int(match[1]))
-    if not math.isfinite(mtbf_s):
-        mtbf_s = 1e12
+    mtbf_s = min(mtbf_s, NEVER_S)
     if rule in ("auto", "exact"):
         return exact_steps(step_s, checkpoint_s=save_s, mtbf=mtbf_s)
     formula = {"young": young_interval_s, "daly": daly_interval_s}.get(rule)

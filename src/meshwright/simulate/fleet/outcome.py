@@ -11,25 +11,31 @@ from meshwright.simulate.fleet.policies import Trained, run_policy
 from meshwright.simulate.fleet.run import SAVE, WASTED, WORDS, WORK
 from meshwright.spec.faults.rates import KINDS
 
-LOW, HIGH = 5, 95
-"""Percentiles of the intervals over seeds."""
+
+class Spread(msgspec.Struct, frozen=True):
+    """The mean over seeds, and their 5th and 95th percentile."""
+
+    mean: float
+    p5: float
+    p95: float
+
+    @staticmethod
+    def of(values: np.ndarray) -> "Spread":
+        """Returns the spread of an array with a value for each seed."""
+        return Spread(*(float(value) for value in (values.mean(), *np.percentile(values, (5, 95)))))
 
 
 class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over seeds of one policy, and the 5th and 95th percentile of goodput.
+    """What one policy makes of ``faults`` (their mean number).
 
     ``goodput`` is the share of the time that is work kept, ``uptime`` that in which steps run, kept or not, or are
-    saved. ``seconds`` are those of the whole fleet by `WORDS`. ``trained`` has the first seed's `Trained`.
+    saved. ``seconds`` are those of the whole fleet by `WORDS`, and ``trained`` is of the first seed.
     """
 
     policy: FleetPolicy
     faults: float
-    goodput: float
-    goodput_p5: float
-    goodput_p95: float
-    uptime: float
-    uptime_p5: float
-    uptime_p95: float
+    goodput: Spread
+    uptime: Spread
     seconds: dict[str, float]
     trained: Trained
 
@@ -65,17 +71,11 @@ def _outcome(
     spent = np.array(
         [run_policy(fleet, policy, faults, duration_s, None if n else trained) for n, faults in enumerate(draws)]
     )
-    goodput, uptime = (spent[:, words].sum(axis=1) / duration_s for words in ([WORK], [WORK, WASTED, SAVE]))
-    (good_p5, good_p95), (up_p5, up_p95) = (np.percentile(values, (LOW, HIGH)) for values in (goodput, uptime))
     return PolicyOutcome(
         policy=policy,
         faults=float(np.mean([sum(fault.time_s < duration_s for fault in faults) for faults in draws])),
-        goodput=float(goodput.mean()),
-        goodput_p5=float(good_p5),
-        goodput_p95=float(good_p95),
-        uptime=float(uptime.mean()),
-        uptime_p5=float(up_p5),
-        uptime_p95=float(up_p95),
+        goodput=Spread.of(spent[:, WORK] / duration_s),
+        uptime=Spread.of(spent[:, [WORK, WASTED, SAVE]].sum(axis=1) / duration_s),
         seconds=dict(zip(WORDS, spent.mean(axis=0).tolist(), strict=True)),
         trained=trained,
     )

@@ -49,10 +49,11 @@ class _Spares:
 
     def wait_s(self, fault: Fault) -> float:
         """Returns the seconds until a host takes the place of the one that a fault takes; 0 for other faults."""
-        if fault.kind != "host":
+        if fault.kind not in ("host", "reboot"):
             return 0.0
-        noticed_at_s = fault.time_s + self._times.noticed_s("host")
-        heappush(self._returns, noticed_at_s + (self._times.reboot_s if fault.reboots else self._times.repair_s))
+        noticed_at_s = fault.time_s + self._times.noticed_s(fault.kind)
+        away_s = self._times.reboot_s if fault.kind == "reboot" else self._times.repair_s
+        heappush(self._returns, noticed_at_s + away_s)
         return max(0.0, heappop(self._returns) - noticed_at_s)
 
 
@@ -94,7 +95,10 @@ def _apart(
         if _keep_going(fleet, run, fault):
             continue
         restore_s, to_disk = times.restore_s if policy == "stop" else times.copy_s, policy == "stop"
-        if policy == "memory" and fault.kind == "host":  # the neighbour has the state unless it was lost just now
+        if policy == "memory" and fault.kind in (
+            "host",
+            "reboot",
+        ):  # the neighbour has the state unless it was lost just now
             to_disk = bool(run.lost_hosts & {(fault.host + side) % fleet.num_hosts for side in (-1, 1)})
             run.lost_hosts.add(fault.host)
         elif policy == "memory":  # memory has the last state alone

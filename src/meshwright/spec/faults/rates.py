@@ -1,7 +1,7 @@
-"""What fails in a fleet, how often, and the seconds that it takes: published fleets in ``data``, or a file.
+"""What fails in a fleet, how often, and the seconds that it takes: published fleets in ``data``, or a user's file.
 
-A file has a ``source``, the fleet that was watched, its ``components``, and of `FaultTimes` what is known, each as a
-number or as a `TimeRange` with its source. What a file leaves out is a default of `FaultTimes`, an assumption.
+A file has a ``source``, ``components``, and of `FaultTimes` what is known, as numbers or as [low, high]; what it leaves
+out is a default of `FaultTimes`, an assumption.
 """
 
 import functools
@@ -16,9 +16,9 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import check_figures, convert_fields
 from meshwright.core.toml_file import decode_toml, read_toml
 
-FaultKind = Literal["process", "host", "hang", "corruption", "straggler", "planned"]
+FaultKind = Literal["process", "host", "reboot", "hang", "corruption", "straggler", "planned"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
-"""A process dies; its host is lost; it stands still; it computes wrong numbers, or slowly; it is stopped on purpose."""
+"""A process dies; its host is lost, or reboots; it stands still; its numbers are wrong, or slow; it is stopped."""
 
 FOLDER = Path(__file__).parent / "data"
 DEFAULT_RATES = "llama3"
@@ -64,54 +64,32 @@ class FaultTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InputError(f"times: slowdown is {self.slowdown:g}, give a factor of at least 1")
 
     def noticed_s(self, kind: FaultKind) -> float:
-        """Returns the seconds from a fault until it is noticed; wrong numbers are `check_s` apart from this."""
-        return {"process": self.detect_s, "host": self.detect_s, "hang": self.hang_s}.get(kind, 0.0)
+        """Returns the seconds from a fault until it is noticed; wrong numbers are noticed when the fault comes."""
+        return {"hang": self.hang_s, "corruption": 0.0, "planned": 0.0}.get(kind, self.detect_s)
 
     def found_s(self, kind: FaultKind) -> float:
         """Returns the seconds from a fault to a host, the old one or a spare, on which training starts again."""
-        return self.noticed_s(kind) + (self.swap_s if kind == "host" else 0.0) + self.restart_s
+        return self.noticed_s(kind) + (self.swap_s if kind in ("host", "reboot") else 0.0) + self.restart_s
 
     def start_s(self, restore_s: float) -> float:
         """Returns the seconds from that host to the first step, ``restore_s`` of them for the state."""
         return self.init_s + self.prep_s + self.startup_s + restore_s + self.data_s
 
 
-class TimeRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of which bounds are known; equal bounds are a known time."""
-
-    low: float
-    high: float
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low <= self.high:
-            raise InputError(
-                f"low {self.low:g} and high {self.high:g} are no bounds. Give low <= high, neither below 0"
-            )
-
-
 class FaultComponent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cause of faults: its ``kind``, and ``count`` in the fleet that was watched or a rate.
-
-    ``reboots`` is the share of lost hosts that come back by a reboot and not by a repair.
-    """
+    """One cause of faults: its ``kind``, and ``count`` in the fleet that was watched or a rate."""
 
     name: str
     kind: FaultKind
     count: float | None = None
     per_chip_hour: float | None = None
     per_node_hour: float | None = None
-    reboots: float = 0.0
-    source: str = ""
 
     def __post_init__(self) -> None:
-        check_figures(
-            self, f"component {self.name!r}:", may_be_zero=("count", "per_chip_hour", "per_node_hour", "reboots")
-        )
-        if [self.count, self.per_chip_hour, self.per_node_hour].count(None) != 2:
-            raise InputError(f"component {self.name!r} needs one of count, per_chip_hour and per_node_hour")
-        if self.reboots > 1:
-            raise InputError(f"component {self.name!r}: reboots is {self.reboots:g}, give a share of at most 1")
+        rates = ("count", "per_chip_hour", "per_node_hour")
+        check_figures(self, f"component {self.name!r}:", may_be_zero=rates)
+        if [getattr(self, name) for name in rates].count(None) != 2:
+            raise InputError(f"component {self.name!r} needs one of {', '.join(rates)}")
 
 
 class FaultRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,19 +99,21 @@ class FaultRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     components: tuple[FaultComponent, ...]
     chips: tuple[str, ...] = ()
     num_chips: float | None = None
-    chips_per_node: int = 8
     days: float | None = None
-    times: dict[str, float | TimeRange] = {}
+    times: dict[str, float | tuple[float, float]] = {}
 
     def __post_init__(self) -> None:
         check_figures(self, "rates:", may_be_zero=("times",))
-        for name in self.times:
-            if name not in FaultTimes.__struct_fields__:
-                raise InputError(f"times.{name} is not a time.{nearest(name, FaultTimes.__struct_fields__)}")
         if not self.components:
             raise InputError("rates have no components. Give at least one [[components]]")
         if (self.num_chips is None or self.days is None) and any(c.count is not None for c in self.components):
             raise InputError("a count needs num_chips and days, of the fleet that was watched")
+        self.times_at()
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Times of which bounds are known."""
+        return {name: time for name, time in self.times.items() if isinstance(time, tuple)}
 
     def per_hour(self, num_chips: int, num_hosts: int) -> tuple[float, ...]:
         """Returns the faults of each component in an hour of a fleet."""
@@ -153,11 +133,9 @@ class FaultRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def times_at(self, share: float = 0.5, changes: Mapping[str, float] = {}) -> FaultTimes:
         """Returns the times, ``share`` of the way from the low to the high bound where there are two."""
-        known = {
-            name: time.low + share * (time.high - time.low) if isinstance(time, TimeRange) else time
-            for name, time in self.times.items()
-        }
-        return convert_fields({**known, **changes}, FaultTimes, section="times")
+        known = {name: time for name, time in self.times.items() if not isinstance(time, tuple)}
+        between = {name: low + share * (high - low) for name, (low, high) in self.ranges.items()}
+        return convert_fields({**known, **between, **changes}, FaultTimes, section="times")
 
 
 @functools.cache
@@ -171,11 +149,7 @@ def load_rates(name: str) -> FaultRates:
     if not name.endswith(".toml") and name not in published_rates():
         known = nearest(name, published_rates())
         raise InputError(f"rates {name!r} are not known.{known} Or name a file that ends in .toml.")
-    file = read_toml(Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml")
-    rates = decode_toml(file, FaultRates)
-    with file.at(("times",)):
-        rates.times_at()
-    return rates
+    return decode_toml(read_toml(Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"), FaultRates)
 
 
 @functools.cache
