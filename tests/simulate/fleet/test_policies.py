@@ -41,6 +41,33 @@ def test_one_component_is_its_closed_form(save_s, restart_s):
     assert np.std(goodputs) < 0.01
 
 
+def mean_goodput(given, policy) -> tuple[float, float]:
+    """Mean and its error over 20 seeds of 60 days."""
+    found = [
+        simulate_faults(given, policy, drawn_faults(given, 60 * DAY_S, seed), duration_s=60 * DAY_S).goodput.mean
+        for seed in range(20)
+    ]
+    return float(np.mean(found)), float(np.std(found) / np.sqrt(20))
+
+
+def test_memory_and_islands_are_closed_forms_too():
+    """A copy to memory is a checkpoint of all, an outer step one of an island, which fails an eighth as often."""
+    given = fleet(times={"memory_s": 2.0, "restart_s": 300.0}, memory_steps=10)
+    mean, error = mean_goodput(given, "memory")
+    assert abs(mean - useful_share(150, checkpoint_s=2, restart_s=300, mtbf=6000)) < 3 * error
+    given = fleet(times={"outer_s": 5.0, "restart_s": 300.0}, num_replicas=8, outer_every=20)
+    mean, error = mean_goodput(given, "diloco")
+    assert abs(mean - useful_share(300, checkpoint_s=5, restart_s=300, mtbf=48000)) < 3 * error
+
+
+def test_an_elastic_fleet_keeps_what_lives_and_does_not_wait():
+    """A replica is away R of every 8 M + R; all wait for each fault, for each return, and lose half a step."""
+    given = fleet(times={"detect_s": 20.0, "regroup_s": 5.0, "restart_s": 580.0}, num_replicas=8)
+    live, waits_s = 48000 / (48000 + 600), 20 + 2 * 5 + 15 / 2
+    mean, _ = mean_goodput(given, "elastic")
+    assert mean == pytest.approx(live * (1 - live * waits_s / 6000), abs=2e-3)
+
+
 def test_the_exact_interval_is_best_in_the_simulation_too():
     given = fleet(times={"save_s": 60.0, "restart_s": 300.0})
     best = exact_steps(15, checkpoint_s=60, mtbf=6000)
