@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from meshwright.core.toml_file import load_toml
 from meshwright.report.answer import Heading, Table, as_markdown
-from meshwright.simulate.fleet.fleet import POLICIES, TrainingFleet, checkpoint_steps
+from meshwright.simulate.fleet.fleet import POLICIES, FleetPolicy, TrainingFleet, checkpoint_steps
 from meshwright.simulate.fleet.outcome import Spread, simulate_fleet
 from meshwright.spec.faults.rates import FaultComponent, load_rates
 
@@ -32,7 +32,7 @@ SPARES = 0.1
 
 
 class FleetInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A number, or the bounds of one that the source does not give; neither where the rates' file has it."""
+    """A number, or the best and worst of one that the source does not give; neither where the rates' file has it."""
 
     name: str
     source: str
@@ -57,6 +57,7 @@ class PublishedFleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     days: float
     interval: str
     inputs: tuple[FleetInput, ...]
+    policy: FleetPolicy = "stop"
     chips_per_node: int = 8
     reason: str = ""
 
@@ -72,6 +73,7 @@ class PublishedFleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """The fleet with all inputs at their best (0) or worst (-1) end."""
         values = {one.name: one.ends[end] for one in self.inputs if one.ends}
         step_s, per_node_hour = values.pop("step_s", 1.0), values.pop("per_node_hour", None)
+        num_replicas = int(values.pop("num_replicas", 1))
         rates = load_rates(self.rates)
         if per_node_hour is not None:
             one = FaultComponent(name="node", kind="process", per_node_hour=per_node_hour)
@@ -85,11 +87,12 @@ class PublishedFleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             rates=rates,
             times=times,
             checkpoint_steps=checkpoint_steps(self.interval, step_s=step_s, save_s=times.save_s, mtbf_s=mtbf_s),
+            num_replicas=num_replicas,
             spares=SPARES,
         )
 
     def _figure(self, end: int, seeds: int) -> Spread:
-        [outcome] = simulate_fleet(self.fleet(end), ["stop"], duration_s=self.days * DAY_S, seeds=seeds)
+        [outcome] = simulate_fleet(self.fleet(end), [self.policy], duration_s=self.days * DAY_S, seeds=seeds)
         return outcome.goodput if self.figure == "goodput" else outcome.uptime
 
 
