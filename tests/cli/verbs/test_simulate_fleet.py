@@ -71,6 +71,8 @@ def test_a_model_of_a_chip_without_rates(call):
         (("--rates", "lama3"), 2, "rates 'lama3' are not known. Did you mean 'llama3'?"),
         (("--rates", "nowhere.toml"), 2, "nowhere.toml"),
         (("--days", "-3"), 2, "--days -3.0: give a finite number that is not negative"),
+        (("--days", "1e12"), 2, "--days 1e+12 have over 5,000,000 faults. Give at most"),
+        (("--time", "save_s"), 2, "--time 'save_s' is not a time. Write save_s=5"),
         (("--days", "0"), 2, "--days 0 simulates nothing"),
         (("--spares", "120%"), 2, "--spares '120%' is not a share"),
         (("--spares", "many"), 2, "--spares 'many' is not a share"),

@@ -25,6 +25,8 @@ from meshwright.spec.job import require_training
 
 SHOWN_FAULTS = 12
 """Faults, on average, in the part of a run that is drawn."""
+MOST_FAULTS = 5_000_000
+"""Faults of a run that are simulated in seconds, on average."""
 
 
 class Given(PlanOptions):
@@ -91,9 +93,15 @@ def _fleet(given: Given, plan: Plan) -> tuple[TrainingFleet, str]:
         raise InputError("--days 0 simulates nothing. Give a positive number.")
     name, of_chip = rates_for_chip(plan.cluster.chip.name) if given.rates is None else (given.rates, True)
     rates, step_s, hosts = load_rates(name), plan.predicted.step_s, plan.cluster.num_hosts
-    texts = {key: text for pair in given.times for key, text in split_pairs(pair, "save_s=5", what="--time").items()}
+    texts = {
+        key: text
+        for pair in given.times
+        for key, text in split_pairs(pair, "a time. Write save_s=5", what="--time").items()
+    }
     times = rates.times_at(0.5, {key: parse_seconds(text, what=f"--time {key}") for key, text in texts.items()})
     mesh, mtbf_s = plan.strategy.mesh, rates.mtbf_s(plan.cluster.num_chips, hosts)
+    if given.days > (most_days := MOST_FAULTS * mtbf_s / DAY_S):
+        raise InputError(f"--days {given.days:g} have over {MOST_FAULTS:,} faults. Give at most {most_days:,.0f}.")
     replicas = given.replicas or max(mesh.get("islands", 1), mesh.get("data", 1), plan.cluster.num_slices)
     if given.replicas and replicas > hosts:
         raise InputError(f"--replicas {replicas:,} are more than the {hosts:,} hosts. Give at most so many.")
