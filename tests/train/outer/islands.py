@@ -12,6 +12,31 @@ from tests.islands.threads import members, together
 Inner = Callable[[Params, int], Params]
 
 
+SHAPES = {"embed": (11, 4), "layers": (5, 4, 6), "norm": (4,)}
+STACKED = {"layers"}
+
+
+def first_weights(seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def drift(seed):
+    """An inner step that adds noise of its own to each weight, as a new array."""
+
+    def inner(weights, number):
+        rng = np.random.default_rng([seed, number])
+        noise = {name: rng.standard_normal(array.shape).astype(np.float32) for name, array in weights.items()}
+        return {name: array - np.float32(0.01) * noise[name] for name, array in weights.items()}
+
+    return inner
+
+
+def require_same_weights(left, right):
+    for name, array in left.items():
+        assert np.asarray(array).tobytes() == np.asarray(right[name]).tobytes(), name
+
+
 class Island:
     """One island; ``inner`` makes its next weights from the present ones and the number of the step."""
 

@@ -14,7 +14,17 @@ from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import TrainStep
 from meshwright.train.outer.diloco import DiLoCo, OuterSettings
 from tests.islands.threads import members, together
-from tests.train.outer.islands import Island, copied, run, same_outer
+from tests.train.outer.islands import (
+    SHAPES,
+    STACKED,
+    Island,
+    copied,
+    drift,
+    first_weights,
+    require_same_weights,
+    run,
+    same_outer,
+)
 from tests.train.outer.worked import (
     MAXTEXT_INPUTS,
     MAXTEXT_LABELS,
@@ -25,36 +35,12 @@ from tests.train.outer.worked import (
 )
 from tests.train.small import MODEL, strategy
 
-SHAPES = {"embed": (11, 4), "layers": (5, 4, 6), "norm": (4,)}
-STACKED = {"layers"}
-
-
-def first_weights(seed=0):
-    rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
-
-
-def drift(seed):
-    """An inner step that adds noise of its own to each weight, as a new array."""
-
-    def inner(weights, number):
-        rng = np.random.default_rng([seed, number])
-        noise = {name: rng.standard_normal(array.shape).astype(np.float32) for name, array in weights.items()}
-        return {name: array - np.float32(0.01) * noise[name] for name, array in weights.items()}
-
-    return inner
-
 
 def islands_of(count, **settings):
     return [
         Island(DiLoCo(OuterSettings(**settings), stacked=STACKED), first_weights(), drift(rank))
         for rank in range(count)
     ]
-
-
-def require_same_weights(left, right):
-    for name, array in left.items():
-        assert np.asarray(array).tobytes() == np.asarray(right[name]).tobytes(), name
 
 
 def test_four_steps_of_maxtext():

@@ -15,7 +15,7 @@ choice, MaxText's (trainers/diloco) and torchft's (local_sgd.py), which agree bu
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,8 +35,8 @@ class OuterSettings:
 
     Local SGD, the mean of the weights, has rate 1 and momentum 0. ``bits`` are those of a value between islands.
     Each of ``fragments`` is exchanged once in ``every`` steps, during ``overlap`` further inner steps; of the weights
-    at their end the share ``mixing`` stays an island's own. The rate and momentum are DiLoCo's. Raises InputError for
-    values that cannot be.
+    at their end the share ``mixing`` stays an island's own. ``staleness_power`` is of `AsynchronousSGD`, which has no
+    fragments. The rate and momentum are those of DiLoCo's paper. Raises InputError for values that cannot be.
     """
 
     every: int
@@ -46,6 +46,7 @@ class OuterSettings:
     fragments: int = 1
     overlap: int = 0
     mixing: float = 0.0
+    staleness_power: float = 0.5
 
     def __post_init__(self) -> None:
         if self.every < 1 or not 1 <= self.fragments <= self.every:
@@ -54,6 +55,49 @@ class OuterSettings:
             raise InputError(f"outer_overlap={self.overlap} must be 0 to {self.every - 1}, below outer_every.")
         if not (self.rate > 0 and 0 <= self.momentum < 1 and 0 <= self.mixing <= 1):
             raise InputError("outer_rate must be above 0, outer_momentum in [0, 1), outer_mixing in [0, 1].")
+
+
+class OuterWeights:
+    """Outer weights and their momentum, float32 in host memory, the same in every island after the same updates."""
+
+    def __init__(self, settings: OuterSettings, *, stacked: Collection[str] = ()) -> None:
+        self.settings, self.stacked = settings, stacked
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outer")
+
+    def begin(self, weights: Params) -> None:
+        """Takes these weights as the outer ones, with no momentum."""
+        self.fragments: list[Fragment] = fragments_of(weights, self.stacked, self.settings.fragments)
+        self.outer = [[np.array(block, order="C") for block in read(weights, part)] for part in self.fragments]
+        self.momenta = [[np.zeros_like(block) for block in blocks] for blocks in self.outer]
+
+    def weights(self, weights: Params) -> Params:
+        """Returns the weights with all outer ones in their place: those to evaluate, or that a newcomer begins with."""
+        for fragment, blocks in zip(self.fragments, self.outer, strict=True):
+            weights = written(weights, fragment, blocks)
+        return weights
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Returns the outer state for a newcomer or a checkpoint: the arrays in use, the same in all islands."""
+        return named("outer", self.outer) | named("momentum", self.momenta)
+
+    def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Takes the state of another island, or of a checkpoint, after `begin`. This island has no tokens yet."""
+        for name, block in OuterWeights.state(self).items():
+            block[...] = arrays[name]
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown()
+
+
+def named(name: str, lists: Sequence[list[np.ndarray]]) -> dict[str, np.ndarray]:
+    """Returns arrays by the name of a state and their place in its lists."""
+    return {f"{name}.{i}.{j}": block for i, blocks in enumerate(lists) for j, block in enumerate(blocks)}
+
+
+def all_finite(blocks: Sequence[np.ndarray]) -> bool:
+    """True if no value is a NaN or infinite; needs no temporary arrays of their size."""
+    return all(bool(np.isfinite(np.add.reduce(block, axis=None, dtype=np.float64))) for block in blocks)
 
 
 @dataclass
@@ -66,11 +110,11 @@ class _Flight:
     blocks: list[np.ndarray]
     share: float = 1.0
     result: Future[list[np.ndarray]] | None = None
-    mean: list[np.ndarray] | None = field(default=None, repr=False)
+    mean: list[np.ndarray] | None = None
 
 
-class DiLoCo:
-    """The outer optimizer of one process of an island; its arrays are float32 in host memory.
+class DiLoCo(OuterWeights):
+    """The outer optimizer of one process of an island.
 
     Fragment p of P is updated at steps t with t = H (p + 1) / P (rounded down) modulo H, from differences taken
     ``overlap`` steps earlier. With ``inner`` of each island weighted by its tokens since its last exchange::
@@ -84,19 +128,11 @@ class DiLoCo:
     same weights; the outer state then has the same bits in all.
     """
 
-    def __init__(self, settings: OuterSettings, *, stacked: Collection[str] = ()) -> None:
-        self.settings, self.stacked = settings, stacked
-        self.flights: list[_Flight] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outer")
-
     def begin(self, weights: Params) -> None:
         """Takes these weights as the outer ones, with no momentum."""
-        count = self.settings.fragments
-        self.fragments: list[Fragment] = fragments_of(weights, self.stacked, count)
-        self.outer = [[np.array(block, order="C") for block in read(weights, fragment)] for fragment in self.fragments]
-        self.momenta = [[np.zeros_like(block) for block in blocks] for blocks in self.outer]
-        self.updates = [0] * count
-        self._tokens = [0.0] * count
+        super().begin(weights)
+        self.updates, self._tokens = [0] * len(self.fragments), [0.0] * len(self.fragments)
+        self.flights: list[_Flight] = []
 
     def due(self, step: int) -> bool:
         """True if `after_step` has something to do after this step."""
@@ -131,46 +167,25 @@ class DiLoCo:
                 flight.mean = None if flight.result.exception() else flight.result.result()
                 flight.result = None
 
-    def weights(self, weights: Params) -> Params:
-        """Returns the weights with all outer ones in their place: those to evaluate, or that a newcomer begins with."""
-        for fragment, blocks in zip(self.fragments, self.outer, strict=True):
-            weights = written(weights, fragment, blocks)
-        return weights
-
     def state(self) -> dict[str, np.ndarray]:
-        """Settles, then returns the outer state for a newcomer or a checkpoint; its arrays are those in use.
-
-        It is the same in all members. ``flights`` has a row for each exchange that has not landed: fragment, last
-        step, and 1 if its mean is known.
-        """
+        """Settles, then returns the state, with a row of ``flights`` for each exchange that has not landed: fragment,
+        last step, and 1 if its mean is known."""
         self.settle()
         rows = [[flight.fragment, flight.end_step, flight.mean is not None] for flight in self.flights]
-        arrays = {"updates": np.array(self.updates, np.int64), "flights": np.array(rows, np.int64).reshape(-1, 3)}
-        groups: dict[str, Sequence[list[np.ndarray] | None]] = {"outer": self.outer, "momentum": self.momenta}
-        groups |= {"mean": [flight.mean for flight in self.flights]}
-        for name, lists in groups.items():
-            for i, blocks in enumerate(lists):
-                arrays |= {f"{name}.{i}.{j}": block for j, block in enumerate(blocks or [])}
-        return arrays
+        counts = {"updates": np.array(self.updates), "flights": np.array(rows, np.int64).reshape(-1, 3)}
+        return super().state() | named("mean", [flight.mean or [] for flight in self.flights]) | counts
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes the state of another member after `begin`; this island has no tokens yet, and joins exchanges that
-        have not ended with none."""
-        for i, blocks in enumerate(self.outer):
-            for j, block in enumerate(blocks):
-                block[...] = arrays[f"outer.{i}.{j}"]
-                self.momenta[i][j][...] = arrays[f"momentum.{i}.{j}"]
-        self.updates, self._tokens = arrays["updates"].tolist(), [0.0] * len(self.fragments)
-        self.flights = []
+        """Takes the state of another island after `begin`; this one joins exchanges that have not ended, with no
+        tokens."""
+        super().load_state(arrays)
+        self.updates, self._tokens, self.flights = arrays["updates"].tolist(), [0.0] * len(self.fragments), []
         for i, (fragment, end_step, has_mean) in enumerate(arrays["flights"].tolist()):
             flight = _Flight(fragment, end_step, 0.0, [np.zeros_like(block) for block in self.outer[fragment]])
             if has_mean:
-                flight.mean = [np.array(arrays[f"mean.{i}.{j}"]) for j in range(len(flight.blocks))]
+                names = [f"mean.{i}.{j}" for j in range(len(flight.blocks))]
+                flight.mean = [np.array(arrays[name]) for name in names if name in arrays]  # none without tokens
             self.flights.append(flight)
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._thread.shutdown()
 
     def _fragments_at(self, step: int) -> list[int]:
         """Returns the fragments that are updated at a step."""
@@ -203,7 +218,7 @@ class DiLoCo:
         self.flights.remove(flight)
         if not mean:
             return weights
-        if not all(np.isfinite(np.add.reduce(block, axis=None, dtype=np.float64)) for block in mean):
+        if not all_finite(mean):
             raise CannotRunError(f"the outer gradient of step {flight.end_step} is not finite; weights stay as before.")
         for block, momentum, gradient in zip(outer, self.momenta[fragment], mean, strict=True):
             nesterov(block, momentum, gradient, self.settings)
