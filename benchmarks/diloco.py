@@ -20,13 +20,14 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from tests.islands.threads import members, together
+from tests.islands.threads import ThreadMember, members, together
 
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.train.optimizers.table import make_optimizer
+from meshwright.train.outer.asynchronous import AsynchronousSGD
 from meshwright.train.outer.diloco import DiLoCo, OuterSettings
 from meshwright.train.settings import TrainSettings
 
@@ -102,13 +103,38 @@ class Trainer:
                 weights = together([partial(o.after_step, number, s.params, g, tokens) for o, s, g in calls])
                 states = [state._replace(params=new) for state, new in zip(states, weights, strict=True)]
                 tokens = 0.0
-        num_weights = sum(math.prod(shape.shape) for shape in self.step.param_shapes.values())
-        synchronous_bytes = (self.steps - first_step + 1) * 4 * num_weights * 2 * (ISLANDS - 1) / ISLANDS
-        loss = self.loss(outers[0].weights(states[0].params))
-        share = max(group[0].shared.sent_bytes) / synchronous_bytes
         for outer in outers:
             outer.close()
+        loss, share = self.loss(outers[0].weights(states[0].params)), self._share(group[0], self.steps - first_step + 1)
         return Outcome(name, self.rate, loss, share, time.perf_counter() - start_s)
+
+    def asynchronous(self, name: str, settings: OuterSettings) -> tuple[Outcome, float]:
+        """Trains islands in threads, of which the second to the fourth sleep 20 to 60 ms a step; returns the mean
+        staleness too."""
+        start_s, first_step, group = time.perf_counter(), self.steps // 2 + 1, members(ISLANDS)
+        outers = [AsynchronousSGD(settings) for _ in range(ISLANDS)]
+
+        def island(i: int) -> State:
+            state, outer = self._copy_of_half(), outers[i]
+            outer.begin(state.params)
+            for number in range(first_step, self.steps + 1):
+                state, _ = self.step.step(state, batch(np.split(self._rows(number), ISLANDS)[i]))
+                time.sleep(0.02 * i)
+                params = outer.after_step(number, state.params, group[i], BATCH_SEQS * SEQ_LEN / ISLANDS)
+                state = state._replace(params=params)
+            outer.settle()
+            outer.close()
+            return state
+
+        states = together([partial(island, i) for i in range(ISLANDS)])
+        loss, share = self.loss(outers[0].weights(states[0].params)), self._share(group[0], self.steps - first_step + 1)
+        staleness = sum(arrival.staleness for arrival in outers[0].arrivals) / len(outers[0].arrivals)
+        return Outcome(name, self.rate, loss, share, time.perf_counter() - start_s), staleness
+
+    def _share(self, member: ThreadMember, num_steps: int) -> float:
+        """Returns the bytes that the busiest island sent, as a share of float32 sums of gradients every step."""
+        num_weights = sum(math.prod(shape.shape) for shape in self.step.param_shapes.values())
+        return max(member.shared.sent_bytes) / (num_steps * 4 * num_weights * 2 * (ISLANDS - 1) / ISLANDS)
 
     def loss(self, params: dict[str, jax.Array]) -> float:
         """Returns the mean loss of a held-out byte."""
@@ -196,6 +222,9 @@ def main() -> None:
         "local SGD, H 30": OuterSettings(every=30, rate=1.0, momentum=0.0),
     }.items():
         line(trainer.islands(name, variant))
+    outcome, staleness = trainer.asynchronous("asynchronous, H 30", settings(every=30))
+    line(outcome)
+    print(f"staleness of the asynchronous islands: {staleness:.2f} updates in the mean")
     for every in GOALS:
         best(
             [
