@@ -1,5 +1,7 @@
 """Fragments: which layers, and the same values from NumPy, from one device, from shards, from a part of the shards."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +9,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.core.errors import InputError
+from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 from meshwright.train.optimizers.table import make_optimizer
 from meshwright.train.outer import fragments
+from meshwright.train.outer.diloco import DiLoCo, OuterSettings
 from meshwright.train.outer.fragments import FragmentPart, exchanged, fragments_of, read, with_exchanged, written
 from meshwright.train.settings import TrainSettings
+from tests.islands.threads import members, together
 from tests.train.small import MODEL
 
 SPECS = {
@@ -124,3 +129,44 @@ def test_float32_weights_of_a_state_are_exchanged(state):
         )
     batch = {name: np.zeros((8, 32), np.int32) for name in ("tokens", "labels")}
     step.step(new, batch)
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16-master"])
+def test_islands_of_different_meshes(state):
+    """One of one device, one of four, which has half of the tokens: after each update both have the same weights."""
+    settings = OuterSettings(every=2, fragments=2, overlap=1)
+    strategies = [Strategy(mesh=make_mesh(axes), state=state) for axes in ({}, {"fsdp": 2, "tensor": 2})]
+    steps = [
+        TrainStep(
+            MODEL,
+            strategy,
+            optimizer=make_optimizer(MODEL, TrainSettings(), state),
+            mesh=device_mesh(strategy.mesh, jax.devices()[first : first + strategy.num_chips]),
+        )
+        for first, strategy in zip((0, 4), strategies, strict=True)
+    ]
+    states, outers, group = [step.init(0) for step in steps], [], members(2)
+    for step, start in zip(steps, states, strict=True):
+        outers.append(DiLoCo(settings, stacked=step.stacked))
+        outers[-1].begin(exchanged(step, start))
+    tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, (6, 12, 33)).astype(np.int32)
+
+    def trained(which):
+        step, outer = steps[which], outers[which]
+        for number, rows in enumerate(tokens, start=1):
+            own = rows[:8] if which == 0 else rows[8:]
+            batch = {"tokens": own[:, :-1], "labels": own[:, 1:]}
+            states[which] = jax.block_until_ready(step.step(states[which], batch)[0])
+            weights = exchanged(step, states[which])
+            weights = outer.after_step(number, weights, group[which], own.size)
+            states[which] = with_exchanged(states[which], weights)
+        return outer.state()
+
+    left, right = together([partial(trained, which) for which in range(2)])
+    assert all(left[name].tobytes() == right[name].tobytes() for name in left)
+    assert left["updates"].tolist() == [2, 3]  # of steps 3 and 5; 2, 4 and 6
+    last = outers[0].fragments[1]
+    for blocks in zip(*(read(exchanged(*pair), last) for pair in zip(steps, states, strict=True)), strict=True):
+        np.testing.assert_array_equal(*blocks)
+    first = read(exchanged(steps[0], steps[0].init(0)), last)
+    assert all(np.abs(new - old).max() > 1e-3 for new, old in zip(outers[0].outer[1], first, strict=True))
