@@ -25,6 +25,6 @@ class IslandGroup(Protocol):
         """Returns new float32 arrays, the sums over the members in the order of their ranks: the same bits in each.
 
         With a codec, each member encodes chunk j for member j, who decodes and adds all, and encodes the sum for all.
-        Raises CannotRunError or OSError, in every member, if one is lost before all have their sums.
+        Raises an error of the transport if a member is lost; some of the others may have their sums then.
         """
         ...

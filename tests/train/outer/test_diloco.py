@@ -302,6 +302,58 @@ def test_a_failed_exchange_is_made_again(settings):
     assert same_outer(islands[:2])
 
 
+@pytest.mark.parametrize("settings", [{"every": 2}, {"every": 4, "fragments": 2, "overlap": 1}])
+@pytest.mark.parametrize("is_confirmed", [True, False])
+def test_those_who_know_less_agree_with_those_who_know_more(settings, is_confirmed):
+    """Island 2 is lost once all have the sums of step 2: they count if one was confirmed to, else they are added again
+    without it."""
+    islands, alone = islands_of(3, **settings), islands_of(2, **settings)
+
+    def unconfirmed():
+        raise ConnectionError
+
+    for island in islands[is_confirmed:]:
+        island.outer.confirm = unconfirmed
+    group = members(3)
+
+    def steps_of(rank):
+        islands[rank].step(1, group[rank])
+        if rank == 0 and is_confirmed:
+            islands[rank].step(2, group[rank])
+        else:
+            with pytest.raises(ConnectionError):
+                islands[rank].step(2, group[rank])
+
+    together([partial(steps_of, rank) for rank in range(3)])
+    left = islands[:2]
+    newest = max(sum(island.outer.updates) for island in left)
+    assert newest == is_confirmed
+    for island in left:
+        island.outer.confirm = lambda: None
+        island.weights = island.outer.agree(newest, island.weights)
+    if is_confirmed:
+        run(left, [3, 4])
+        expected = islands_of(3, **settings)
+        run(expected, [1, 2])
+        run(expected[:2], [3, 4])
+    else:
+        for island in left:
+            island.inner, island.tokens = (lambda weights, number: weights), 0.0
+        run(left, [2])
+        expected = alone
+        run(expected, [1, 2])
+    assert same_outer(left)
+    for island, other in zip(left, expected, strict=False):
+        for name in SHAPES:
+            np.testing.assert_allclose(island.weights[name], other.weights[name], rtol=1e-6, atol=1e-6)
+
+
+def test_who_has_missed_an_update_needs_the_state_of_another():
+    (island,) = islands_of(1, every=2)
+    with pytest.raises(CannotRunError, match="Load the state of another"):
+        island.outer.agree(1, island.weights)
+
+
 @pytest.mark.parametrize("bits", [32, 8, 4])
 def test_a_gradient_that_is_not_finite_is_refused_by_all(bits):
     islands = islands_of(2, every=2, bits=bits)

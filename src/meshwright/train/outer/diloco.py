@@ -13,7 +13,7 @@ Sources: Douillard et al., DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv
 choice, MaxText's (trainers/diloco) and torchft's (local_sgd.py), which agree but for the schedule; that is torchft's.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -125,8 +125,11 @@ class DiLoCo(OuterWeights):
         inner    = mixing inner + (1 - mixing) outer         the inner optimizer's moments stay
 
     If no island has tokens nothing changes. All members call `after_step` at the same steps, and `begin` with the
-    same weights; the outer state then has the same bits in all.
+    same weights; the outer state then has the same bits in all. ``confirm`` is called between a sum and its update:
+    it raises unless all members are known to have the sum.
     """
+
+    confirm: Callable[[], None] = staticmethod(lambda: None)
 
     def begin(self, weights: Params) -> None:
         """Takes these weights as the outer ones, with no momentum."""
@@ -157,7 +160,26 @@ class DiLoCo(OuterWeights):
             if flight.result is None and flight.mean is None:
                 flight.result = self._thread.submit(self._exchange, flight, group)
         for flight in [flight for flight in self.flights if flight.end_step <= step]:
+            if flight.result:
+                result, flight.result = flight.result, None
+                flight.mean = result.result()
+            self.confirm()
             weights = self._land(flight, weights)
+        return weights
+
+    def agree(self, newest: int, weights: Params) -> Params:
+        """Returns the weights after updates that another member has made, before the first step in a new group.
+
+        ``newest`` is the largest sum of ``updates`` of its members. Means that no member has applied are forgotten:
+        the group exchanges these differences again. Raises CannotRunError if this member needs the state of another.
+        """
+        self.settle()
+        while sum(self.updates) < newest:
+            if not self.flights or self.flights[0].mean is None:
+                raise CannotRunError("this island has missed an update of the others. Load the state of another.")
+            weights = self._land(self.flights[0], weights)
+        for flight in self.flights:
+            flight.mean = None
         return weights
 
     def settle(self) -> None:
@@ -209,11 +231,8 @@ class DiLoCo(OuterWeights):
 
     def _land(self, flight: _Flight, weights: Params) -> Params:
         """Returns the weights after the update of the fragment."""
-        if flight.mean is None:
-            assert flight.result is not None
-            result, flight.result = flight.result, None
-            flight.mean = result.result()
         mean, fragment = flight.mean, flight.fragment
+        assert mean is not None
         pieces, outer, alpha = self.fragments[fragment], self.outer[fragment], np.float32(self.settings.mixing)
         self.flights.remove(flight)
         if not mean:
