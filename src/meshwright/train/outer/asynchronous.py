@@ -9,10 +9,11 @@ momentum; Xie et al., Asynchronous Federated Optimization (arXiv 1903.03934), fo
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from threading import Condition
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from meshwright.core.errors import CannotRunError
 from meshwright.islands.codec import codec_of
 from meshwright.islands.group import IslandGroup
 from meshwright.nn.weights import Params
-from meshwright.train.outer.diloco import OuterWeights, all_finite, named
+from meshwright.train.outer.diloco import DiLoCo, OuterSettings, OuterWeights, all_finite, named
 from meshwright.train.outer.fragments import read
 
 _IDLE_S = 0.01
@@ -177,3 +178,12 @@ class AsynchronousSGD(OuterWeights):
 def flat(lists: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
     """Returns the arrays of all lists in one."""
     return [block for blocks in lists for block in blocks]
+
+
+def make_outer(
+    sync: Literal["diloco", "local-sgd", "async-sgd"], settings: OuterSettings, *, stacked: Collection[str]
+) -> DiLoCo | AsynchronousSGD:
+    """Returns the outer optimizer of a strategy's ``islands_sync``; local SGD has no rate and momentum of its own."""
+    if sync == "async-sgd":
+        return AsynchronousSGD(settings, stacked=stacked)
+    return DiLoCo(settings if sync == "diloco" else replace(settings, rate=1.0, momentum=0.0), stacked=stacked)
