@@ -231,7 +231,6 @@ def main() -> None:
         run = Elastic(folder, seed=given.seed, name="faults")
         first, begin = warm(run)
         faults: list[Fault] = []
-        live_s, last = 0.0, begin
         due = begin + draw.expovariate(1 / given.every)
         while time.monotonic() - begin < given.minutes * 60:
             run.processes()

@@ -42,7 +42,12 @@ class ToyRun:
         self.said.close()
 
     def _env(self, **more: str) -> dict[str, str]:
-        own = {"MESHWRIGHT_SERVICE": self.address, "MESHWRIGHT_KEY": "k", "MESHWRIGHT_ISLANDS": "4", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+        own = {
+            "MESHWRIGHT_SERVICE": self.address,
+            "MESHWRIGHT_KEY": "k",
+            "MESHWRIGHT_ISLANDS": "4",
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        }
         return os.environ | own | more
 
     def serve(self, *, restarted: bool = False) -> None:

@@ -77,27 +77,28 @@ def run_training(
 
 
 def island_plan(plan: Plan, count: int) -> Plan:
-    """Returns the plan of one of ``count`` islands: of those that the plan has, or of parts of its axis ``data``.
+    """Returns the plan of one island: of those that the plan has, however many are there, or of ``count`` parts of its
+    axis ``data``.
 
     Raises InputError where the plan does not divide into them.
     """
     strategy, cluster, job = plan.strategy, plan.cluster, plan.job
-    if strategy.num_islands == count:
+    data, num_islands = strategy.mesh.get("data", 1), strategy.num_islands
+    if num_islands > 1:
         inner, own_cluster = strategy.inner(), cluster.island
-    else:
-        data = strategy.mesh.get("data", 1)
-        if strategy.num_islands > 1 or data % count or cluster.kind != "host":
-            raise InputError(
-                f"the plan is for {counted(strategy.num_islands, 'island')} with data={data} on {cluster.short_name}, "
-                f"and {count} islands are launched. Plan for them, such as --on '{count}*cpu:1@10Gbit/s'."
-            )
-        inner = msgspec.structs.replace(strategy, mesh={**strategy.mesh, "data": data // count})
-        own_cluster = msgspec.structs.replace(cluster, shape=(cluster.num_chips // count,))
-    if job.batch_seqs % count:
+    elif data % count or cluster.kind != "host":
         raise InputError(
-            f"batch_seqs={job.batch_seqs} does not divide into {count} islands. Use a multiple of {count}."
+            f"the plan is for one island with data={data} on {cluster.short_name}, and {count} islands are launched. "
+            f"Plan for islands: --on '{count}*{cluster.short_name}@10Gbit/s'."
         )
-    job = msgspec.structs.replace(job, batch_seqs=job.batch_seqs // count)
+    else:
+        inner, num_islands = msgspec.structs.replace(strategy, mesh={**strategy.mesh, "data": data // count}), count
+        own_cluster = msgspec.structs.replace(cluster, shape=(cluster.num_chips // count,))
+    if job.batch_seqs % num_islands:
+        raise InputError(
+            f"batch_seqs={job.batch_seqs} does not divide into {num_islands} islands. Use a multiple of {num_islands}."
+        )
+    job = msgspec.structs.replace(job, batch_seqs=job.batch_seqs // num_islands)
     return msgspec.structs.replace(plan, strategy=inner, cluster=own_cluster, job=job)
 
 

@@ -217,7 +217,7 @@ class Links:
         ends = [min(flat.size, -(-flat.size * (i + 1) // (self.size * ALIGNED)) * ALIGNED) for i in range(self.size)]
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         sizes = [high - low for low, high in bounds]
-        encoded = [codec.encode(flat[low:high]) for low, high in bounds]
+        encoded = [memoryview(codec.encode(flat[low:high])) for low, high in bounds]
         parts = {rank: np.empty(codec.num_bytes(sizes[self.rank]), np.uint8) for rank in range(self.size)}
         self._transfer(
             {rank: [encoded[rank]] for rank in self._lanes}, {rank: [parts[rank].data] for rank in self._lanes}
@@ -226,7 +226,7 @@ class Links:
         for rank in range(self.size):
             total += codec.decode(encoded[rank] if rank == self.rank else parts[rank].data, total.size)
         sums = {rank: np.empty(codec.num_bytes(size), np.uint8) for rank, size in enumerate(sizes)}
-        own = codec.encode(total)
+        own = memoryview(codec.encode(total))
         self._transfer({rank: [own] for rank in self._lanes}, {rank: [sums[rank].data] for rank in self._lanes})
         for rank, (low, high) in enumerate(bounds):
             flat[low:high] = codec.decode(own if rank == self.rank else sums[rank].data, high - low)
@@ -254,10 +254,10 @@ class Links:
             while pending := {rank for table in (to_send, to_read) for rank, buffers in table.items() if buffers}:
                 self._watch(selector, to_send, to_read, pending)
                 for entry, events in selector.select(POLL_S):
-                    rank = entry.data
+                    rank, connection = entry.data, self._lanes[entry.data]
                     try:
-                        moved = events & selectors.EVENT_READ and _read_some(entry.fileobj, to_read[rank])
-                        moved = (events & selectors.EVENT_WRITE and _send_some(entry.fileobj, to_send[rank])) or moved
+                        moved = events & selectors.EVENT_READ and _read_some(connection, to_read[rank])
+                        moved = (events & selectors.EVENT_WRITE and _send_some(connection, to_send[rank])) or moved
                     except OSError:
                         self._require_open()
                         raise LostIslandsError([self.world.numbers[rank]], late=False) from None

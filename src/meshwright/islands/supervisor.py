@@ -55,9 +55,11 @@ class _Kept:
 class Supervisor:
     """Runs islands until one has finished the run; ``say`` gets one line for each thing that happens."""
 
-    def __init__(self, programs: Programs, bounds: Bounds, *, key: str, say: Callable[[str], None], show: Pass) -> None:
+    def __init__(
+        self, programs: Programs, bounds: Bounds, *, islands: int, key: str, say: Callable[[str], None], show: Pass
+    ) -> None:
         self.programs, self.bounds, self.key, self._say, self._show = programs, bounds, key, say, show
-        self.islands = [_Kept(number) for number in range(bounds.count)]
+        self.islands = [_Kept(number) for number in range(islands)]
         self.service: Process | None = None
         self.port = _free_port()
         self._received: list[int] = []
@@ -81,7 +83,7 @@ class Supervisor:
             if self.service and self.service.returncode is None:
                 self.service.kill()
         statuses = [island.status for island in self.islands if island.status is not None]
-        return 0 if 0 in statuses else min(statuses, default=1)
+        return next((status for status in (EX_TEMPFAIL, 0) if status in statuses), min(statuses, default=1))
 
     # -- islands ------------------------------------------------------------------------------------------
 

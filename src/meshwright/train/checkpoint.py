@@ -37,8 +37,8 @@ Reorder = Callable[[dict[str, Array]], dict[str, Array]]
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Progress of a run: optimizer steps done, samples and tokens consumed. The data continue at ``samples``, after those
-    that islands that left had taken, and that were ``postponed``.
+    """Progress of a run: optimizer steps done, samples and tokens consumed. The data continue at ``samples``, after the
+    ``postponed`` ones of islands that left.
 
     ``model`` and ``settings`` are the run's as plain tables; ``phase`` says how samples are drawn. ``base`` is the
     fingerprint of frozen weights, which no checkpoint holds; "" if there are none.

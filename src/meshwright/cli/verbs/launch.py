@@ -45,6 +45,7 @@ class Given(Options):
     elastic: bool = option("Processes, or islands of several, may leave and come back while the others train on.")
     islands: int | None = option("Islands that the processes form.", type=click.IntRange(1, 1024), needs=ELASTIC)
     least: int = option("Wait below this many islands.", "--min", type=click.IntRange(1), default=1, needs=ELASTIC)
+    most: int | None = option("Islands beyond this many are spares.", "--max", type=click.IntRange(1), needs=ELASTIC)
     verb: tuple[str, ...] = argument(type=click.UNPROCESSED, required=True, metavar="-- VERB ...")
 
 
@@ -79,10 +80,11 @@ def launch(program: Sequence[str], *, processes: int, devices: int | None = None
 def launch_islands(program: Sequence[str], given: Given) -> int:
     """Runs a program as islands, which are started again when they end. Returns the exit code of the run."""
     count = given.islands or given.processes
-    if given.processes % count or given.least > count:
+    most = min(count, given.most or count)
+    if given.processes % count or given.least > most:
         raise InputError(
-            f"{given.processes} processes do not form {count} islands of one size, of which {given.least} must be "
-            f"there. Give a number of islands that divides the processes, and is not below --min."
+            f"{given.processes} processes do not form {count} islands of one size, of which {given.least} to {most} "
+            f"train. Give a number of islands that divides the processes, and --min not above it or --max."
         )
     own = given.processes // count
     shown_errors: set[str] = set()
@@ -101,8 +103,8 @@ def launch_islands(program: Sequence[str], given: Given) -> int:
         click.echo(line) if is_output and not process else say(f"[{name}] {line}")
 
     programs = Programs(island=program, service=service_program(), environment=environment, processes=own)
-    bounds = Bounds(count=count, least=given.least)
-    return asyncio.run(Supervisor(programs, bounds, key=secrets.token_hex(8), say=say, show=show).run())
+    bounds = Bounds(count=most, least=given.least)
+    return asyncio.run(Supervisor(programs, bounds, islands=count, key=secrets.token_hex(8), say=say, show=show).run())
 
 
 async def _launch(program: Sequence[str], processes: int, devices: int | None) -> int:

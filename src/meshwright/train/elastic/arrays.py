@@ -37,12 +37,14 @@ def on_devices(arrays: Sequence[np.ndarray], shapes: Tree, shardings: Tree) -> A
 
 def _placed(arrays: Iterator[np.ndarray], shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
     value_at = {_key(index): next(arrays) for index in _indices(shape, sharding)}
+    index_of = sharding.addressable_devices_indices_map(shape.shape)
     kind = sharding.memory_kind
     shards = [
         jax.device_put(
             value_at[_key(index)].astype(shape.dtype), jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
         )
-        for device, index in sharding.addressable_devices_indices_map(shape.shape).items()
+        for device, index in index_of.items()
+        if index is not None
     ]
     return jax.make_array_from_single_device_arrays(shape.shape, sharding, shards)
 

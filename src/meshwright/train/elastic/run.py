@@ -122,7 +122,8 @@ class _Island:
 
     def _lead(self) -> Run:
         told, stack, path, position = self.told, self.stack, self.path, self.work.position
-        assert path is not None and position is not None
+        assert path is not None
+        assert position is not None
         settings = told.settings
         # A leader that is stopped but not dead keeps the lock; it finds out that it is out before it writes.
         with contextlib.suppress(CannotRunError):

@@ -32,7 +32,8 @@ class GradientWork:
         self.position: Position | None = None
         self.state: State | None = None
         self.metrics: Metrics | None = None
-        step, job = setup.step, setup.job
+        step: Any = setup.step  # whose halves are jitted
+        job = setup.job
         self._shapes, self._shardings = step.state_shapes, step.state_shardings
         params = _with_shardings(self._shapes.params, self._shardings.params)
         batch = _with_shardings(step.batch_shapes(job.batch_seqs, job.seq_len), step.batch_shardings)
@@ -82,15 +83,15 @@ class GradientWork:
 
     def apply(self, sums: Sequence[np.ndarray], done: Done) -> None:
         """Updates the state by the sums of all islands."""
-        assert self.state is not None and self.position is not None
+        assert self.state is not None
+        assert self.position is not None
         planned = next(said.numbers[PLANNED] for said in done.firsts if said.numbers)
         there = self._labels(done.blocks.values(), "num_labels")
         scale = np.float32(planned / there if there else 1.0)
         if scale != 1:
             for array in sums:
                 array *= scale
-        names = [name for name in self.setup.step.counts]
-        losses = {name: np.float32(done.total(name) * float(scale)) for name in names}
+        losses = {name: np.float32(done.total(name) * float(scale)) for name in self.setup.step.counts}
         grads = on_devices(sums, self._grad_shapes, self._grad_shardings)
         self.state, self.metrics = self._finish(self.state, losses, grads)
         num_samples = sum(count for block in done.blocks.values() for _, count in block)
@@ -129,7 +130,7 @@ class GradientWork:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _with_shardings(shapes: Mapping[str, Any], shardings: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:

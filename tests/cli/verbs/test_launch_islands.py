@@ -1,0 +1,102 @@
+"""`launch --elastic`: real islands, beside one mesh and under faults."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cli.made_rates import write_rates
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
+PLAN = ("--batch", "12seq", "--seq", "32", "--set", "strategy.state=fp32", "--calibration", "cpu.toml")
+CONSTANT = ("--set", "train.schedule=constant", "--set", "train.warmup_steps=1")
+
+
+def meshwright(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    """Starts the command line in a folder; what it says goes to a file there."""
+    with (folder / "said.txt").open("ab") as said:
+        return subprocess.Popen([sys.executable, "-m", "meshwright", *words], cwd=folder, stdout=said, stderr=said)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Iterator[Path]:
+    """A plan of three islands on CPUs, in an own folder."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_rates(tmp_path)
+    words = ("plan", "config.json", "--on", "3*cpu:1@10Gbit/s", *PLAN, "-o", "islands.toml")
+    assert meshwright(tmp_path, *words).wait(120) == 0, (tmp_path / "said.txt").read_text()
+    yield tmp_path
+    for pid in islands_of(tmp_path).values():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def records(folder: Path, runs: str = "runs") -> list[dict[str, Any]]:
+    """Returns the lines of metrics of the newest run."""
+    for path in sorted(folder.glob(f"{runs}/*/metrics.jsonl")):
+        return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    return []
+
+
+def islands_of(folder: Path) -> dict[int, int]:
+    """Returns the processes of islands that run in a folder."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            variables = dict(v.split(b"=", 1) for v in (path / "environ").read_bytes().split(b"\0") if b"=" in v)
+            if (path / "cwd").resolve() == folder and b"MESHWRIGHT_ISLAND" in variables:
+                found[int(variables[b"MESHWRIGHT_ISLAND"])] = int(path.name)
+    return found
+
+
+def until(folder: Path, condition: Any, child: subprocess.Popen[bytes], most_s: float = 120) -> None:
+    """Waits until a condition of the lines of metrics holds."""
+    end = time.monotonic() + most_s
+    while not condition(records(folder)):
+        assert time.monotonic() < end, (folder / "said.txt").read_text()[-3000:]
+        assert child.poll() is None, (folder / "said.txt").read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def require_once(lines: list[dict[str, Any]]) -> None:
+    """Asserts that steps are whole and no sample was taken twice or left out, but what the last fault postponed."""
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    blocks = [block for line in lines for block in line["islands"].values()]
+    taken = [number for block in blocks for first, count in block for number in range(first, first + count)]
+    assert len(set(taken)) == len(taken)
+    assert len(set(range(max(taken) + 1)) - set(taken)) <= 12
+
+
+def test_islands_have_the_losses_of_one_mesh_and_outlive_their_leader(plan: Path):
+    child = meshwright(plan, "launch", "-n", "3", "--elastic", "--devices", "1", "--",
+                       "train", "islands.toml", "--steps", "100000", *CONSTANT)  # fmt: skip
+    until(plan, lambda lines: len(lines) >= 20, child)
+    os.kill(islands_of(plan)[0], signal.SIGKILL)
+    until(plan, lambda lines: lines[-1]["islands"].keys() == {"1", "2"}, child)
+    until(plan, lambda lines: lines[-1]["islands"].keys() == {"0", "1", "2"}, child)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(90) == 75, (plan / "said.txt").read_text()[-3000:]
+    lines = records(plan)
+    require_once(lines)
+    text = (plan / "said.txt").read_text()
+    assert "island 0 is out: its process ended or was cut off; 2 of 3 islands train" in text
+    assert "island 0 was killed by SIGKILL; it is started again" in text
+    assert "[1] island 1 leads" in text
+    words = ("plan", "config.json", "--on", "cpu:3", *PLAN, "--set", "strategy.data=3", "-o", "mesh.toml")
+    assert meshwright(plan, *words).wait(120) == 0
+    assert meshwright(plan, "train", "mesh.toml", "--steps", "20", "--runs", "one", *CONSTANT).wait(120) == 0
+    losses = [[line["loss"] for line in part[:20]] for part in (lines, records(plan, "one"))]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
