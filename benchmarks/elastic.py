@@ -22,6 +22,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.islands.service import Bounds
+from meshwright.simulate.fleet.fleet import Fault as SimulatedFault
+from meshwright.simulate.fleet.fleet import TrainingFleet
+from meshwright.simulate.fleet.outcome import simulate_faults
+from meshwright.spec.faults.rates import FaultTimes, load_rates
+
 ISLANDS, CORES, STOPPED_S = 4, 0.4, 6.0
 CGROUP = Path("/sys/fs/cgroup/cpu")
 CONFIG = {
@@ -185,6 +191,32 @@ def calm(run: Elastic, seconds: float) -> tuple[int, float]:
     return run.records()[-1]["tokens"] - first, time.monotonic() - begin
 
 
+def time_of_a_start(run: Elastic) -> float:
+    """Kills an island, and returns the seconds until it is back: what the simulation is told."""
+    begin = time.monotonic()
+    inject(run, "kill", run.processes()[1])
+    while run.present() == ISLANDS:
+        time.sleep(0.02)
+    while run.present() < ISLANDS:
+        run.processes()
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+def simulated(faults: list["Fault"], seconds: float, step_s: float, start_s: float) -> float:
+    """Returns the share of work that the simulation of the same faults keeps."""
+    none = dict.fromkeys(("swap_s", "prep_s", "startup_s", "data_s", "restore_s", "copy_s", "save_s"), 0.0)
+    times = FaultTimes(detect_s=0.1, hang_s=Bounds(count=ISLANDS).beat_s, init_s=start_s, regroup_s=0.05, **none)
+    steps = max(1, round(seconds / step_s))
+    fleet = TrainingFleet(
+        num_chips=ISLANDS, num_hosts=ISLANDS, num_replicas=ISLANDS, step_s=step_s, rates=load_rates("llama3"),
+        times=times, checkpoint_steps=steps,
+    )  # fmt: skip
+    kinds = {"kill": "process", "cut": "process", "stop": "hang"}
+    known = [SimulatedFault(f.at, f.island, kinds[f.kind]) for f in faults if f.island >= 0]  # type: ignore[arg-type]
+    return simulate_faults(fleet, "elastic", known, duration_s=seconds).goodput.mean
+
+
 def warm(run: Elastic) -> tuple[int, float]:
     """Waits for the first steps of all islands; returns the tokens so far, and the time."""
     while run.last_step() < 20 or run.present() < ISLANDS:
@@ -226,6 +258,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "meshwright", *words], check=True, stdout=subprocess.DEVNULL)
         run = Elastic(folder, seed=given.seed, name="calm")
         calm_tokens, calm_s = calm(run, given.calm * 60)
+        start_s = time_of_a_start(run)
         run.stop()
         calm_losses = {r["tokens"]: r["loss"] for r in run.records()}
         run = Elastic(folder, seed=given.seed, name="faults")
@@ -242,7 +275,12 @@ def main() -> None:
         records = run.records()
         seconds = time.monotonic() - begin
         run.stop()
+        offset = begin - run.began
         report(faults, records, run.records(), first, seconds, calm_tokens / calm_s, calm_losses)
+        step_s = 4096 / (calm_tokens / calm_s)
+        share = simulated([f._replace(at=f.at - offset) for f in faults], seconds, step_s, start_s)
+        real = (records[-1]["tokens"] - first) / seconds / (calm_tokens / calm_s)
+        print(f"goodput simulated with the same faults, a start taking {start_s:.1f} s: {share:.1%}, real {real:.1%}")
         if os.environ.get("KEEP"):
             print((folder / "faults.txt").read_text()[-6000:])
 
@@ -284,9 +322,8 @@ def report(
     window = [r["loss"] for r in records if abs(r["tokens"] - near) < 40 * 4096]
     calm_window = [loss for count, loss in calm_losses.items() if abs(count - near) < 40 * 4096]
     if window and calm_window:
-        print(
-            f"loss near {near:,} tokens: {statistics.mean(window):.3f}, without faults {statistics.mean(calm_window):.3f}"
-        )
+        means = statistics.mean(window), statistics.mean(calm_window)
+        print(f"loss near {near:,} tokens: {means[0]:.3f}, without faults {means[1]:.3f}")
 
 
 if __name__ == "__main__":
