@@ -22,11 +22,20 @@ from tests.test_architecture import ROOT
 class ToyRun:
     """A service and islands of toys; `close` kills all."""
 
-    def __init__(self, folder: Path, bounds: Bounds, *, steps: int, step_s: float = 0.03, processes: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        bounds: Bounds,
+        *,
+        steps: int,
+        step_s: float = 0.03,
+        processes: int = 1,
+        address: str = "",
+    ) -> None:
         self.folder, self.bounds, self.steps, self.step_s, self.processes = folder, bounds, steps, step_s, processes
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+            self.address = address or f"127.0.0.1:{probe.getsockname()[1]}"
         self.children: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
         self.service: subprocess.Popen[bytes] | None = None
         self.everyone: list[subprocess.Popen[bytes]] = []
@@ -50,18 +59,19 @@ class ToyRun:
         }
         return os.environ | own | more
 
-    def serve(self, *, restarted: bool = False) -> None:
-        """Starts the service."""
+    def serve(self, *, restarted: bool = False, network: str = "") -> None:
+        """Starts the service, in a network namespace if one is named."""
         bounds = msgspec.structs.replace(self.bounds, restarted=restarted)
         program = [sys.executable, "-m", "meshwright.islands", self.address, msgspec.json.encode(bounds).decode()]
+        program = [*_within(network), *program]
         self.service = subprocess.Popen(program, env=self._env(), stderr=self.said, cwd=ROOT)
         self.everyone.append(self.service)
 
-    def start(self, island: int, *, every: int = 0, settings: dict[str, str] | None = None) -> None:
+    def start(self, island: int, *, every: int = 0, settings: dict[str, str] | None = None, network: str = "") -> None:
         """Starts all processes of an island."""
         for process in range(self.processes):
             words = [str(self.folder), self.steps, self.step_s, process, self.processes, every]
-            program = [sys.executable, "-m", "tests.islands.toy", *map(str, words)]
+            program = [*_within(network), sys.executable, "-m", "tests.islands.toy", *map(str, words)]
             program += [json.dumps(settings)] if settings else []
             env = self._env(MESHWRIGHT_ISLAND=str(island))
             self.children[island, process] = subprocess.Popen(program, env=env, stderr=self.said, cwd=ROOT)
@@ -113,3 +123,7 @@ class ToyRun:
         samples, left = self.lines()[-1]["ledger"]
         assert sorted([*done, *sample_numbers(left)]) == list(range(samples))
         assert np.array_equal(states[0], sum(value(number) for number in done))
+
+
+def _within(network: str) -> list[str]:
+    return ["ip", "netns", "exec", network] if network else []

@@ -33,6 +33,7 @@ from meshwright.islands.messages import (
 SERVICE, ISLANDS, ISLAND, KEY = "MESHWRIGHT_SERVICE", "MESHWRIGHT_ISLANDS", "MESHWRIGHT_ISLAND", "MESHWRIGHT_KEY"
 BEAT_EVERY_S = 0.3
 RECONNECT_S = 0.1
+SILENT_MS = 3000
 
 
 class OutError(Exception):
@@ -182,7 +183,7 @@ class Member:
         end = time.monotonic() + self.timeouts.start_s
         while True:
             try:
-                return socket.create_connection(host_and_port(self.identity.service), 2.0)
+                return self._connection()
             except (OSError, ValueError) as error:
                 if time.monotonic() > end:
                     raise CannotRunError(
@@ -190,6 +191,12 @@ class Member:
                         f"{SERVICE}."
                     ) from None
                 time.sleep(RECONNECT_S)
+
+    def _connection(self) -> socket.socket:
+        connection = socket.create_connection(host_and_port(self.identity.service), 2.0)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a network that is gone says nothing
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
+        return connection
 
     def _tell(self, message: Message) -> None:
         with self._sending, suppress(OSError):
@@ -205,7 +212,7 @@ class Member:
             time.sleep(RECONNECT_S)
             with suppress(OSError):
                 self._control.close()
-                self._control = socket.create_connection(host_and_port(self.identity.service), 2.0)
+                self._control = self._connection()
 
     def _present(self) -> None:
         with self._changed:
