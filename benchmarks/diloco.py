@@ -93,18 +93,13 @@ class Trainer:
         outers = [DiLoCo(settings, stacked=self.step.stacked) for _ in states]
         for outer, state in zip(outers, states, strict=True):
             outer.begin(state.params)
-        group, tokens = members(ISLANDS), 0.0
+        group, tokens = members(ISLANDS), BATCH_SEQS * SEQ_LEN / ISLANDS
         for number in range(first_step, self.steps + 1):
             for i, rows in enumerate(np.split(self._rows(number), ISLANDS)):
                 states[i], _ = self.step.step(states[i], batch(rows))
-            tokens += BATCH_SEQS * SEQ_LEN / ISLANDS
-            if outers[0].due(number):
-                calls = zip(outers, states, group, strict=True)
-                weights = together([partial(o.after_step, number, s.params, g, tokens) for o, s, g in calls])
-                states = [state._replace(params=new) for state, new in zip(states, weights, strict=True)]
-                tokens = 0.0
-        for outer in outers:
-            outer.close()
+            calls = zip(outers, states, group, strict=True)
+            weights = together([partial(o.after_step, number, s.params, g, tokens) for o, s, g in calls])
+            states = [state._replace(params=new) for state, new in zip(states, weights, strict=True)]
         loss, share = self.loss(outers[0].weights(states[0].params)), self._share(group[0], self.steps - first_step + 1)
         return Outcome(name, self.rate, loss, share, time.perf_counter() - start_s)
 

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import CannotRunError
-from meshwright.train.outer.asynchronous import Arrival, AsynchronousSGD, make_outer
+from meshwright.train.outer.asynchronous import Arrival, AsynchronousSGD
 from meshwright.train.outer.diloco import DiLoCo, OuterSettings
 from tests.islands.threads import members, together
 from tests.train.outer.islands import (
     SHAPES,
-    STACKED,
     Island,
     copied,
     drift,
@@ -175,12 +174,3 @@ def test_an_island_is_lost_and_another_comes_with_the_state_of_a_peer():
     run_apart(world, [1, 1, 2])
     assert sorted(arrival.rank for arrival in newcomer.outer.arrivals) == [0, 1, 2, 2]
     assert same_outer(world)
-
-
-def test_kinds_of_outer_optimizers():
-    settings = OuterSettings(every=5, rate=0.3, momentum=0.8, fragments=2)
-    kinds = {sync: make_outer(sync, settings, stacked=STACKED) for sync in ("diloco", "local-sgd", "async-sgd")}
-    assert [type(outer).__name__ for outer in kinds.values()] == ["DiLoCo", "DiLoCo", "AsynchronousSGD"]
-    assert kinds["diloco"].settings == kinds["async-sgd"].settings == settings
-    assert kinds["local-sgd"].settings == OuterSettings(every=5, rate=1.0, momentum=0.0, fragments=2)
-    assert all(outer.due(5) for outer in kinds.values())

@@ -2,18 +2,17 @@
 
 A thread of each island takes part in rounds of sums all the time. A round applies whatever the islands have ready, in
 all of them alike, so that each holds what a server would. An island that is ready waits for its round: for the network,
-not for the other islands' steps.
+not for the other islands' steps. `benchmarks/diloco.py` runs it; `launch --elastic` does not.
 
 Sources: Liu et al., Asynchronous Local-SGD Training for Language Modeling (arXiv 2401.09135), for the delayed Nesterov
 momentum; Xie et al., Asynchronous Federated Optimization (arXiv 1903.03934), for polynomial weights of staleness.
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Condition
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from meshwright.core.errors import CannotRunError
 from meshwright.islands.codec import codec_of
 from meshwright.islands.group import IslandGroup
 from meshwright.nn.weights import Params
-from meshwright.train.outer.diloco import DiLoCo, OuterSettings, OuterWeights, all_finite, named
+from meshwright.train.outer.diloco import OuterWeights, all_finite, named
 from meshwright.train.outer.fragments import read
 
 _IDLE_S = 0.01
@@ -51,9 +50,10 @@ class AsynchronousSGD(OuterWeights):
     If all islands arrive in each round this is DiLoCo with equal weights. ``arrivals`` lists all that were applied.
     """
 
-    def begin(self, weights: Params) -> None:
-        """Takes these weights as the outer ones, with no momentum."""
-        super().begin(weights)
+    def begin(self, weights: Params, momentum: Params | None = None) -> None:
+        """Takes these weights as the outer ones, with this momentum or none."""
+        super().begin(weights, momentum)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outer")
         self._gathered, self._own = ([np.zeros_like(block) for block in flat(self.outer)] for _ in range(2))
         self._tokens, self._num_gathered, self.updates = 0.0, 0, 0
         self._changed, self._is_ready, self._is_pausing, self._is_running = Condition(), False, False, False
@@ -99,6 +99,10 @@ class AsynchronousSGD(OuterWeights):
         if self._rounds:
             self._rounds.exception()
         self._rounds = None
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown()
 
     def state(self) -> dict[str, np.ndarray]:
         """Returns the outer state: after `settle` the same in all islands."""
@@ -178,12 +182,3 @@ class AsynchronousSGD(OuterWeights):
 def flat(lists: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
     """Returns the arrays of all lists in one."""
     return [block for blocks in lists for block in blocks]
-
-
-def make_outer(
-    sync: Literal["diloco", "local-sgd", "async-sgd"], settings: OuterSettings, *, stacked: Collection[str]
-) -> DiLoCo | AsynchronousSGD:
-    """Returns the outer optimizer of a strategy's ``islands_sync``; local SGD has no rate and momentum of its own."""
-    if sync == "async-sgd":
-        return AsynchronousSGD(settings, stacked=stacked)
-    return DiLoCo(settings if sync == "diloco" else replace(settings, rate=1.0, momentum=0.0), stacked=stacked)
