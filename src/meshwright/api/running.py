@@ -61,6 +61,7 @@ def run_training(
             plan.predicted,
             on_step,
             {"plan.toml": sealed_toml(whole_plan)},
+            whole_plan.strategy,
         )
         return train_island(identity, told)
     return train(

@@ -257,13 +257,13 @@ class Links:
                     rank, connection = entry.data, self._lanes[entry.data]
                     try:
                         moved = events & selectors.EVENT_READ and _read_some(connection, to_read[rank])
+                        begun |= {rank} if moved else set()
                         moved = (events & selectors.EVENT_WRITE and _send_some(connection, to_send[rank])) or moved
                     except OSError:
                         self._require_open()
                         raise LostIslandsError([self.world.numbers[rank]], late=False) from None
                     if moved:
                         last[rank] = time.monotonic()
-                        begun.add(rank)
                 self._require_open()
                 now = time.monotonic()
                 late = [

@@ -45,8 +45,8 @@ def handed_over(blocks: Mapping[int, Block], present: Sequence[int], ledger: Led
 
     Who has a block keeps it; those who came since take over blocks of those who left, or have none.
     """
-    left = [blocks[island] for island in blocks if island not in present]
-    kept = {island: blocks[island] if island in blocks else (left.pop(0) if left else ()) for island in present}
+    left = [block for island, block in blocks.items() if island not in present and block]
+    kept = {island: blocks.get(island) or (left.pop(0) if left else ()) for island in present}
     return kept, postponed(ledger, left)
 
 

@@ -7,6 +7,7 @@ state, or an older one, gets that of another island over its lane. So states sta
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import msgspec
@@ -110,6 +111,8 @@ class Rounds:
         self._own = Said(island=0, process=0)
         self._sums: list[np.ndarray] | None = None
         self._last: list[Said] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="islands-sum")
+        self._early: Future[list[np.ndarray]] | None = None
 
     @property
     def links(self) -> Links:
@@ -126,6 +129,10 @@ class Rounds:
             if any(one.stops for one in self._last):
                 return False
         return True
+
+    def begin_sum(self, arrays: Sequence[np.ndarray]) -> None:
+        """Begins to add, beside it, what the present `Work.compute` is to return; after a fault it is added again."""
+        self._early = self._thread.submit(self.links.sum, arrays, codec=self.codec)
 
     def conclude(self, finish: Callable[[], None]) -> None:
         """The leader finishes the run while the others wait; if it dies, another does so."""
@@ -180,7 +187,8 @@ class Rounds:
             else:
                 self._arrays = self.work.nothing()
         if self._sums is None:
-            self._sums = links.sum(self._arrays, codec=self.codec)
+            early, self._early = self._early, None
+            self._sums = early.result() if early else links.sum(self._arrays, codec=self.codec)
         switches = self.member.newest > links.world.generation
         own = msgspec.structs.replace(self._own, stops=self.asks_stop(), switches=switches)
         said = links.meet(own)
@@ -233,6 +241,8 @@ class Rounds:
         self._open = next((one.open_step for one in statuses if one.open_step and one.step == newest), None)
         if self._open:
             blocks, after = handed_over(self._open.blocks, numbers, self._open.after)
+            if blocks[self.member.place.island] != self._open.blocks.get(self.member.place.island):
+                self._arrays = None  # of no sample
             self._open = msgspec.structs.replace(self._open, blocks=blocks, after=after)
         self.member.settled()
         self._on_world()

@@ -26,7 +26,7 @@ from meshwright.parallel.processes import first_error, is_first, wait_for_all
 from meshwright.train.data.sources import DataPhase
 
 CHECKPOINTS = "checkpoints"
-STATE, POSITION = "state", "position"
+STATE, POSITION, BESIDE = "state", "position", "beside"
 UNFINISHED = ".orbax-checkpoint-tmp"
 DAMAGED = ".damaged"
 UNCHECKED = f"has no {SUMS}: whether it is whole is not known"
@@ -118,17 +118,19 @@ class Checkpoints:
         """Returns the steps that can be restored, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def save(self, state: Any, position: Position, *, to_canonical: Reorder | None = None) -> None:
-        """Starts to write the state after ``position.step``; does nothing for a step that exists.
+    def save(self, state: Any, position: Position, *, to_canonical: Reorder | None = None, beside: Any = None) -> None:
+        """Starts to write the state after ``position.step``, and arrays ``beside`` it; does nothing for a step that
+        exists.
 
         Copies the arrays to the host before it returns, so that the next step may reuse their memory; waits for the
         previous checkpoint, if that is still being written.
         """
         if position.step in self._manager.all_steps():
             return
-        saved_tree = _reordered(state, to_canonical)
+        saved_tree = reordered(state, to_canonical)
         stored_table = msgspec.to_builtins(Stored(position=position, arrays=describe_arrays(saved_tree)))
         args_by_item = {STATE: ocp.args.StandardSave(saved_tree), POSITION: ocp.args.JsonSave(stored_table)}
+        args_by_item |= {BESIDE: ocp.args.StandardSave(beside)} if beside else {}
         with self._writing():
             self._manager.save(position.step, args=ocp.args.Composite(**args_by_item), force=True)
 
@@ -177,7 +179,14 @@ class Checkpoints:
 
         array_specs = jax.tree.map(abstract, shapes, shardings)
         state = self._read(stored.position.step, STATE, ocp.args.StandardRestore(array_specs))
-        return _reordered(state, from_canonical)
+        return reordered(state, from_canonical)
+
+    def restore_beside(self, like: Any) -> Any:
+        """Returns the arrays that the newest whole checkpoint has beside its state, as in ``like``; None without."""
+        stored = self._stored()
+        if stored is None or not (self.folder / str(stored.position.step) / BESIDE).is_dir():
+            return None
+        return self._read(stored.position.step, BESIDE, ocp.args.StandardRestore(like))
 
     def close(self) -> None:
         """Finishes writing and releases the folder."""
@@ -254,8 +263,8 @@ def describe_arrays(tree: Any) -> dict[str, str]:
     }
 
 
-def _reordered(state: Any, reorder: Reorder | None) -> Any:
-    """Applies ``reorder``, if given, to the weights and to each dict of the state with their names."""
+def reordered(state: Any, reorder: Reorder | None) -> Any:
+    """Returns a state with ``reorder``, if given, applied to its weights and to each dict of it with their names."""
     if reorder is None:
         return state
     param_names = set(state.params)

@@ -106,6 +106,7 @@ class Run:
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     memory: MemoryUse | None = None
     last_end: float = 0.0
+    beside: Callable[[], Any] = lambda: None  # what checkpoints have beside the state
 
     def __post_init__(self) -> None:
         self.job, self.settings = self.setup.job, self.setup.settings
@@ -220,7 +221,8 @@ class Run:
     def save(self) -> None:
         with self.watch.timed("checkpoint"):
             saved_state = self.state._replace(params=self.setup.step.saved(self.state.params))
-            self.checkpoints.save(saved_state, self.position, to_canonical=self.setup.step.to_canonical)
+            to_canonical = self.setup.step.to_canonical
+            self.checkpoints.save(saved_state, self.position, to_canonical=to_canonical, beside=self.beside())
 
     def _evaluated_weights(self) -> Params:
         return _averaged(self.state.opt_state, self.state.params) if self.settings.average else self.state.params

@@ -1,4 +1,8 @@
-"""The arrays of this process in host memory, for what goes between islands, and back on its devices."""
+"""The arrays of this process in host memory, for what goes between islands, and back on its devices.
+
+An array that this process has all of is whole, whatever its mesh; of others it has each different shard, in an order
+that is the same in every island of one mesh.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,11 +16,8 @@ Index = tuple[slice, ...]
 
 
 def on_host(tree: Tree) -> list[np.ndarray]:
-    """Returns each different shard that this process has, in an order that is the same in every island of one mesh.
-
-    On CPU they may share memory with the arrays.
-    """
-    return [np.asarray(shard.data) for leaf in jax.tree.leaves(tree) for shard in _different(leaf.addressable_shards)]
+    """Returns the arrays of a tree; on CPU they may share memory with it."""
+    return [np.asarray(part) for leaf in jax.tree.leaves(tree) for part in _parts(leaf)]
 
 
 def empty(shapes: Tree, shardings: Tree) -> list[np.ndarray]:
@@ -36,6 +37,8 @@ def on_devices(arrays: Sequence[np.ndarray], shapes: Tree, shardings: Tree) -> A
 
 
 def _placed(arrays: Iterator[np.ndarray], shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
+    if sharding.is_fully_addressable:
+        return jax.device_put(next(arrays).astype(shape.dtype), sharding)
     value_at = {_key(index): next(arrays) for index in _indices(shape, sharding)}
     index_of = sharding.addressable_devices_indices_map(shape.shape)
     kind = sharding.memory_kind
@@ -50,12 +53,16 @@ def _placed(arrays: Iterator[np.ndarray], shape: jax.ShapeDtypeStruct, sharding:
 
 
 def _indices(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> list[Index]:
+    if sharding.is_fully_addressable:
+        return [(slice(None),) * len(shape.shape)]
     index_by_key = {_key(i): i for i in sharding.addressable_devices_indices_map(shape.shape).values() if i is not None}
     return [index for _, index in sorted(index_by_key.items())]
 
 
-def _different(shards: Sequence[jax.Shard]) -> list[jax.Shard]:
-    return [shard for _, shard in sorted({_key(shard.index): shard for shard in shards}.items())]
+def _parts(array: jax.Array) -> Sequence[jax.Array]:
+    if array.is_fully_addressable:
+        return [array]
+    return [data for _, data in sorted({_key(shard.index): shard.data for shard in array.addressable_shards}.items())]
 
 
 def _key(index: Index) -> tuple[int, ...]:

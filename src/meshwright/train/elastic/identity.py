@@ -9,19 +9,25 @@ import msgspec
 
 import meshwright
 from meshwright.parallel.train_step import TrainStep
+from meshwright.spec.strategy import ISLAND_FIELDS
 
 
 def settings_of(told: Any, step: TrainStep) -> dict[str, str]:
-    """Returns the versions, the digest of the code and every setting of an island's run, by name."""
+    """Returns the versions, the digest of the code and every setting of an island's run, by name.
+
+    Of one process, islands that exchange outer gradients may have meshes and chips of their own.
+    """
     fields = msgspec.to_builtins(told.settings)
     compiler = hashlib.sha256(repr(sorted(step.compiler.used.items())).encode()).hexdigest()[:8]
+    own = {"platform": jax.default_backend(), "compiler": compiler, "strategy": _digest(told.strategy)}
     return {
         "meshwright": meshwright.__version__,
         "code": code_digest(),
         "jax": jax.__version__,
-        "platform": jax.default_backend(),
-        "compiler": compiler,
-        **{name: _digest(getattr(told, name)) for name in ("model", "strategy", "job")},
+        "number of processes": str(jax.process_count()),
+        **(own if told.islands.islands_sync == "gradients" or jax.process_count() > 1 else {}),
+        **{name: _digest(getattr(told, name)) for name in ("model", "job")},
+        **{f"strategy.{name}": str(getattr(told.islands, name)) for name in ISLAND_FIELDS},
         **{f"train.{name}": str(value) for name, value in sorted(fields.items())},
     }
 

@@ -15,6 +15,9 @@ from meshwright.core.digests import summed_line
 from meshwright.core.errors import CannotRunError
 from meshwright.core.files import cache_folder
 from meshwright.core.toml_file import sealed_toml
+from meshwright.islands.codec import codec_of
+from meshwright.islands.exchange import Timeouts
+from meshwright.islands.ledger import Block, Ledger, deal
 from meshwright.islands.member import Identity, Member
 from meshwright.islands.rounds import Done, Rounds
 from meshwright.parallel.mesh import keep_compiled_programs
@@ -23,8 +26,9 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.prediction import Prediction
 from meshwright.spec.strategy import Strategy
-from meshwright.train.checkpoint import Checkpoints, Position
+from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.elastic.identity import settings_of
+from meshwright.train.elastic.outer_work import OuterWork, outer_settings
 from meshwright.train.elastic.work import GradientWork
 from meshwright.train.interrupt import stop_on_signals
 from meshwright.train.loop import Flight, OnStep, Run, keep_tokenizer
@@ -33,15 +37,15 @@ from meshwright.train.record.result import Stopwatch, TrainResult, measured_memo
 from meshwright.train.record.run_folder import METRICS, RESOLVED, RunFolder, create_run_folder, held_alone
 from meshwright.train.record.tracking import Tracking
 from meshwright.train.settings import TrainSettings, with_whole_paths
-from meshwright.train.setup import prepare, start_state
+from meshwright.train.setup import prepare
 
-KEPT_RECORDS = 16
-"""Newest steps that every island remembers, for the case that the leader died before it wrote their lines."""
+KEPT_ROUNDS = 16
+"""Newest exchanges whose steps every island remembers, in case the leader dies before it has written their lines."""
 NOT_WRITTEN = "no line of step"
 
 
 class IslandRun(NamedTuple):
-    """What an island is told: the plan of one island, and where the run's files go."""
+    """What an island is told: the plan of one island, the strategy of all, and where the run's files go."""
 
     model: Model
     strategy: Strategy
@@ -52,6 +56,7 @@ class IslandRun(NamedTuple):
     predicted: Prediction[float] | None
     on_step: OnStep | None
     texts: Mapping[str, str]
+    islands: Strategy
 
 
 def train_island(identity: Identity, told: IslandRun) -> TrainResult | None:
@@ -71,16 +76,27 @@ class _Island:
         self.told, self.watch = told, Stopwatch()
         self.setup = prepare(told.model, told.strategy, told.job, told.settings)
         place = identity.island, jax.process_index()
+        outer = outer_settings(told.islands, told.settings)
         with self.watch.timed("compile"):
-            self.work = GradientWork(self.setup, place, self._restored)
+            of_gradients = (self.setup, place, self._open_store)
+            self.work = OuterWork(outer, *of_gradients) if outer else GradientWork(*of_gradients)
+        period = outer.end(outer.fragments) - outer.end(outer.fragments - 1) if outer else 1  # the longest
+        usual = Timeouts()
         self.member = Member(
-            identity, process=place[1], processes=jax.process_count(), settings=settings_of(told, self.setup.step)
+            identity,
+            process=place[1],
+            processes=jax.process_count(),
+            settings=settings_of(told, self.setup.step),
+            timeouts=Timeouts(step_s=usual.step_s * period, start_s=usual.start_s * period),
         )
-        self.rounds = Rounds(self.member, self.work, on_done=self._done, on_world=self._world_begins)
+        codec = codec_of(told.islands.outer_bits)
+        self.rounds = Rounds(self.member, self.work, codec=codec, on_done=self._done, on_world=self._world_begins)
+        if isinstance(self.work, OuterWork):
+            self.work.begin_sum = self.rounds.begin_sum
         self.run: Run | None = None
         self.stack = ExitStack()
         self.path = told.resume
-        self.recent: deque[tuple[Done, Flight]] = deque(maxlen=KEPT_RECORDS)
+        self.recent: deque[tuple[Flight, int]] = deque(maxlen=KEPT_ROUNDS * period)
         self.last_end = time.perf_counter()
         self.result: TrainResult | None = None
 
@@ -88,17 +104,16 @@ class _Island:
         """Runs to the last step, or until one island is asked to stop."""
         with stop_on_signals(lambda line: None) as self.request, self.stack:
             self.rounds.asks_stop = lambda: self.request.stops_after((self.rounds.step or 0) + 1)
-            self.rounds.run(self.told.settings.steps)
+            self.rounds.run(self.work.rounds)
             self.rounds.conclude(self._finish)
         return self.result
 
     # -- states ------------------------------------------------------------------------------------------
 
-    def _restored(self) -> tuple[Position, Any]:
-        """Returns the newest checkpoint of the run, or the first state; called where no island has a state."""
+    def _open_store(self) -> Checkpoints:
+        """Returns the checkpoints of the run; called where no island has a state."""
         self._find_path()
-        with Checkpoints(self.path or Path(), keep=self.told.settings.keep_checkpoints) as store:
-            return start_state(self.setup, store)
+        return Checkpoints(self.path or Path(), keep=self.told.settings.keep_checkpoints)
 
     def _find_path(self) -> None:
         run = self.rounds.links.world.run
@@ -152,41 +167,51 @@ class _Island:
             self.setup, folder, live, tracking, store, self.watch, self.request, told.predicted, told.on_step,
             position, state, resumed,
         )  # fmt: skip
-        run.last_end = self.last_end
-        run.memory = measured_memory(state, {}, self.work.programs[0])
+        run.last_end, run.beside = self.last_end, self.work.beside
+        run.memory = measured_memory(state, {}, self.work.program)
         return run
 
     def _write_missing(self, metrics: Path) -> None:
         """Adds the lines of steps that the leader before did, and died before it wrote."""
         last_step = max((line.get("step", 0) for line in _records(metrics)), default=0)
         with metrics.open("ab") as file:
-            for done, flight in self.recent:
-                if done.step > last_step:
-                    file.write(summed_line(_bare_record(done, flight, self.told.job)))
+            for flight, tokens in self.recent:
+                if flight.number > last_step:
+                    file.write(summed_line(_bare_record(flight, tokens, self.told.job)))
 
     # -- steps --------------------------------------------------------------------------------------------
 
     def _done(self, done: Done) -> None:
-        """Records a step, and does what is due after it."""
-        metrics = jax.block_until_ready(self.work.metrics)
-        num_samples = sum(count for block in done.blocks.values() for _, count in block)
-        flight = Flight(done.step, self.last_end, {}, metrics, num_samples, time.perf_counter(), done.blocks)
-        self.recent.append((done, flight))
-        run, position, state = self.run, self.work.position, self.work.state
-        self.last_end = flight.end or 0.0
-        if run is None or position is None or state is None:
+        """Records the steps of a round, and does what is due after them."""
+        all_metrics, position = jax.block_until_ready(self.work.metrics), self.work.position
+        assert position is not None
+        first, job, end = position.step - len(all_metrics) + 1, self.told.job, time.perf_counter()
+        step_s, flights = (end - self.last_end) / len(all_metrics), list[Flight]()
+        tokens = position.tokens - job.seq_len * sum(count for block in done.blocks.values() for _, count in block)
+        for i, metrics in enumerate(all_metrics):
+            blocks = {island: _part(block, i, job.batch_seqs) for island, block in done.blocks.items()}
+            num_samples = sum(count for block in blocks.values() for _, count in block)
+            start = self.last_end + i * step_s
+            tokens += num_samples * job.seq_len
+            flights.append(Flight(first + i, start, {}, metrics, num_samples, start + step_s, blocks))
+            self.recent.append((flights[-1], tokens))
+        self.last_end = end
+        run, state = self.run, self.work.state
+        if run is None or state is None:
             return
-        run.flying.append(flight)
+        run.flying += flights
         run.state = state
         run.land_all()
         run.position = position
         settings = self.told.settings
         for every, act in ((settings.checkpoint_every, run.save), (settings.evaluate_every, run.evaluate)):
-            if every and done.step % every == 0 and done.step < settings.steps:
+            if every and position.step // every > (first - 1) // every and position.step < settings.steps:
+                run.state = self.work.shared_state()
                 act()
 
     def _finish(self) -> None:
         if self.run:
+            self.run.state = self.work.shared_state()
             self.result = self.run.finish()
 
 
@@ -199,18 +224,23 @@ def _records(metrics: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def _bare_record(done: Done, flight: Flight, job: Job) -> StepRecord:
+def _part(block: Block, index: int, size: int) -> Block:
+    """Returns the samples of a block that an inner step takes."""
+    return deal(Ledger(postponed=block), dict.fromkeys(range(index + 1), size))[0][index] if block else ()
+
+
+def _bare_record(flight: Flight, tokens: int, job: Job) -> StepRecord:
     """Returns the line of a step that this island did not lead."""
     step_s = max((flight.end or 0.0) - flight.start, 1e-9)
     num_tokens = flight.samples * job.seq_len
     return StepRecord(
-        step=done.step,
-        tokens=done.ledger.samples * job.seq_len,
+        step=flight.number,
+        tokens=tokens,
         loss=float(flight.metrics.loss),
         grad_norm=float(flight.metrics.grad_norm),
         learning_rate=0.0,
         step_s=step_s,
         tokens_per_s=num_tokens / step_s,
         predicted_step_s=None,
-        islands=done.blocks,
+        islands=flight.blocks or {},
     )

@@ -12,9 +12,9 @@ from meshwright.islands.exchange import Links
 from meshwright.islands.ledger import Block, Ledger, sample_numbers
 from meshwright.islands.rounds import Done, Said
 from meshwright.parallel.train_step import Metrics, State
-from meshwright.train.checkpoint import Position
+from meshwright.train.checkpoint import Checkpoints, Position, reordered
 from meshwright.train.elastic.arrays import empty, on_devices, on_host
-from meshwright.train.setup import Setup
+from meshwright.train.setup import Setup, start_state
 
 PLANNED = "planned"
 """Name of the number of labels by which gradients were divided, before it was known whose samples would be there."""
@@ -27,34 +27,44 @@ class GradientWork:
     left, sums are scaled to the mean over the labels that are there.
     """
 
-    def __init__(self, setup: Setup, place: tuple[int, int], restore: Callable[[], tuple[Position, State]]) -> None:
-        self.setup, self._place, self._restore = setup, place, restore
+    def __init__(self, setup: Setup, place: tuple[int, int], open_store: Callable[[], Checkpoints]) -> None:
+        self.setup, self._place, self._open_store = setup, place, open_store
         self.position: Position | None = None
         self.state: State | None = None
-        self.metrics: Metrics | None = None
-        step: Any = setup.step  # whose halves are jitted
-        job = setup.job
-        self._shapes, self._shardings = step.state_shapes, step.state_shardings
-        params = _with_shardings(self._shapes.params, self._shardings.params)
+        self.metrics: list[Metrics] = []
+        step, job = setup.step, setup.job
+        state = jax.tree.map(_with_sharding, step.state_shapes, step.state_shardings)
         batch = _with_shardings(step.batch_shapes(job.batch_seqs, job.seq_len), step.batch_shardings)
-        self._summands = step.summands.lower(params, batch).compile()
-        losses, self._grad_shapes = jax.eval_shape(step.summands, params, batch)
-        self._grad_shardings = self._summands.output_shardings[1]
-        state = jax.tree.map(_with_sharding, self._shapes, self._shardings)
-        self._finish = step.finish.lower(
-            state, losses, _with_shardings(self._grad_shapes, self._grad_shardings)
-        ).compile()
+        self._compile(step, state, batch)
+
+    def _compile(self, step: Any, state: State, batch: dict[str, jax.ShapeDtypeStruct]) -> None:
+        """Compiles the halves of a step."""
+        self.program = step.summands.lower(state.params, batch).compile()
+        losses, self._grad_shapes = jax.eval_shape(step.summands, state.params, batch)
+        self._grad_shardings = self.program.output_shardings[1]
+        grads = _with_shardings(self._grad_shapes, self._grad_shardings)
+        self._finish = step.finish.lower(state, losses, grads).compile()
 
     @property
-    def programs(self) -> tuple[Any, Any]:
-        """The compiled halves of a step."""
-        return self._summands, self._finish
+    def rounds(self) -> int:
+        """The number of exchanges of the run."""
+        return self.setup.settings.steps
+
+    def shared_state(self) -> State:
+        """Returns the state that all islands have."""
+        assert self.state is not None
+        return self.state
+
+    def beside(self) -> Any:
+        """Returns what a checkpoint has beside the state."""
+        return None
 
     # -- what `Rounds` calls ----------------------------------------------------------------------------
 
     def start(self) -> tuple[int, Ledger]:
-        """Takes the newest checkpoint, or the first state."""
-        self.position, self.state = self._restore()
+        """Takes the newest checkpoint, or the first state. Returns the exchanges that it has had."""
+        with self._open_store() as store:
+            self.position, self.state = start_state(self.setup, store)
         return self.position.step, Ledger(samples=self.position.samples, postponed=self.position.postponed)
 
     def sizes(self, islands: Sequence[int]) -> dict[int, int]:
@@ -69,7 +79,7 @@ class GradientWork:
         batch = batches.global_batch(sample_numbers(block), shardings)
         totals = {name: self._labels(dealt.values(), name) for name in self.setup.step.counts.values()}
         batch |= {name: jax.device_put(np.float32(total), shardings[name]) for name, total in totals.items()}
-        losses, grads = self._summands(self.state.params, batch)
+        losses, grads = self.program(self.state.params, batch)
         arrays = on_host(grads)
         numbers = {name: float(loss) for name, loss in losses.items()} | {PLANNED: totals["num_labels"]}
         said = Said(
@@ -83,8 +93,6 @@ class GradientWork:
 
     def apply(self, sums: Sequence[np.ndarray], done: Done) -> None:
         """Updates the state by the sums of all islands."""
-        assert self.state is not None
-        assert self.position is not None
         planned = next(said.numbers[PLANNED] for said in done.firsts if said.numbers)
         there = self._labels(done.blocks.values(), "num_labels")
         scale = np.float32(planned / there if there else 1.0)
@@ -93,11 +101,16 @@ class GradientWork:
                 array *= scale
         losses = {name: np.float32(done.total(name) * float(scale)) for name in self.setup.step.counts}
         grads = on_devices(sums, self._grad_shapes, self._grad_shardings)
-        self.state, self.metrics = self._finish(self.state, losses, grads)
+        self.state, metrics = self._finish(self.state, losses, grads)
+        self.metrics = [metrics]
+        self._advance(done, 1)
+
+    def _advance(self, done: Done, num_steps: int) -> None:
+        assert self.position is not None
         num_samples = sum(count for block in done.blocks.values() for _, count in block)
         self.position = msgspec.structs.replace(
             self.position,
-            step=done.step,
+            step=self.position.step + num_steps,
             samples=done.ledger.samples,
             postponed=done.ledger.postponed,
             tokens=self.position.tokens + num_samples * self.setup.job.seq_len,
@@ -105,13 +118,15 @@ class GradientWork:
 
     def give(self, links: Links, ranks: Sequence[int]) -> None:
         """Sends the state."""
-        links.give(ranks, [_bytes_of(array) for array in on_host(self.state)])
+        links.give(ranks, views(on_host(reordered(self.state, self.setup.step.to_canonical))))
 
     def take(self, links: Links, rank: int, facts: dict[str, Any]) -> None:
         """Takes the state of another island."""
-        arrays = empty(self._shapes, self._shardings)
-        links.take(rank, [_bytes_of(array) for array in arrays])
-        self.state = on_devices(arrays, self._shapes, self._shardings)
+        step, (shapes, shardings) = self.setup.step, self.setup.step.canonical
+        arrays = empty(shapes, shardings)
+        links.take(rank, views(arrays))
+        state = reordered(on_devices(arrays, shapes, shardings), step.from_canonical)
+        self.state = jax.device_put(state, step.state_shardings)
         self.position = msgspec.convert(facts["position"], Position)
         self.setup.batches.go_on(self.position.phase, self.position.samples)
 
@@ -121,7 +136,7 @@ class GradientWork:
 
     def reset(self) -> None:
         """Forgets the state."""
-        self.state = self.position = self.metrics = None
+        self.state = self.position = None
 
     def _labels(self, blocks: Any, name: str) -> float:
         skipped = int(name == "num_mtp_labels")
@@ -129,8 +144,9 @@ class GradientWork:
         return float(self.setup.batches.num_labels(numbers, skipped=skipped))
 
 
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+def views(arrays: Sequence[np.ndarray]) -> list[memoryview]:
+    """Returns the bytes of arrays, of contiguous ones their memory."""
+    return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
 
 def _with_shardings(shapes: Mapping[str, Any], shardings: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -33,10 +33,9 @@ class OuterSettings:
     """Choices of an outer optimizer: SGD at ``rate`` with Nesterov's ``momentum``, ``every`` so many inner steps.
 
     Local SGD, the mean of the weights, has rate 1 and momentum 0. ``bits`` are those of a value between islands.
-    Each of ``fragments`` is exchanged once in ``every`` steps, during the last ``overlap`` inner steps of its period; of
-    the weights at their end the share ``mixing`` stays an island's own. ``staleness_power`` is of `AsynchronousSGD`,
-    which has no fragments. The rate and momentum are those of DiLoCo's paper. Raises InputError for values that cannot
-    be.
+    Each of ``fragments`` is exchanged once in ``every`` steps, during ``overlap`` steps at the end of its period; of
+    the weights there the share ``mixing`` stays an island's own. ``staleness_power`` is of `AsynchronousSGD`, which
+    has no fragments. The rate and momentum are those of DiLoCo's paper. Raises InputError for values that cannot be.
     """
 
     every: int

@@ -59,8 +59,8 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 def on_host(tree: Any) -> Any:
     """Returns a tree as NumPy arrays on every process; fetches the shards of other processes."""
 
-    def reachable(array: Array) -> Any:
-        is_reachable = array.is_fully_addressable or array.is_fully_replicated
+    def reachable(array: Array | np.generic) -> Any:
+        is_reachable = isinstance(array, np.generic) or array.is_fully_addressable or array.is_fully_replicated
         return array if is_reachable else multihost_utils.process_allgather(array, tiled=True)
 
     return jax.device_get(jax.tree.map(reachable, tree))
