@@ -53,7 +53,8 @@ def test_a_finished_run_says_so(folder):
 
 def test_a_checkpoint_is_gone_on_from(folder):
     before = json.loads((folder / "run" / "summary.json").read_text())["losses"]
-    found, messages = result("train", "plan.toml", "--resume", "run", "--steps", "6")
+    trusting = ["--set", "train.trust_checkpoints=true"]
+    found, messages = result("train", "plan.toml", "--resume", "run", "--steps", "6", *trusting)
     assert "goes on after step 4" in messages
     assert (found["resumed_from"], found["losses"][:4]) == (4, before)
     assert len(found["losses"]) == 6

@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(saved, damage):
         assert kept.position() == at(3, model={"d_model": 8}, settings={"steps": 9})
         same(kept.restore(shapes(), shardings(a=1, b=1)), numbers())
         first, then = kept.passed_over
-        assert re.match(r"checkpoint 4 is damaged and kept as 4\.damaged: .*checkpoints/4/", first)
+        assert re.match(r"checkpoint 4 is passed over and kept as 4\.damaged: .*checkpoints/4/", first)
         assert then == "going on from checkpoint 3"
         kept.save(placed(a=1, b=1), at(4))
     with Checkpoints(saved) as again:
@@ -212,7 +212,10 @@ def test_damage_of_a_checkpoint_without_digests_is_named_in_one_line(saved, dama
     newest = saved / "checkpoints" / "4"
     (newest / SUMS).unlink()
     damage(newest)
-    with Checkpoints(saved) as kept, pytest.raises(CannotRunError, match=r"checkpoints/4 is damaged: .") as caught:
+    with (
+        Checkpoints(saved, trust=True) as kept,
+        pytest.raises(CannotRunError, match=r"checkpoints/4 is damaged: .") as caught,
+    ):
         kept.restore(shapes(), shardings(a=1, b=1))
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("Remove that folder to go on from step 3.")
@@ -220,12 +223,24 @@ def test_damage_of_a_checkpoint_without_digests_is_named_in_one_line(saved, dama
     gc.collect()
 
 
-def test_a_checkpoint_without_digests_is_restored_and_a_line_says_so(saved):
-    """Versions of before wrote none."""
+def test_a_checkpoint_without_digests_is_read_only_if_it_is_trusted(saved):
+    """Versions of before wrote none, and who damages files may remove their digests."""
     (saved / "checkpoints" / "3" / SUMS).unlink()
-    with Checkpoints(saved) as kept:
+    with Checkpoints(saved) as kept, pytest.raises(CannotRunError, match=r"3 has no SHA256SUMS: .* --set train\.trust"):
+        kept.position()
+    with Checkpoints(saved, trust=True) as kept:
         same(kept.restore(shapes(), shardings(a=1, b=1)), numbers())
         assert kept.passed_over == ["checkpoint 3 has no SHA256SUMS: whether it is whole is not known"]
+
+
+def test_the_checkpoint_before_one_without_digests_is_taken(saved):
+    with Checkpoints(saved) as kept:
+        kept.save(placed(a=1, b=1), at(4))
+    (saved / "checkpoints" / "4" / SUMS).unlink()
+    with Checkpoints(saved) as kept:
+        assert kept.position().step == 3
+        assert "checkpoint 4 is passed over and kept as 4.damaged: " in kept.passed_over[0]
+        assert kept.passed_over[1:] == ["going on from checkpoint 3"]
 
 
 def test_digests_are_what_sha256sum_checks(saved):

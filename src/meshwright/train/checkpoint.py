@@ -78,12 +78,12 @@ class Checkpoints:
     """The checkpoints of one run folder: the newest ``keep`` of them, and every ``keep_every``-th step for good.
 
     State and position are one unit, whole or absent: a process killed at any moment leaves the previous one. Digests of
-    their files are checked before they are read. With several processes every process calls every method, in the same
-    order. ``passed_over`` has lines to print: damaged checkpoints, the older one that was taken instead, and one that
-    cannot be checked.
+    their files are checked before they are read; one without digests is read if ``trust`` says so. With several
+    processes every process calls every method, in the same order. ``passed_over`` has lines to print: damaged
+    checkpoints, the older one that was taken instead, and one that was not checked.
     """
 
-    def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0) -> None:
+    def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0, trust: bool = False) -> None:
         # Orbax warns of normal conditions, such as a first start in an empty folder; it also raises its errors.
         for logger_name in ("absl", "asyncio"):
             logging.getLogger(logger_name).setLevel(logging.CRITICAL)
@@ -99,6 +99,7 @@ class Checkpoints:
         if getattr(sys.unraisablehook, "func", None) is not _show_unless_closed:
             sys.unraisablehook = partial(_show_unless_closed, sys.unraisablehook)
         self.passed_over: list[str] = []
+        self._trust = trust
         self._newest_step: int | None = None
         self.folder = run.absolute() / CHECKPOINTS
         if is_first():
@@ -215,6 +216,10 @@ class Checkpoints:
             # each process checks its share of the files
             process_share = (jax.process_index(), jax.process_count())
             fault = first_error(partial(require_intact, self.folder / str(step), share=process_share))
+            if not fault and not self._trust and not (self.folder / str(step) / SUMS).is_file():
+                fault = (
+                    f"{self.folder / str(step)} {UNCHECKED}; --set train.trust_checkpoints=true reads it all the same."
+                )
             if not fault:
                 break
             fault_by_step[step] = fault
@@ -224,7 +229,9 @@ class Checkpoints:
                 f"or put a copy of these files back."
             )
         for newer_step, fault in fault_by_step.items():
-            self.passed_over.append(f"checkpoint {newer_step} is damaged and kept as {newer_step}{DAMAGED}: {fault}")
+            self.passed_over.append(
+                f"checkpoint {newer_step} is passed over and kept as {newer_step}{DAMAGED}: {fault}"
+            )
             if is_first():
                 (self.folder / str(newer_step)).rename(self.folder / f"{newer_step}{DAMAGED}")
         if fault_by_step:

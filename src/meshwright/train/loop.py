@@ -339,7 +339,7 @@ def train(
     with ExitStack() as stack:
         # Process 0 locks the folder for all before any file in it changes.
         shared(lambda: str(stack.enter_context(held_alone(path))))
-        store = stack.enter_context(Checkpoints(path, keep=settings.keep_checkpoints, keep_every=settings.keep_every))
+        store = stack.enter_context(open_checkpoints(path, settings))
         position, state = start_state(setup, store)
         from_step = position.step if resume else None
         folder = stack.enter_context(RunFolder(path, texts, step=from_step, writes=is_first()))
@@ -361,6 +361,12 @@ def train(
         result = run.finish()
     wait_for_all("the end of the run")
     return result
+
+
+def open_checkpoints(path: Path, settings: TrainSettings) -> Checkpoints:
+    """Returns the checkpoints of a run's folder, kept as its settings say."""
+    keep, keep_every = settings.keep_checkpoints, settings.keep_every
+    return Checkpoints(path, keep=keep, keep_every=keep_every, trust=settings.trust_checkpoints)
 
 
 def keep_tokenizer(tokenizer: Any, source: str, path: Path) -> None:

@@ -77,7 +77,8 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     0.001). ``outer_rate`` and ``outer_momentum`` are of the outer optimizer of islands (DiLoCo: Nesterov's momentum).
 
     Run: a checkpoint is written every ``checkpoint_every`` steps (0: only at the end). The newest
-    ``keep_checkpoints`` stay, and all at multiples of ``keep_every`` (0: none). Evaluation is on at most
+    ``keep_checkpoints`` stay, and all at multiples of ``keep_every`` (0: none). One whose digests are gone is passed
+    over, unless this resume is told to ``trust_checkpoints``. Evaluation is on at most
     ``evaluate_batches`` batches every ``evaluate_every`` steps (0: only at the end). ``log_every`` is the number of
     steps between plain lines if there is no terminal; ``track`` names services that get the metrics too.
     """
@@ -116,6 +117,7 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     keep_every: int = 0
+    trust_checkpoints: bool = False
     evaluate_every: int = 0
     evaluate_batches: int = 16
     log_every: int = 10

@@ -31,7 +31,7 @@ from meshwright.train.elastic.identity import settings_of
 from meshwright.train.elastic.outer_work import OuterWork, outer_settings
 from meshwright.train.elastic.work import GradientWork
 from meshwright.train.interrupt import stop_on_signals
-from meshwright.train.loop import Flight, OnStep, Run, keep_tokenizer
+from meshwright.train.loop import Flight, OnStep, Run, keep_tokenizer, open_checkpoints
 from meshwright.train.record.metrics import LiveLine, StepRecord
 from meshwright.train.record.result import Stopwatch, TrainResult, measured_memory
 from meshwright.train.record.run_folder import METRICS, RESOLVED, RunFolder, create_run_folder, held_alone
@@ -113,7 +113,7 @@ class _Island:
     def _open_store(self) -> Checkpoints:
         """Returns the checkpoints of the run; called where no island has a state."""
         self._find_path()
-        return Checkpoints(self.path or Path(), keep=self.told.settings.keep_checkpoints)
+        return open_checkpoints(self.path or Path(), self.told.settings)
 
     def _find_path(self) -> None:
         run = self.rounds.links.world.run
@@ -143,7 +143,7 @@ class _Island:
         # A leader that is stopped but not dead keeps the lock; it finds out that it is out before it writes.
         with contextlib.suppress(CannotRunError):
             shared(lambda: str(stack.enter_context(held_alone(path))))
-        store = stack.enter_context(Checkpoints(path, keep=settings.keep_checkpoints, keep_every=settings.keep_every))
+        store = stack.enter_context(open_checkpoints(path, settings))
         tables = {"model": told.model, "strategy": told.strategy, "job": told.job, "train": settings}
         is_new = not (path / METRICS).exists()
         if is_first() and not is_new:
