@@ -54,6 +54,10 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     postponed: Block = ()
 
 
+class StorageError(CannotRunError):
+    """A file of a run cannot be written."""
+
+
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """Stored beside the arrays, so that a mismatch is refused before arrays are read; ``arrays``: `describe_arrays`."""
 
@@ -148,7 +152,7 @@ class Checkpoints:
             message = first_line(error)
             # The reason stands last, behind the names of files.
             reason = getattr(error, "strerror", None) or message.rpartition(": ")[2].rstrip(".")
-            raise CannotRunError(
+            raise StorageError(
                 f"no checkpoint can be written in {self.folder}: {reason}. Make room there, and resume."
             ) from None
 

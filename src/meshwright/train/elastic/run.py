@@ -1,6 +1,7 @@
 """A run in islands: who leads it prints and writes its folder; when that island leaves, another does."""
 
 import contextlib
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.prediction import Prediction
 from meshwright.spec.strategy import Strategy
-from meshwright.train.checkpoint import Checkpoints
+from meshwright.train.checkpoint import Checkpoints, StorageError
 from meshwright.train.elastic.identity import settings_of
 from meshwright.train.elastic.outer_work import OuterWork, outer_settings
 from meshwright.train.elastic.work import GradientWork
@@ -98,6 +99,7 @@ class _Island:
         self.path = told.resume
         self.recent: deque[tuple[Flight, int]] = deque(maxlen=KEPT_ROUNDS * period)
         self.last_end = time.perf_counter()
+        self.fault = ""
         self.result: TrainResult | None = None
 
     def train(self) -> TrainResult | None:
@@ -128,25 +130,40 @@ class _Island:
 
     def _world_begins(self) -> None:
         if self.run and not self.rounds.links.is_leader:
-            self.run = None
-            with contextlib.suppress(CannotRunError):  # another leads, and writes its own
-                self.stack.close()
+            self._let_go()
         elif not self.run and self.rounds.links.is_leader:
             self._find_path()
-            self.run = self._lead()
+            try:
+                self.run = self._lead()
+            except (StorageError, OSError) as error:
+                self._no_storage(error)
+
+    def _no_storage(self, error: Exception) -> None:
+        """Says that files cannot be written, which ends no training: the next checkpoint is tried."""
+        fault = str(error).partition(" Make room")[0].rstrip(".")
+        if fault != self.fault and is_first():
+            print(f"{fault}; training goes on, and tries again", file=sys.stderr, flush=True)
+        self.fault = fault
+
+    def _let_go(self) -> None:
+        self.run = None
+        with contextlib.suppress(CannotRunError, OSError):  # another leads, and writes its own; or storage is lost
+            self.stack.close()
 
     def _lead(self) -> Run:
         told, stack, path, position = self.told, self.stack, self.path, self.work.position
         assert path is not None
         assert position is not None
         settings = told.settings
+        path.mkdir(parents=True, exist_ok=True)  # the storage may have been lost, and be back
         # A leader that is stopped but not dead keeps the lock; it finds out that it is out before it writes.
         with contextlib.suppress(CannotRunError):
             shared(lambda: str(stack.enter_context(held_alone(path))))
         store = stack.enter_context(open_checkpoints(path, settings))
         tables = {"model": told.model, "strategy": told.strategy, "job": told.job, "train": settings}
-        is_new = not (path / METRICS).exists()
+        is_new = not position.step and not (path / METRICS).exists()
         if is_first() and not is_new:
+            (path / METRICS).touch()
             self._write_missing(path / METRICS)
         texts = {RESOLVED: sealed_toml(tables), **told.texts}
         folder = stack.enter_context(RunFolder(path, texts, step=None if is_new else position.step, writes=is_first()))
@@ -196,22 +213,44 @@ class _Island:
             flights.append(Flight(first + i, start, {}, metrics, num_samples, start + step_s, blocks))
             self.recent.append((flights[-1], tokens))
         self.last_end = end
-        run, state = self.run, self.work.state
-        if run is None or state is None:
+        settings, every = self.told.settings, self.told.settings.checkpoint_every or KEPT_ROUNDS
+        is_due = position.step // every > (first - 1) // every and jax.process_count() == 1
+        run = self.run
+        if is_due and self.rounds.links.is_leader and not (run and (run.folder.path / METRICS).is_file()):
+            self._let_go()  # its files are gone
+            self._world_begins()
+            run = self.run
+        elif run and self.work.state:
+            run.flying += flights
+            run.state = self.work.state
+            run.land_all()
+            run.position = position
+        if run is None:
             return
-        run.flying += flights
-        run.state = state
-        run.land_all()
-        run.position = position
-        settings = self.told.settings
-        for every, act in ((settings.checkpoint_every, run.save), (settings.evaluate_every, run.evaluate)):
+        for every, act in ((settings.checkpoint_every, self._save), (settings.evaluate_every, run.evaluate)):
             if every and position.step // every > (first - 1) // every and position.step < settings.steps:
                 run.state = self.work.shared_state()
                 act()
 
+    def _save(self) -> None:
+        assert self.run
+        try:
+            try:
+                self.run.save()
+            except StorageError as error:  # perhaps of the checkpoint before, which was written in the background
+                self._no_storage(error)
+                self.run.save()
+            self.fault = ""
+        except StorageError as error:
+            self._no_storage(error)
+
     def _finish(self) -> None:
+        if self.rounds.links.is_leader and not self.run:
+            self.run = self._lead()
         if self.run:
             self.run.state = self.work.shared_state()
+            with contextlib.suppress(StorageError):  # of an earlier checkpoint
+                self.run.checkpoints.wait()
             self.result = self.run.finish()
 
 

@@ -159,6 +159,7 @@ class RunFolder:
         self.losses: list[float] = []
         self.lost_s: list[float] = []
         self.notes: list[str] = []
+        self._unwritten = b""
         if not writes:
             return
         for name, text in texts.items():
@@ -188,9 +189,14 @@ class RunFolder:
             self._metrics.close()
 
     def record(self, record: StepRecord) -> None:
-        """Writes a line of metrics; a loss that is not finite becomes null, since JSON has no NaN."""
+        """Writes a line of metrics; a loss that is not finite becomes null, since JSON has no NaN.
+
+        What a full disk does not take is written with a later line.
+        """
         if self.writes:
-            self._metrics.write(summed_line(record))
+            self._unwritten += summed_line(record)
+            with contextlib.suppress(OSError):
+                self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
 
     def evaluated(self, record: EvaluationRecord) -> None:
         """Writes a line of evaluations, and removes an earlier one of the same step."""
