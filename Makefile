@@ -32,7 +32,7 @@ unexport VIRTUAL_ENV
 # Byte code kept on disk is most of what makes the second start of JAX faster than the first.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-aot test-aot-tpu test-clients same check format lock setup clean
+.PHONY: help demo test test-slow test-elastic test-aot test-aot-tpu test-clients same check format lock setup clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -46,6 +46,9 @@ test: $(HAS_PACKAGE) torch ## set up, then run the whole default tier of tests (
 
 test-slow: $(HAS_PACKAGE) torch ## the full grids that the default tier has samples of, and the examples (PART=day/20: as CI does)
 	$(PY) -m pytest -m slow $(IN_PARALLEL) --durations=10 $(PART:%=--part %)
+
+test-elastic: $(HAS_PACKAGE) ## islands that train while something fails every 12 seconds (three minutes)
+	$(PY) -m benchmarks.elastic --minutes 2 --calm 0.3 --every 12 --require
 
 test-aot: $(HAS_PACKAGE) $(HAS_TPU) $(HAS_GPU) ## compile real steps for TPUs and GPUs that are not here (5 GB of compilers)
 	$(PY) -m pytest -m aot $(IN_PARALLEL)

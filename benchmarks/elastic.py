@@ -4,14 +4,19 @@ python -m benchmarks.elastic                        15 minutes with faults, 5 wi
 python -m benchmarks.elastic --minutes 2 --every 10 --calm 0.7
 
 A fault is a killed process, a stopped one (it goes on after 6 s) or cut connections, of an island or of the membership
-service, drawn at random. It needs root on Linux: cgroups limit each process to 0.4 core (else the cores of the dead
-speed up the living), and `ss -K` cuts connections. Steps are seen in the run's metrics.jsonl within 5 ms.
+service, drawn at random. As root on Linux cgroups limit each process to 0.4 core (else the cores of the dead speed up the
+living), and `ss -K` cuts connections; elsewhere it says what it goes without. Steps are seen in the run's metrics.jsonl
+within 5 ms.
+
+With --require it ends with 1 unless every fault is over in 10 s, all islands are back in 60 s, and tokens
+are above 60% (two minutes on a busy machine; the figures of 15 minutes are in benchmarks/results).
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -35,7 +40,10 @@ CONFIG = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "float32",
 }  # fmt: skip
-KINDS = ("kill", "stop", "cut")
+CGROUPS = os.access(CGROUP / "cgroup.procs", os.W_OK)
+CUTS = os.geteuid() == 0 and shutil.which("ss") is not None
+KINDS = ("kill", "stop", "cut") if CUTS else ("kill", "stop")
+MOST_WAIT_S, MOST_BACK_S, LEAST_SHARE = 10.0, 60.0, 0.6
 
 
 class Fault(NamedTuple):
@@ -85,7 +93,7 @@ class Elastic:
                 island = int(variables[b"MESHWRIGHT_ISLAND"]) if b"MESHWRIGHT_ISLAND" in variables else -1
                 if island >= 0 or b"islands" in command:
                     found[island] = pid
-                    if pid not in self.limited and island >= 0:
+                    if CGROUPS and pid not in self.limited and island >= 0:
                         (group(island) / "cgroup.procs").write_text(str(pid))
                         self.limited.add(pid)
         return found
@@ -248,8 +256,13 @@ def main() -> None:
     parser.add_argument("--calm", type=float, default=5.0, help="minutes without a fault")
     parser.add_argument("--every", type=float, default=30.0, help="mean seconds between faults")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--require", action="store_true", help="end with 1 unless the bounds hold")
     given = parser.parse_args()
     draw = random.Random(given.seed)
+    print(
+        "" if CGROUPS else "no cgroups: islands are not limited; ",
+        end="" if CUTS else "no ss: connections are not cut\n",
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -281,8 +294,13 @@ def main() -> None:
         share = simulated([f._replace(at=f.at - offset) for f in faults], seconds, step_s, start_s)
         real = (records[-1]["tokens"] - first) / seconds / (calm_tokens / calm_s)
         print(f"goodput simulated with the same faults, a start taking {start_s:.1f} s: {share:.1%}, real {real:.1%}")
-        if os.environ.get("KEEP"):
+        is_bad = (
+            any(f.next_step_s > MOST_WAIT_S or (f.back_s or 1e9) > MOST_BACK_S for f in faults) or real < LEAST_SHARE
+        )
+        if os.environ.get("KEEP") or (given.require and is_bad):
             print((folder / "faults.txt").read_text()[-6000:])
+        if given.require and is_bad:
+            sys.exit("not within the bounds")
 
 
 def report(
