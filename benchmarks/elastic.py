@@ -4,9 +4,9 @@ python -m benchmarks.elastic                        15 minutes with faults, 5 wi
 python -m benchmarks.elastic --minutes 2 --every 10 --calm 0.7
 
 A fault is a killed process, a stopped one (it goes on after 6 s) or cut connections, of an island or of the membership
-service, drawn at random. As root on Linux cgroups limit each process to 0.4 core (else the cores of the dead speed up the
-living), and `ss -K` cuts connections; elsewhere it says what it goes without. Steps are seen in the run's metrics.jsonl
-within 5 ms.
+service, drawn at random. As root on Linux cgroups limit each process to 0.4 core (else the cores of the dead speed up
+the living), and `ss -K` cuts connections; elsewhere it says what it goes without. Steps are seen in the run's
+metrics.jsonl within 5 ms.
 
 With --require it ends with 1 unless every fault is over in 10 s, all islands are back in 60 s, and tokens
 are above 60% (two minutes on a busy machine; the figures of 15 minutes are in benchmarks/results).

@@ -139,6 +139,11 @@ class Checkpoints:
         with self._writing():
             self._manager.save(position.step, args=ocp.args.Composite(**args_by_item), force=True)
 
+    def forget_after(self, step: int) -> None:
+        """Removes checkpoints of later steps: of a leader that died, and whose step the others have done otherwise."""
+        for later_step in [number for number in self.steps() if number > step]:
+            self._manager.delete(later_step)
+
     def wait(self) -> None:
         """Waits until all saved checkpoints are whole on disk."""
         with self._writing():

@@ -160,6 +160,7 @@ class _Island:
         with contextlib.suppress(CannotRunError):
             shared(lambda: str(stack.enter_context(held_alone(path))))
         store = stack.enter_context(open_checkpoints(path, settings))
+        store.forget_after(position.step)
         tables = {"model": told.model, "strategy": told.strategy, "job": told.job, "train": settings}
         is_new = not position.step and not (path / METRICS).exists()
         if is_first() and not is_new:
