@@ -2,7 +2,7 @@
 
     python -m tests.kills.islands [--kills 100] [--seed 0]
 
-All islands are required, so that a step waits for who was killed, and the batch stays whole: losses, samples and weights
+All islands are required, so that a step waits for who was killed, and the batch stays whole: losses, samples, weights
 must be those of a run that nothing interrupted. A kill is meant for one process, for all at once (the run then goes on
 from its newest checkpoint, which may just be being written), or for the membership service. A third of the kills is of
 islands of one process, the others are of islands of two processes with fsdp inside.

@@ -74,6 +74,7 @@ def command(given: Given) -> Answer:
         show(plan_text(ranking))
     say("3/5 train")
     train_result = run_training(plan, {**SETTINGS, "steps": given.steps}, runs=given.out)
+    assert train_result is not None  # it is no island among others
     say("4/5 pictures")
     pictures = _draw(plan, train_result, given.out)
     say("5/5 sample")

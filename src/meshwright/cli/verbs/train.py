@@ -129,6 +129,8 @@ def _run(plan: Plan, settings: Facts, given: Given, *, resume: Path | None = Non
     require_devices(island_plan(plan, identity.count) if identity else plan)
     from meshwright.parallel.processes import is_first
 
+    if given.profiled is not None and identity:
+        raise InputError("--profile is of one program, and islands have one each. Profile a plan of one island.")
     if given.profiled is not None:
         _check_profiled(given.profiled, settings, resume)
     if is_first() and not (identity and identity.island):
@@ -193,6 +195,7 @@ def _run_profiled(
             result = run_training(
                 plan, settings, runs=given.runs, resume=resume, on_step=lambda record: tracer.step_done(record.step_s)
             )
+        assert result is not None
         settings_table = {"weights": plan.job.weights, **settings}
         setup = prepare(plan.model, plan.strategy, plan.job, with_whole_paths(settings_from_table(settings_table)))
         # Compiled by every process: compilers of GPUs share the search for the fastest kernels among them.

@@ -135,7 +135,7 @@ class OuterWork(GradientWork):
         self.metrics, num_steps = [], len(self._period)
         for i in range(num_steps):
             names = [name.removesuffix(f" {i}") for name in there[0] if name.endswith(f" {i}")]
-            mean = {name: np.float32(done.total(f"{name} {i}") / len(there)) for name in names}
+            mean: dict[str, Any] = {name: np.float32(done.total(f"{name} {i}") / len(there)) for name in names}
             self.metrics.append(Metrics(mean.pop("loss"), mean.pop("grad_norm"), mean))
         self._advance(done, num_steps)
 
@@ -167,7 +167,8 @@ class OuterWork(GradientWork):
         """Returns float32 arrays like the weights: in host memory, if this process has all of them."""
         shapes, shardings = (exchanged(self.setup.step, state) for state in self.setup.step.canonical)
         if jax.process_count() == 1:
-            return {name: np.zeros(shape.shape, np.float32) for name, shape in shapes.items()}
+            host_zeros: dict[str, Any] = {name: np.zeros(shape.shape, np.float32) for name, shape in shapes.items()}
+            return host_zeros
         zeros = jax.jit(
             lambda: {n: jnp.zeros(s.shape, jnp.float32) for n, s in shapes.items()}, out_shardings=shardings
         )

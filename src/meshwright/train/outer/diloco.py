@@ -59,8 +59,8 @@ class OuterSettings:
     @classmethod
     def of(cls, sync: Literal["diloco", "local-sgd"], *, rate: float, momentum: float, **fields: Any) -> Self:
         """Returns those of a strategy's ``islands_sync``; local SGD has no rate and momentum of its own."""
-        own = {"rate": rate, "momentum": momentum} if sync == "diloco" else {"rate": 1.0, "momentum": 0.0}
-        return cls(**own, **fields)
+        rate, momentum = (rate, momentum) if sync == "diloco" else (1.0, 0.0)
+        return cls(rate=rate, momentum=momentum, **fields)
 
     def end(self, number: int) -> int:
         """Returns the inner step at whose end exchange ``number`` is, from 1; it is that of fragment (number - 1) mod
