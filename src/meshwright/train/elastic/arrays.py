@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.parallel.held import Tree
 
-Index = tuple[slice, ...]
+_Index = tuple[slice, ...]
 
 
 def on_host(tree: Tree) -> list[np.ndarray]:
@@ -52,7 +52,7 @@ def _placed(arrays: Iterator[np.ndarray], shape: jax.ShapeDtypeStruct, sharding:
     return jax.make_array_from_single_device_arrays(shape.shape, sharding, shards)
 
 
-def _indices(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> list[Index]:
+def _indices(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> list[_Index]:
     if sharding.is_fully_addressable:
         return [(slice(None),) * len(shape.shape)]
     index_by_key = {_key(i): i for i in sharding.addressable_devices_indices_map(shape.shape).values() if i is not None}
@@ -65,5 +65,5 @@ def _parts(array: jax.Array) -> Sequence[jax.Array]:
     return [data for _, data in sorted({_key(shard.index): shard.data for shard in array.addressable_shards}.items())]
 
 
-def _key(index: Index) -> tuple[int, ...]:
+def _key(index: _Index) -> tuple[int, ...]:
     return tuple(part.start or 0 for part in index)
