@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from meshwright.islands.codec import FP32, Codec, Encoded
+from meshwright.islands.exchange import ALIGNED
 
 Result = TypeVar("Result")
 DEADLINE_S = 60.0
@@ -34,7 +35,8 @@ class ThreadMember:
         """See `islands.group.IslandGroup.sum`."""
         shared, rank = self.shared, self.rank
         flat = np.concatenate([np.asarray(array, np.float32).reshape(-1) for array in arrays])
-        own_chunks = np.array_split(flat, self.size)
+        ends = [-(-flat.size * (i + 1) // (self.size * ALIGNED)) * ALIGNED for i in range(self.size - 1)]
+        own_chunks = np.split(flat, ends)  # as `exchange.Links` does
         sizes = [chunk.size for chunk in own_chunks]
         shared.num_sums[rank] += 1
         shared.chunks[rank] = [bytes(codec.encode(chunk)) for chunk in own_chunks]
