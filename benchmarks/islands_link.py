@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.elastic import CONFIG
 
@@ -30,8 +30,8 @@ from meshwright.spec.weights import num_params
 
 COUNT, EVERY, OVERLAP, RATE = 4, 30, 20, "10mbit"
 BRIDGE, SUBNET = "mwbridge", "10.77.0"
-DILOCO = {"islands_sync": "diloco", "outer_every": EVERY}
-VARIANTS = {
+DILOCO: dict[str, Any] = {"islands_sync": "diloco", "outer_every": EVERY}
+VARIANTS: dict[str, dict[str, Any]] = {
     "4 bits, overlap": {**DILOCO, "outer_bits": 4, "outer_overlap": OVERLAP},
     "fp32, overlap": {**DILOCO, "outer_overlap": OVERLAP},
     "fp32": DILOCO,
@@ -161,7 +161,7 @@ def measured(network: Network, folder: Path, name: str, period: int, turns: int)
     finally:
         islands.stop()
         network.limit("")
-    return Measured(*(statistics.median(values) for values in rates.values()), statistics.median(sent))
+    return Measured(statistics.median(rates[""]), statistics.median(rates[RATE]), statistics.median(sent))
 
 
 def main() -> None:
@@ -177,7 +177,7 @@ def main() -> None:
             words += ["--seq", "128", "--set", "strategy.state=fp32", "-o", str(folder / f"{variant}.toml")]
             words += [word for field, value in fields.items() for word in ("--set", f"strategy.{field}={value}")]
             subprocess.run([sys.executable, "-m", "meshwright", *words], check=True, stdout=subprocess.DEVNULL)
-            period = int(fields.get("outer_every", 1))
+            period = fields.get("outer_every", 1)
             by_name[variant] = measured(network, folder, variant, period, turns)
             free, limited, sent = by_name[variant]
             print(
