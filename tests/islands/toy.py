@@ -1,8 +1,13 @@
-"""An island without JAX: its state is a vector, a sample adds a vector of its own. Run as a process by the tests."""
+"""An island without JAX: its state is a vector, a sample adds a vector of its own. Run as a process by the tests.
+
+SIGUSR1 damages its state, SIGUSR2 makes it hang (its threads live), SIGHUP makes it slow and quick again.
+"""
 
 import json
+import signal
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,20 @@ class Toy:
     def __init__(self, folder: Path, step_s: float, every: int) -> None:
         self.folder, self.step_s, self.every = folder, step_s, every
         self.state = np.zeros(WIDTH, np.float32)
+        self.faults: list[int] = []
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: self.faults.append(number))
+
+    def suffer(self) -> None:
+        """Has the faults that were asked for."""
+        while self.faults:
+            fault = self.faults.pop()
+            if fault == signal.SIGUSR1:
+                self.state = self.state + (np.arange(WIDTH, dtype=np.float32) == 3)
+            elif fault == signal.SIGUSR2:
+                time.sleep(1e6)
+            else:
+                self.step_s = self.step_s * 3 if self.step_s < 0.05 else self.step_s / 3
 
     def start(self) -> tuple[int, Ledger]:
         saved = sorted(self.folder.glob("state-*.npz"))
@@ -41,9 +60,13 @@ class Toy:
         return dict.fromkeys(islands, 3)
 
     def compute(self, step: int, block: Block, dealt: dict[int, Block]) -> tuple[Sequence[np.ndarray], Said]:
+        self.suffer()
         time.sleep(self.step_s)
         numbers = sample_numbers(block)
-        said = Said(island=island, process=process, numbers={"samples": len(numbers)}, work_s=self.step_s)
+        digest = f"{zlib.crc32(self.state)}" if step % 5 == 1 else ""
+        said = Said(
+            island=island, process=process, numbers={"samples": len(numbers)}, work_s=self.step_s, digest=digest
+        )
         return [sum(value(number) for number in numbers)], said
 
     def nothing(self) -> Sequence[np.ndarray]:
@@ -94,6 +117,7 @@ if __name__ == "__main__":
             part.rename(Path(folder) / f"state-{record.step:06d}.npz")
 
     rounds = Rounds(member, toy, on_done=done)
+    rounds.say = lambda line: print(line, file=sys.stderr, flush=True)
     rounds.run(int(steps))
     rounds.conclude(lambda: None)
     np.save(Path(folder) / f"end-{island}-{process}.npy", toy.state)

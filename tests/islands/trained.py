@@ -45,7 +45,8 @@ class TrainedRun:
         words += ["--steps", str(steps), *sets("train.held_out=0", "train.log_every=1000", *settings), "--json"]
         self.said = (folder / "said.txt").open("wb")
         self.answer = (folder / "answer.json").open("wb")
-        env = os.environ | {"MESHWRIGHT_CACHE": str(folder.parent / "cache")}
+        path = f"{Path(__file__).parent / 'faulty'}:{ROOT / 'src'}:{ROOT}"
+        env = os.environ | {"MESHWRIGHT_CACHE": str(folder.parent / "cache"), "PYTHONPATH": path}
         command = [*PROGRAM, "launch", *launched, "--elastic", "--devices", "1", "--", *words]
         self.child = subprocess.Popen(
             command, stdout=self.answer, stderr=self.said, env=env, cwd=ROOT, start_new_session=True

@@ -13,10 +13,15 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from meshwright.core.errors import CannotRunError
 from meshwright.islands.codec import FP32, Codec
 from meshwright.islands.exchange import Links, LostIslandsError, WorldChangedError
 from meshwright.islands.ledger import Block, Ledger, deal, handed_over
 from meshwright.islands.member import Member, OutError
+from meshwright.islands.watch import GoBackError, StepTimeouts, Stragglers, odd_islands
+
+MOST_ODD = 3
+"""How often an island's state may differ from that of the others before it ends."""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +57,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     has_sums: bool = False
     open_step: OpenStep | None = None
     ledger: Ledger = Ledger()
+    agreed: int = 0
     last: list[Said] = []
     facts: dict[str, Any] = {}
 
@@ -90,7 +96,10 @@ class Work(Protocol):
 
 
 class Rounds:
-    """Runs steps with the others until the last; ``on_done`` is called after each, ``on_world`` when one begins."""
+    """Runs steps with the others until the last; ``on_done`` is called after each, ``on_world`` when one begins.
+
+    ``on_done`` may raise GoBackError, in all islands or in none. ``say`` gets lines in the process that decides.
+    """
 
     def __init__(
         self,
@@ -104,7 +113,11 @@ class Rounds:
         self.member, self.work, self.codec = member, work, codec
         self._on_done, self._on_world = on_done, on_world
         self.asks_stop: Callable[[], bool] = lambda: False
+        self.say: Callable[[str], None] = lambda line: None
+        self.is_long: Callable[[int], bool] = lambda step: False  # what follows a step, such as an evaluation
+        self._stragglers, self._pace, self._times_odd = Stragglers(), StepTimeouts(member.timeouts), 0
         self.step: int | None = None
+        self.agreed, self.trusted = 0, -1  # the last step known to be alike in all; if >= 0, files after it are suspect
         self.ledger = Ledger()
         self._open: OpenStep | None = None
         self._arrays: Sequence[np.ndarray] | None = None
@@ -123,7 +136,7 @@ class Rounds:
     def run(self, steps: int) -> bool:
         """Runs steps up to this number; False if one asked to stop before."""
         self.member.ready()
-        self._together(lambda: None, settled=False)
+        self._together(self._settle)
         while self.step is not None and self.step < steps:
             self._together(self._step)
             if any(one.stops for one in self._last):
@@ -149,22 +162,23 @@ class Rounds:
             self._together(act)
         self.member.leave()
 
-    def _together(self, act: Callable[[], None], *, settled: bool = True) -> None:
+    def _together(self, act: Callable[[], None]) -> None:
         """Acts; after a fault in it, or in the world that follows, settles with those who remain."""
         while True:
             try:
-                if not settled:
-                    self._settle()
-                return act() if settled else None
+                return act()
             except WorldChangedError:
-                settled = False
+                act = self._settle
             except LostIslandsError as error:
                 self.member.lost(error)
-                settled = False
+                act = self._settle
             except OutError:
                 self._forget()
                 self.member.ready()
-                settled = False
+                act = self._settle
+            except GoBackError:
+                self._forget()
+                act = self._agree
 
     def _forget(self) -> None:
         self.step = self._open = self._arrays = self._sums = None
@@ -193,6 +207,7 @@ class Rounds:
         own = msgspec.structs.replace(self._own, stops=self.asks_stop(), switches=switches)
         said = links.meet(own)
         self._commit(said)
+        self._compare(said)
         if any(one.switches for one in said if one.island == links.world.leader and one.process == 0):
             raise WorldChangedError
 
@@ -212,17 +227,51 @@ class Rounds:
         sums, self.ledger, self._last = self._sums, self._open.after, said
         self._open = self._arrays = self._sums = None
         self.work.apply(sums, done)
+        self.member.timeouts = self.links.timeouts = self._pace.step_done(is_long=self.is_long(self.step))
+        for line in self._stragglers.seen({one.island: one.work_s for one in done.firsts if one.work_s}):
+            self._tell(line)
         self._on_done(done)
+
+    def _compare(self, said: list[Said]) -> None:
+        """Who does not hold what the others hold takes their state; if nobody knows who is right, all go back."""
+        assert self.step is not None
+        odd = odd_islands([(one.island, one.digest) for one in said])
+        if not odd:
+            self.agreed = self.step - 1 if all(one.digest for one in said) else self.agreed
+            return
+        if self.links.world.leader in odd:
+            self.trusted = self.agreed
+        names = " and ".join(map(str, sorted(odd)))
+        if odd == {one.island for one in said}:
+            self._tell(f"islands {names} hold different states, and nobody knows which is right: all go back")
+            raise GoBackError
+        self._tell(f"the state of island {names} is not that of the others: it takes theirs")
+        if self.member.place.island in odd:
+            self._times_odd += 1
+            if self._times_odd >= MOST_ODD:
+                raise CannotRunError(f"the state of this island has differed {MOST_ODD} times. See to its hardware.")
+            self._forget()
+        self._agree()
+
+    def _tell(self, line: str) -> None:
+        if self.links.decides:
+            self.say(line)
 
     # -- a new world -----------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Joins the next world and agrees on the state: afterwards all hold that of the newest step."""
+        """Joins the next world, and agrees with it."""
+        self._pace.pause()
         self.member.join()
+        self._agree()
+
+    def _agree(self) -> None:
+        """Agrees on the state: afterwards all hold that of the newest step."""
         statuses = self.links.meet(self._status())
         if all(status.step is None for status in statuses):
             if self.links.is_leader:  # the others get its state
                 self.step, self.ledger = self.work.start()
+                self.agreed = self.step
             statuses = self.links.meet(self._status(), patience=self.member.timeouts.start_s)
         newest = max(status.step for status in statuses if status.step is not None)
         if self.step == newest - 1 and self._sums is not None:
@@ -244,8 +293,10 @@ class Rounds:
             if blocks[self.member.place.island] != self._open.blocks.get(self.member.place.island):
                 self._arrays = None  # of no sample
             self._open = msgspec.structs.replace(self._open, blocks=blocks, after=after)
+        self.agreed = max(status.agreed for status in statuses if status.step == newest)
         self.member.settled()
         self._on_world()
+        self.trusted = -1
 
     def _status(self) -> Status:
         return Status(
@@ -254,6 +305,7 @@ class Rounds:
             has_sums=self._sums is not None,
             open_step=self._open,
             ledger=self.ledger,
+            agreed=self.agreed,
             last=self._last,
             facts=self.work.facts() if self.step is not None else {},
         )

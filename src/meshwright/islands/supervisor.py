@@ -7,7 +7,7 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -79,9 +79,11 @@ class Supervisor:
         finally:
             for keeper in [*keepers, *tasks]:
                 keeper.cancel()
+            await asyncio.gather(*keepers, *tasks, return_exceptions=True)
             self._send(signal.SIGKILL)
             if self.service and self.service.returncode is None:
                 self.service.kill()
+                await self.service.wait()
         statuses = [island.status for island in self.islands if island.status is not None]
         return next((status for status in (EX_TEMPFAIL, 0) if status in statuses), min(statuses, default=1))
 
@@ -177,12 +179,13 @@ class Supervisor:
         while True:
             with suppress(OSError, ValueError, asyncio.IncompleteReadError, TimeoutError):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-                writer.write(packed(Watch(self.key)))
-                while True:
-                    event = await asyncio.wait_for(read(reader), SILENT_S)
-                    self._heard_at = time.monotonic()
-                    if isinstance(event, Event):
-                        self._heed(event)
+                with closing(writer):
+                    writer.write(packed(Watch(self.key)))
+                    while True:
+                        event = await asyncio.wait_for(read(reader), SILENT_S)
+                        self._heard_at = time.monotonic()
+                        if isinstance(event, Event):
+                            self._heed(event)
             if self.service and time.monotonic() - self._heard_at > 2 * SILENT_S:
                 self._say(f"the membership service is silent for {2 * SILENT_S:g} s")
                 with suppress(ProcessLookupError):
@@ -200,6 +203,8 @@ class Supervisor:
                 island.out_since = 0.0
             if island.out_since and now - island.out_since > HUNG_S:
                 island.out_since = 0.0
+                if any(child.returncode is None for child in island.children):
+                    self._say(f"island {island.number} has not come back in {HUNG_S:g} s and is killed")
                 for child in island.children:
                     with suppress(ProcessLookupError):
                         child.kill()

@@ -27,7 +27,7 @@ TrackerKind = Literal["tensorboard", "wandb"]
 
 _NOT_NEGATIVE = (
     *("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio", "z_loss", "balance_loss", "router_z_loss"),
-    *("correction_rate", "checkpoint_every", "keep_every", "evaluate_every"),
+    *("correction_rate", "checkpoint_every", "keep_every", "evaluate_every", "compare_every"),
 )
 _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("steps", "log_every", "keep_checkpoints", "evaluate_batches"), lambda n: n >= 1, "be at least 1"),
@@ -78,9 +78,11 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Run: a checkpoint is written every ``checkpoint_every`` steps (0: only at the end). The newest
     ``keep_checkpoints`` stay, and all at multiples of ``keep_every`` (0: none). One whose digests are gone is passed
-    over, unless this resume is told to ``trust_checkpoints``. Evaluation is on at most
-    ``evaluate_batches`` batches every ``evaluate_every`` steps (0: only at the end). ``log_every`` is the number of
-    steps between plain lines if there is no terminal; ``track`` names services that get the metrics too.
+    over, unless this resume is told to ``trust_checkpoints``. Evaluation is on at most ``evaluate_batches`` batches
+    every ``evaluate_every`` steps (0: only at the end). Islands compare the bits of their states every
+    ``compare_every`` steps (0: never): an odd one takes that of the others, and if nobody knows who is right
+    all go back to the newest checkpoint. ``log_every`` is the number of steps between plain lines if there is no
+    terminal; ``track`` names services that get the metrics too.
     """
 
     steps: int = 100
@@ -117,6 +119,7 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     keep_every: int = 0
+    compare_every: int = 50
     trust_checkpoints: bool = False
     evaluate_every: int = 0
     evaluate_batches: int = 16

@@ -169,15 +169,28 @@ def start_words(settings: TrainSettings, model: Model) -> str:
 
 
 def fingerprint(params: Params) -> str:
-    """Returns 8 hexadecimal digits, the same on every mesh, which almost surely differ for other values or shapes; ""
-    for no weights."""
+    """Returns the `digest` of weights in the order of their names; "" for no weights."""
+    return digest([params[name] for name in sorted(params)]) if params else ""
+
+
+def digest(arrays: Sequence[Array]) -> str:
+    """Returns 8 hexadecimal digits, the same on every mesh, which almost surely differ for other values or shapes."""
+    return f"{zlib.crc32(np.asarray(_bit_sums(arrays), np.uint32).tobytes()):08x}"
+
+
+@jax.jit
+def _bit_sums(arrays: Sequence[Array]) -> list[Array]:
+    """Returns the sum of each array's bits, weighted by odd numbers, without moving a shard."""
 
     def of_array(array: Array) -> Array:
-        bits = jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.uint32).ravel()
-        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.uint32)
+        number, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+        for dim in reversed(range(bits.ndim)):
+            number += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+            stride *= bits.shape[dim]
+        return jnp.sum(bits * (2 * number + 1), dtype=jnp.uint32)
 
-    array_sums = jax.jit(lambda weights: [of_array(weights[name]) for name in sorted(weights)])(params)
-    return f"{zlib.crc32(np.asarray(array_sums, np.uint32).tobytes()):08x}" if params else ""
+    return [of_array(array) for array in arrays]
 
 
 def require_same_tokenizer(run: Path, data: Data) -> None:

@@ -1,6 +1,7 @@
 """What one island does from one exchange to the next: whole steps of its own, and the update by the outer gradient."""
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,6 +105,7 @@ class OuterWork(GradientWork):
     def compute(self, step: int, block: Block, dealt: dict[int, Block]) -> tuple[Sequence[np.ndarray], Said]:
         """Runs the inner steps of a period. Returns the differences of the fragment that is due, and all losses."""
         start_s, job, period = time.perf_counter(), self.setup.job, self._period
+        outer_digest = self._digest(step)
         samples, size = sample_numbers(block), job.batch_seqs
         due = max(period[-1] - self.outer.settings.overlap, period[0])
         metrics: list[Metrics] = []
@@ -121,7 +123,16 @@ class OuterWork(GradientWork):
         numbers = {f"{name} {i}": value for i, own in enumerate(metrics) for name, value in _numbers(own).items()}
         work_s = time.perf_counter() - start_s
         numbers[TOKENS] = tokens
-        return arrays, Said(island=self._place[0], process=self._place[1], numbers=numbers, work_s=work_s)
+        return arrays, Said(
+            island=self._place[0], process=self._place[1], numbers=numbers, work_s=work_s, digest=outer_digest
+        )
+
+    def _digest(self, step: int) -> str:
+        """Returns that of the outer weights and momentum, in every round."""
+        checksum = 0
+        for view in views(list(self.outer.state().values())) if self.setup.settings.compare_every else ():
+            checksum = zlib.crc32(view, checksum)
+        return f"{checksum:08x}" if checksum else ""
 
     def nothing(self) -> Sequence[np.ndarray]:
         """Returns the differences of no sample."""

@@ -27,7 +27,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.prediction import Prediction
 from meshwright.spec.strategy import Strategy
-from meshwright.train.checkpoint import Checkpoints, StorageError
+from meshwright.train.checkpoint import CHECKPOINTS, DAMAGED, Checkpoints, StorageError
 from meshwright.train.elastic.identity import settings_of
 from meshwright.train.elastic.outer_work import OuterWork, outer_settings
 from meshwright.train.elastic.work import GradientWork
@@ -70,6 +70,11 @@ def train_island(identity: Identity, told: IslandRun) -> TrainResult | None:
     return _Island(identity, told).train()
 
 
+def say_on_stderr(line: str) -> None:
+    """Prints a line of a run that has no folder to itself."""
+    print(line, file=sys.stderr, flush=True)
+
+
 class _Island:
     """One island; `run` is there while it leads."""
 
@@ -92,6 +97,8 @@ class _Island:
         )
         codec = codec_of(told.islands.outer_bits)
         self.rounds = Rounds(self.member, self.work, codec=codec, on_done=self._done, on_world=self._world_begins)
+        self.rounds.say, self.rounds.is_long = say_on_stderr, self._is_long
+        self._end_of = outer.end if outer else lambda number: number
         if isinstance(self.work, OuterWork):
             self.work.begin_sum = self.rounds.begin_sum
         self.run: Run | None = None
@@ -114,7 +121,9 @@ class _Island:
 
     def _open_store(self) -> Checkpoints:
         """Returns the checkpoints of the run; called where no island has a state."""
+        self._let_go()  # all go back
         self._find_path()
+        self._set_aside()
         return open_checkpoints(self.path or Path(), self.told.settings)
 
     def _find_path(self) -> None:
@@ -128,10 +137,21 @@ class _Island:
 
     # -- the leader ---------------------------------------------------------------------------------------
 
+    def _set_aside(self) -> None:
+        """Renames checkpoints of a state that may have been damaged before it was seen."""
+        for folder in (self.path or Path()).glob(f"{CHECKPOINTS}/*[0-9]") if self.rounds.trusted >= 0 else ():
+            is_later = folder.name.isdecimal() and int(folder.name) > self._end_of(self.rounds.trusted)
+            if is_first() and is_later:
+                say_on_stderr(
+                    f"checkpoint {folder.name} may hold a damaged state and is kept as {folder.name}{DAMAGED}"
+                )
+                folder.rename(folder.with_name(folder.name + DAMAGED))
+
     def _world_begins(self) -> None:
-        if self.run and not self.rounds.links.is_leader:
+        if self.run and (not self.rounds.links.is_leader or self.rounds.trusted >= 0):
             self._let_go()
-        elif not self.run and self.rounds.links.is_leader:
+        if not self.run and self.rounds.links.is_leader:
+            self._set_aside()
             self._find_path()
             try:
                 self.run = self._lead()
@@ -142,7 +162,7 @@ class _Island:
         """Says that files cannot be written, which ends no training: the next checkpoint is tried."""
         fault = str(error).partition(" Make room")[0].rstrip(".")
         if fault != self.fault and is_first():
-            print(f"{fault}; training goes on, and tries again", file=sys.stderr, flush=True)
+            say_on_stderr(f"{fault}; training goes on, and tries again")
         self.fault = fault
 
     def _let_go(self) -> None:
@@ -197,6 +217,12 @@ class _Island:
                 if flight.number > last_step:
                     file.write(summed_line(_bare_record(flight, tokens, self.told.job)))
 
+    def _is_long(self, number: int) -> bool:
+        """True if a checkpoint or an evaluation follows an exchange."""
+        first, last, settings = self._end_of(number - 1), self._end_of(number), self.told.settings
+        periods = settings.checkpoint_every, settings.evaluate_every
+        return any(every and last // every > first // every for every in periods)
+
     # -- steps --------------------------------------------------------------------------------------------
 
     def _done(self, done: Done) -> None:
@@ -212,6 +238,8 @@ class _Island:
             start = self.last_end + i * step_s
             tokens += num_samples * job.seq_len
             flights.append(Flight(first + i, start, {}, metrics, num_samples, start + step_s, blocks))
+            while self.recent and self.recent[-1][0].number >= first + i:  # all went back
+                self.recent.pop()
             self.recent.append((flights[-1], tokens))
         self.last_end = end
         settings, every = self.told.settings, self.told.settings.checkpoint_every or KEPT_ROUNDS

@@ -14,7 +14,7 @@ from meshwright.islands.rounds import Done, Said
 from meshwright.parallel.train_step import Metrics, State
 from meshwright.train.checkpoint import Checkpoints, Position, reordered
 from meshwright.train.elastic.arrays import empty, on_devices, on_host
-from meshwright.train.setup import Setup, start_state
+from meshwright.train.setup import Setup, digest, start_state
 
 PLANNED = "planned"
 """Name of the number of labels by which gradients were divided, before it was known whose samples would be there."""
@@ -83,9 +83,19 @@ class GradientWork:
         arrays = on_host(grads)
         numbers = {name: float(loss) for name, loss in losses.items()} | {PLANNED: totals["num_labels"]}
         said = Said(
-            island=self._place[0], process=self._place[1], numbers=numbers, work_s=time.perf_counter() - start_s
+            island=self._place[0],
+            process=self._place[1],
+            numbers=numbers,
+            work_s=time.perf_counter() - start_s,
+            digest=self._digest(step),
         )
         return arrays, said
+
+    def _digest(self, step: int) -> str:
+        """Returns that of the state before a step, if it is due."""
+        every = self.setup.settings.compare_every
+        leaves = [leaf for leaf in jax.tree.leaves(self.state) if leaf.sharding.memory_kind != "pinned_host"]
+        return digest(leaves) if every and step > 1 and step % every == 1 % every else ""
 
     def nothing(self) -> Sequence[np.ndarray]:
         """Returns the gradients of no sample."""

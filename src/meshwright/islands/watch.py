@@ -1,0 +1,79 @@
+"""What is seen in what all islands say of their steps: states that differ, slow islands, and how long to wait."""
+
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import msgspec
+
+from meshwright.islands.exchange import Timeouts
+
+SLOW, SLOW_STEPS = 1.5, 20
+"""An island is slow whose work takes this many times the median of the others' for so many steps in a row."""
+LEAST_STEP_S, STEPS_TO_WAIT, PACED_STEPS = 30.0, 10, 5
+"""Others are waited for as long as this many steps take, at least so many seconds; known after so many steps."""
+
+
+class GoBackError(Exception):
+    """The run goes back to its newest checkpoint, in all islands alike."""
+
+
+def odd_islands(digests: Sequence[tuple[int, str]]) -> frozenset[int]:
+    """Returns the islands whose digests, one of each process, are not those of most; all islands if nobody knows whose
+    are right. "" is no digest."""
+    by_island: dict[int, list[str]] = {}
+    for island, digest in digests:
+        by_island.setdefault(island, []).append(digest)
+    words = {island: " ".join(own) for island, own in by_island.items() if all(own)}
+    ranked = Counter(words.values()).most_common(2)
+    if len(ranked) < 2:
+        return frozenset()
+    is_known = ranked[0][1] > ranked[1][1]
+    return frozenset(island for island, own in words.items() if not is_known or own != ranked[0][0])
+
+
+class Stragglers:
+    """Follows the seconds that islands work in each step."""
+
+    def __init__(self) -> None:
+        self._slow: set[int] = set()
+        self._steps: Counter[int] = Counter()
+
+    def seen(self, work_s: dict[int, float]) -> list[str]:
+        """Returns lines on islands that have become slow, and on those that no longer are."""
+        lines = []
+        for island, own_s in work_s.items():
+            others_s = statistics.median([s for other, s in work_s.items() if other != island] or [own_s])
+            is_slow = own_s > SLOW * others_s
+            self._steps[island] = self._steps[island] + 1 if is_slow != (island in self._slow) else 0
+            if self._steps[island] == SLOW_STEPS:
+                self._steps[island] = 0
+                self._slow ^= {island}
+                figures = f"it works {own_s:.3g} s a step and the others {others_s:.3g} s"
+                lines.append(f"island {island} is {'slow' if is_slow else 'no longer slow'}: {figures}")
+        return lines
+
+
+class StepTimeouts:
+    """Derives timeouts from the time that steps take, each still longer than the one that it contains."""
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._first, self._since = timeouts, 0.0
+        self._step_s: deque[float] = deque(maxlen=50)
+
+    def pause(self) -> None:
+        """Leaves the time up to the next step out."""
+        self._since = 0.0
+
+    def step_done(self, *, is_long: bool) -> Timeouts:
+        """Returns the timeouts from now on; the next step may take longer than others if it ``is_long``."""
+        now, since = time.monotonic(), self._since
+        self._since = 0.0 if is_long else now
+        if since:
+            self._step_s.append(now - since)
+        step_s = self._first.step_s
+        if len(self._step_s) >= PACED_STEPS:
+            step_s = max(min(step_s, LEAST_STEP_S), STEPS_TO_WAIT * statistics.median(self._step_s))
+        start_s = max(self._first.start_s, 3 * step_s)
+        return msgspec.structs.replace(self._first, step_s=start_s / 2 if is_long else step_s, start_s=start_s)

@@ -1,0 +1,65 @@
+"""A bit of an island's state flips while a model is trained: it is seen, and the run ends as it would have."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.islands.trained import TrainedRun, write_plan
+
+STEPS = 150
+SETTINGS = ["train.compare_every=5", "train.checkpoint_every=25", "train.keep_checkpoints=10"]
+
+
+def losses(run: TrainedRun) -> dict[int, float]:
+    """Returns the loss of each step. Raises AssertionError if one is there twice."""
+    records = run.records()
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    return {record["step"]: record["loss"] for record in records}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corruption")
+    write_plan(folder, "--on", "2*cpu:1@10Gbit/s", "--batch", "8seq")
+    return folder
+
+
+def test_where_two_differ_both_go_back_and_the_losses_are_those_without_a_fault(folder: Path):
+    with TrainedRun(folder, ["-n", "2"], steps=STEPS, settings=SETTINGS) as run:
+        run.end()
+        calm = losses(run)
+    run.runs.rename(folder / "calm")
+    with TrainedRun(folder, ["-n", "2"], steps=STEPS, settings=SETTINGS) as run:
+        run.until_step(60)
+        run.kill(0, number=signal.SIGUSR1)
+        run.until("islands 0 and 1 hold different states, and nobody knows which is right: all go back")
+        run.end()
+        assert losses(run) == calm
+        assert "may hold a damaged state" not in run.text()
+    run.runs.rename(folder / "two")
+
+
+def test_checkpoints_since_states_were_last_alike_are_not_trusted(folder: Path):
+    settings = ["train.compare_every=40", "train.checkpoint_every=10", "train.keep_checkpoints=20"]
+    with TrainedRun(folder, ["-n", "2"], steps=STEPS, settings=settings) as run:
+        run.until_step(55)
+        run.kill(0, number=signal.SIGUSR1)
+        run.until("nobody knows which is right: all go back")
+        run.until("checkpoint 80 may hold a damaged state and is kept as 80.damaged")
+        run.end()
+        losses(run)
+        assert (run.run / "checkpoints" / "80").is_dir()
+        kept = sorted(int(path.stem) for path in run.run.glob("checkpoints/*.damaged"))
+        assert kept == [50, 60, 70, 80]
+    run.runs.rename(folder / "trusted")
+
+
+def test_of_three_the_odd_one_takes_the_state_of_the_others(folder: Path):
+    with TrainedRun(folder, ["-n", "3"], steps=STEPS, settings=SETTINGS) as run:
+        run.until_step(60)
+        run.kill(1, number=signal.SIGUSR1)
+        run.until("the state of island 1 is not that of the others: it takes theirs")
+        run.end()
+        losses(run)
+        assert run.text().count("is not that of the others") == 1
