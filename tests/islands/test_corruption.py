@@ -1,5 +1,6 @@
-"""A bit of an island's state flips while a model is trained: it is seen, and the run ends as it would have."""
+"""A bit of a state flips, or a gradient is NaN, while islands train: it is seen, and said what follows."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -63,3 +64,32 @@ def test_of_three_the_odd_one_takes_the_state_of_the_others(folder: Path):
         run.end()
         losses(run)
         assert run.text().count("is not that of the others") == 1
+
+
+@pytest.mark.parametrize("policy", ["rollback", "skip", "stop"])
+def test_a_gradient_that_is_not_finite_has_what_is_set_follow_in_all_islands(folder: Path, policy: str):
+    settings = [f"train.on_bad_loss={policy}", "train.checkpoint_every=25"]
+    with TrainedRun(folder, ["-n", "2"], steps=STEPS, settings=settings) as run:
+        run.until_step(60)
+        run.kill(1, number=signal.SIGUSR2)
+        fault = r"the loss is [0-9.]+ and the norm of the gradient nan"
+        if policy == "stop":
+            assert run.child.wait(90) == 3
+            assert re.search(rf"{fault} at step \d+ with learning_rate=", run.text())
+            assert run.records()[-1]["grad_norm"] is None
+        else:
+            run.end()
+            remedy = {
+                "rollback": r"all go back to the newest checkpoint, and on with sample (\d+)",
+                "skip": "its update is left out, and its samples are skipped",
+            }[policy]
+            step = int(re.search(rf"step (\d+): {fault}; {remedy}", run.text())[1])
+            is_whole = [record["grad_norm"] is not None for record in run.records()]
+            losses(run)
+            assert is_whole.count(False) == (policy == "skip")
+            assert is_whole[step - 1] == (policy != "skip")
+            samples = {
+                sample for record in run.records() for block in record["islands"].values() for sample, _ in block
+            }
+            assert (max(samples) >= 8 * STEPS) == (policy == "rollback"), "data that were skipped"
+    run.runs.rename(folder / policy)

@@ -138,6 +138,7 @@ class Checkpoints:
         args_by_item |= {BESIDE: ocp.args.StandardSave(beside)} if beside else {}
         with self._writing():
             self._manager.save(position.step, args=ocp.args.Composite(**args_by_item), force=True)
+        self._newest_step = None
 
     def forget_after(self, step: int) -> None:
         """Removes checkpoints of later steps: of a leader that died, and whose step the others have done otherwise."""

@@ -3,7 +3,6 @@
 Steps are dispatched, awaited and recorded; checkpoints and evaluations come between them.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.toml_file import sealed_toml
 from meshwright.core.units import format_seconds
 from meshwright.islands.ledger import Block
+from meshwright.islands.watch import GoBackError
 from meshwright.nn.hf.beside import keep_beside
 from meshwright.nn.hf.gguf import as_folder
 from meshwright.nn.hf.tokenizer import TOKENIZER
@@ -34,6 +34,7 @@ from meshwright.spec.model import Model
 from meshwright.spec.prediction import Prediction
 from meshwright.spec.strategy import Strategy
 from meshwright.spec.weights import has_frozen_matrices
+from meshwright.train.bad_loss import LossWatch
 from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data.batches import Ahead
 from meshwright.train.data.tokenizer import save_tokenizer
@@ -112,17 +113,38 @@ class Run:
         self.job, self.settings = self.setup.job, self.setup.settings
         self.rates = learning_rate(self.settings)(np.arange(self.settings.steps))
         self.losses = list(self.folder.losses)
+        self.loss_watch, self._program = LossWatch(self.settings), None
 
     # -- steps ---------------------------------------------------------------------------------------
 
     def steps(self) -> None:
-        """Compiles the step, then runs steps until the last, a request to stop, or one that is not finite."""
+        """Compiles the step, then runs steps until the last, a request to stop, or a bad loss that ends the run."""
+        while True:
+            try:
+                return self._steps()
+            except GoBackError as error:
+                self._go_back(str(error))
+
+    def _go_back(self, fault: str) -> None:
+        """Takes the newest checkpoint, and skips the data since then."""
+        self.flying.clear()
+        self.checkpoints.wait()
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()  # two states may be more than there is room for
+        samples, (position, self.state) = self.position.samples, start_state(self.setup, self.checkpoints)
+        self.position = msgspec.structs.replace(position, samples=samples)
+        del self.losses[position.step :]
+        self.folder.go_back(position.step)
+        self.live.say(f"{fault}; back to step {position.step}, without samples {position.samples} to {samples - 1}")
+        self.last_end = time.perf_counter()
+
+    def _steps(self) -> None:
         shardings = self.setup.step.batch_shardings
         with self.setup.batches.ahead(self.position.samples, shardings) as reader:
             if self.position.step >= self.settings.steps:
                 return
             batch = self._read(reader)
-            compiled_step = self._compile(batch)
+            compiled_step = self._program = self._program or self._compile(batch)
             for step in range(self.position.step + 1, self.settings.steps + 1):
                 start_s = time.perf_counter()
                 self.state, metrics = compiled_step(self.state, batch)
@@ -175,14 +197,26 @@ class Run:
             self.folder.record(record)
             self.live.show(record)
             self.tracking.record(record)
-            if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
-                self._give_up(flight, record)
+            if not flight.blocks:  # islands judge together
+                self._judge(flight, record)
             try:
                 if self.on_step:
                     self.on_step(record)
             except KeyboardInterrupt:
                 # The state is whole between steps, so this ends like a Ctrl-C that the handler received.
                 self.request.ask()
+
+    def _judge(self, flight: Flight, record: StepRecord) -> None:
+        fault = self.loss_watch.fault(record.loss, record.grad_norm)
+        policy = self.loss_watch.policy() if fault else "none"
+        if policy == "stop":
+            self.give_up(fault, record.step, flight.batch)
+        if policy == "rollback":
+            raise GoBackError(f"step {record.step}: {fault}")
+        if policy == "skip":
+            last = self.position.samples - 1
+            skipped = f"samples {last + 1 - flight.samples} to {last} are skipped"
+            self.live.say(f"step {record.step}: {fault}; its update is left out, {skipped}")
 
     def _record(self, flight: Flight) -> StepRecord:
         metrics = on_host(flight.metrics)
@@ -285,20 +319,17 @@ class Run:
             load_max_over_mean=typical_step_s(self.loads),
         )
 
-    def _give_up(self, flight: Flight, record: StepRecord) -> None:
-        """Ends a run without a finite loss or gradient; the error names the array."""
+    def give_up(self, fault: str, step: int, batch: Batch) -> None:
+        """Ends a run by a bad loss; the error names an array of the batch's gradients that is not finite."""
         self.folder.summarise({**msgspec.to_builtins(self._result()), "diverged": True})
-        fault = f"the loss is {record.loss}"
-        if math.isfinite(record.loss):
-            fault = f"the loss is {record.loss:.4g} and the norm of the gradient {record.grad_norm}"
-        place_text = where_not_finite(self.setup.step, self.state, flight.batch)
+        place_text = f": {where_not_finite(self.setup.step, self.state, batch)}" if batch else ""
         settings, held_steps = self.settings, self.checkpoints.steps()
         setting_of = {"mtp_weight": self.setup.step.model.mtp_weight, **msgspec.structs.asdict(settings)}
         remedies = "".join(f", or a lower {name}={setting_of[name]:g}" for name in LOSS_WEIGHTS if setting_of[name] > 1)
         saved_text = f"the checkpoint of step {held_steps[-1]} and the metrics are" if held_steps else "the metrics are"
         raise CannotRunError(
-            f"{fault} at step {record.step} with learning_rate={settings.learning_rate:g} and "
-            f"warmup_steps={settings.warmup_steps}: {place_text}. Use a lower rate or a longer warmup{remedies}; "
+            f"{fault} at step {step} with learning_rate={settings.learning_rate:g} and "
+            f"warmup_steps={settings.warmup_steps}{place_text}. Use a lower rate or a longer warmup{remedies}; "
             f"{saved_text} in {self.folder.path}."
         )
 

@@ -23,11 +23,12 @@ PYDOC = "pydoc"
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "rsqrt"]
 Rounding = Literal["nearest", "stochastic"]
 LossOn = Literal["completion", "assistant", "all"]
+BadLoss = Literal["stop", "skip", "rollback"]
 TrackerKind = Literal["tensorboard", "wandb"]
 
 _NOT_NEGATIVE = (
     *("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio", "z_loss", "balance_loss", "router_z_loss"),
-    *("correction_rate", "checkpoint_every", "keep_every", "evaluate_every", "compare_every"),
+    *("correction_rate", "checkpoint_every", "keep_every", "evaluate_every", "compare_every", "loss_spike"),
 )
 _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("steps", "log_every", "keep_checkpoints", "evaluate_batches"), lambda n: n >= 1, "be at least 1"),
@@ -81,8 +82,11 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     over, unless this resume is told to ``trust_checkpoints``. Evaluation is on at most ``evaluate_batches`` batches
     every ``evaluate_every`` steps (0: only at the end). Islands compare the bits of their states every
     ``compare_every`` steps (0: never): an odd one takes that of the others, and if nobody knows who is right
-    all go back to the newest checkpoint. ``log_every`` is the number of steps between plain lines if there is no
-    terminal; ``track`` names services that get the metrics too.
+    all go back to the newest checkpoint. ``on_bad_loss`` says what follows a loss or gradient that is not finite:
+    "stop", "skip" (the update is left out) or "rollback" (to the newest checkpoint, and on with the data after the bad
+    step). With a ``loss_spike`` a loss that many standard deviations above the mean of 50 steps is bad too; its update
+    is made before it is seen, so "skip" has none. ``log_every`` is the number of steps between plain lines if there is
+    no terminal; ``track`` names services that get the metrics too.
     """
 
     steps: int = 100
@@ -120,6 +124,8 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keep_checkpoints: int = 2
     keep_every: int = 0
     compare_every: int = 50
+    on_bad_loss: BadLoss = "stop"
+    loss_spike: float = 0.0
     trust_checkpoints: bool = False
     evaluate_every: int = 0
     evaluate_batches: int = 16
@@ -132,6 +138,8 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             for name in names:
                 if not is_allowed(getattr(self, name)):
                     raise InputError(f"train.{name}={getattr(self, name)} must {demand_text}.")
+        if self.loss_spike and self.on_bad_loss == "skip":
+            raise InputError("train.loss_spike is seen after the update. Use on_bad_loss=stop or rollback with it.")
 
 
 FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4

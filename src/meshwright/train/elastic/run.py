@@ -21,6 +21,7 @@ from meshwright.islands.exchange import Timeouts
 from meshwright.islands.ledger import Block, Ledger, deal
 from meshwright.islands.member import Identity, Member
 from meshwright.islands.rounds import Done, Rounds
+from meshwright.islands.watch import GoBackError
 from meshwright.parallel.mesh import keep_compiled_programs
 from meshwright.parallel.processes import is_first, shared
 from meshwright.spec.job import Job
@@ -254,12 +255,31 @@ class _Island:
             run.state = self.work.state
             run.land_all()
             run.position = position
+        self._judge(flights, done)
         if run is None:
             return
         for every, act in ((settings.checkpoint_every, self._save), (settings.evaluate_every, run.evaluate)):
             if every and position.step // every > (first - 1) // every and position.step < settings.steps:
                 run.state = self.work.shared_state()
                 act()
+
+    def _judge(self, flights: list[Flight], done: Done) -> None:
+        """Does what is set about bad losses; all islands have the same, and do the same."""
+        for flight in flights:
+            fault = self.work.losses.fault(float(flight.metrics.loss), float(flight.metrics.grad_norm))
+            policy = self.work.losses.policy() if fault else "none"
+            if policy == "stop" and self.run:
+                self.run.give_up(fault, flight.number, {})
+            if policy == "stop":
+                raise CannotRunError(f"{fault} at step {flight.number}.")
+            remedy = "its update is left out, and its samples are skipped"
+            if policy == "rollback":
+                remedy = f"all go back to the newest checkpoint, and on with sample {done.ledger.samples}"
+            if fault and self.rounds.links.decides:
+                say_on_stderr(f"step {flight.number}: {fault}; {remedy}")
+            if policy == "rollback":
+                self.work.skips_to = done.ledger
+                raise GoBackError
 
     def _save(self) -> None:
         assert self.run

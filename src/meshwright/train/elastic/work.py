@@ -12,6 +12,7 @@ from meshwright.islands.exchange import Links
 from meshwright.islands.ledger import Block, Ledger, sample_numbers
 from meshwright.islands.rounds import Done, Said
 from meshwright.parallel.train_step import Metrics, State
+from meshwright.train.bad_loss import LossWatch
 from meshwright.train.checkpoint import Checkpoints, Position, reordered
 from meshwright.train.elastic.arrays import empty, on_devices, on_host
 from meshwright.train.setup import Setup, digest, start_state
@@ -32,6 +33,8 @@ class GradientWork:
         self.position: Position | None = None
         self.state: State | None = None
         self.metrics: list[Metrics] = []
+        self.losses = LossWatch(setup.settings)
+        self.skips_to: Ledger | None = None
         step, job = setup.step, setup.job
         state = jax.tree.map(_with_sharding, step.state_shapes, step.state_shardings)
         batch = _with_shardings(step.batch_shapes(job.batch_seqs, job.seq_len), step.batch_shardings)
@@ -65,6 +68,10 @@ class GradientWork:
         """Takes the newest checkpoint, or the first state. Returns the exchanges that it has had."""
         with self._open_store() as store:
             self.position, self.state = start_state(self.setup, store)
+        if self.skips_to:
+            samples, postponed = self.skips_to.samples, self.skips_to.postponed
+            self.position = msgspec.structs.replace(self.position, samples=samples, postponed=postponed)
+            self.skips_to = None
         return self.position.step, Ledger(samples=self.position.samples, postponed=self.position.postponed)
 
     def sizes(self, islands: Sequence[int]) -> dict[int, int]:
@@ -138,15 +145,17 @@ class GradientWork:
         state = reordered(on_devices(arrays, shapes, shardings), step.from_canonical)
         self.state = jax.device_put(state, step.state_shardings)
         self.position = msgspec.convert(facts["position"], Position)
+        self.losses.recent.extend(facts["losses"])
         self.setup.batches.go_on(self.position.phase, self.position.samples)
 
     def facts(self) -> dict[str, Any]:
         """Returns what a newcomer needs beside the arrays."""
-        return {"position": msgspec.to_builtins(self.position)}
+        return {"position": msgspec.to_builtins(self.position), "losses": list(self.losses.recent)}
 
     def reset(self) -> None:
         """Forgets the state."""
         self.state = self.position = None
+        self.losses.recent.clear()
 
     def _labels(self, blocks: Any, name: str) -> float:
         skipped = int(name == "num_mtp_labels")

@@ -188,6 +188,14 @@ class RunFolder:
         if self.writes:
             self._metrics.close()
 
+    def go_back(self, step: int) -> None:
+        """Removes the lines after a step, since the steps that follow are done again."""
+        if self.writes:
+            self._metrics.close()
+            for name in (METRICS, EVALUATIONS):
+                _cut(self.path / name, step, "loss")
+            self._metrics = (self.path / METRICS).open("ab", buffering=0)
+
     def record(self, record: StepRecord) -> None:
         """Writes a line of metrics; a loss that is not finite becomes null, since JSON has no NaN.
 
