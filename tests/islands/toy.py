@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.islands.exchange import Links, Timeouts
-from meshwright.islands.ledger import Block, Ledger, sample_numbers
+from meshwright.islands.ledger import Ledger, SampleBlock, sample_numbers
 from meshwright.islands.member import Member, find_identity
 from meshwright.islands.rounds import Done, Rounds, Said
 
@@ -59,7 +59,9 @@ class Toy:
     def sizes(self, islands: Sequence[int]) -> dict[int, int]:
         return dict.fromkeys(islands, 3)
 
-    def compute(self, step: int, block: Block, dealt: dict[int, Block]) -> tuple[Sequence[np.ndarray], Said]:
+    def compute(
+        self, step: int, block: SampleBlock, dealt: dict[int, SampleBlock]
+    ) -> tuple[Sequence[np.ndarray], Said]:
         self.suffer()
         time.sleep(self.step_s)
         numbers = sample_numbers(block)

@@ -9,12 +9,12 @@ import msgspec
 
 from meshwright.islands.member import KEY
 from meshwright.islands.messages import host_and_port
-from meshwright.islands.service import Bounds, Service
+from meshwright.islands.service import Bounds, Membership
 
 
 def main(address: str, bounds: str = '{"count": 1}', quiet: str = "") -> None:
     """Serves at an address until it is stopped; says what happens on standard error unless told to be ``quiet``."""
-    service = Service(
+    service = Membership(
         msgspec.json.decode(bounds, type=Bounds),
         key=os.environ.get(KEY, ""),
         say=lambda line: print(line, file=sys.stderr, flush=True) if quiet == "" else None,

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from meshwright.islands.codec import FP32, Codec
-from meshwright.islands.messages import Hello, Place, Said, World, host_and_port, receive, send
+from meshwright.islands.messages import Hello, IslandProcess, Spoken, World, host_and_port, receive, send
 
-Body = TypeVar("Body")
+_Body = TypeVar("_Body")
 ALIGNED = 64
 """Values of which every part of a sum has a multiple, so that blocks of a codec are whole."""
 CONNECT_S = 2.0
@@ -83,7 +83,7 @@ class Listener:
             self._arrived.notify_all()
 
     def take(
-        self, generation: int, place: Place, kind: str, until: Callable[[], bool], timeout_s: float
+        self, generation: int, place: IslandProcess, kind: str, until: Callable[[], bool], timeout_s: float
     ) -> socket.socket:
         """Returns the connection that a process opens in a generation. Raises WorldChangedError once ``until``."""
         name, end = (generation, place.island, place.process, kind), time.monotonic() + timeout_s
@@ -109,13 +109,13 @@ class Listener:
 class Links:
     """The connections of one process in one world. `abort` from another thread ends every exchange under way."""
 
-    def __init__(self, world: World, place: Place, listener: Listener, timeouts: Timeouts, *, key: str) -> None:
+    def __init__(self, world: World, place: IslandProcess, listener: Listener, timeouts: Timeouts, *, key: str) -> None:
         self.world, self.place, self.timeouts = world, place, timeouts
         self.rank, self.size = world.numbers.index(place.island), len(world.islands)
         self._closed = False
         self._listener, self._key = listener, key
         self._lanes: dict[int, socket.socket] = {}
-        self._star: dict[Place, socket.socket] = {}
+        self._star: dict[IslandProcess, socket.socket] = {}
         self._leader = world.islands[world.numbers.index(world.leader)][0]
 
     @property
@@ -137,7 +137,7 @@ class Links:
         for place in others if self.decides else [self._leader]:
             self._star[place] = self._connection(place, "star", opens=not self.decides)
 
-    def _connection(self, other: Place, kind: str, *, opens: bool) -> socket.socket:
+    def _connection(self, other: IslandProcess, kind: str, *, opens: bool) -> socket.socket:
         if not opens:
             connection = self._listener.take(
                 self.world.generation, other, kind, lambda: self._closed, self.timeouts.step_s
@@ -173,7 +173,7 @@ class Links:
 
     # -- meetings ------------------------------------------------------------------------------------
 
-    def meet(self, own: Body, *, patience: float = 0.0) -> list[Body]:
+    def meet(self, own: _Body, *, patience: float = 0.0) -> list[_Body]:
         """Returns what each of all processes says, in the order of islands and processes, once all have said it.
 
         ``own`` is of a type that msgspec knows. The leader's first process gathers and sends the list: who has it knows
@@ -184,13 +184,13 @@ class Links:
         other = self._leader
         try:
             if not self.decides:
-                send(self._star[other], Said(msgspec.Raw(msgspec.msgpack.encode(own))), self.timeouts.sum_s)
+                send(self._star[other], Spoken(msgspec.Raw(msgspec.msgpack.encode(own))), self.timeouts.sum_s)
                 # the leader may wait as long for others
                 return self._heard(self._star[other], list[type(own)], 2 * wait_s)  # type: ignore[misc]
             for other, connection in self._star.items():
                 said[other] = self._heard(connection, type(own), wait_s)
             in_order = [said[place] for processes in self.world.islands for place in processes]
-            message = Said(msgspec.Raw(msgspec.msgpack.encode(in_order)))
+            message = Spoken(msgspec.Raw(msgspec.msgpack.encode(in_order)))
             for other, connection in self._star.items():  # noqa: B007
                 send(connection, message, self.timeouts.sum_s)
             return in_order
@@ -201,7 +201,7 @@ class Links:
     @staticmethod
     def _heard(connection: socket.socket, kind: Any, timeout_s: float) -> Any:
         message = receive(connection, timeout_s)
-        if not isinstance(message, Said):
+        if not isinstance(message, Spoken):
             raise ValueError(type(message).__name__)
         return msgspec.msgpack.decode(message.body, type=kind)
 

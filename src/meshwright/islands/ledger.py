@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-Block = tuple[tuple[int, int], ...]
+SampleBlock = tuple[tuple[int, int], ...]
 """Samples of a run: first and number of each range."""
 
 
@@ -12,10 +12,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """All samples before ``samples`` are done but the ``postponed`` ones, which come first."""
 
     samples: int = 0
-    postponed: Block = ()
+    postponed: SampleBlock = ()
 
 
-def deal(ledger: Ledger, sizes: Mapping[int, int]) -> tuple[dict[int, Block], Ledger]:
+def deal(ledger: Ledger, sizes: Mapping[int, int]) -> tuple[dict[int, SampleBlock], Ledger]:
     """Returns the block of each island, with as many samples as ``sizes`` says, and the ledger after these."""
     ranges, samples = list(ledger.postponed), ledger.samples
     blocks = {}
@@ -34,13 +34,15 @@ def deal(ledger: Ledger, sizes: Mapping[int, int]) -> tuple[dict[int, Block], Le
     return blocks, Ledger(samples=samples, postponed=tuple(ranges))
 
 
-def postponed(ledger: Ledger, blocks: Sequence[Block]) -> Ledger:
+def postponed(ledger: Ledger, blocks: Sequence[SampleBlock]) -> Ledger:
     """Returns the ledger with blocks that nobody has done."""
     ranges = sorted([*ledger.postponed, *(one for block in blocks for one in block)])
     return Ledger(samples=ledger.samples, postponed=_merged(ranges))
 
 
-def handed_over(blocks: Mapping[int, Block], present: Sequence[int], ledger: Ledger) -> tuple[dict[int, Block], Ledger]:
+def handed_over(
+    blocks: Mapping[int, SampleBlock], present: Sequence[int], ledger: Ledger
+) -> tuple[dict[int, SampleBlock], Ledger]:
     """Returns the blocks of an unfinished step for those who are ``present``, and the ledger after it.
 
     Who has a block keeps it; those who came since take over blocks of those who left, or have none.
@@ -50,12 +52,12 @@ def handed_over(blocks: Mapping[int, Block], present: Sequence[int], ledger: Led
     return kept, postponed(ledger, left)
 
 
-def sample_numbers(block: Block) -> list[int]:
+def sample_numbers(block: SampleBlock) -> list[int]:
     """Returns the numbers of the samples of a block."""
     return [number for first, count in block for number in range(first, first + count)]
 
 
-def _merged(ranges: Sequence[tuple[int, int]]) -> Block:
+def _merged(ranges: Sequence[tuple[int, int]]) -> SampleBlock:
     merged: list[tuple[int, int]] = []
     for first, count in ranges:
         if merged and sum(merged[-1]) == first:

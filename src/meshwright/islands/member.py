@@ -16,13 +16,13 @@ from meshwright.islands.exchange import Links, Listener, LostIslandsError, Timeo
 from meshwright.islands.messages import (
     Beat,
     Dropped,
+    IslandProcess,
+    IsReady,
     Join,
     Leave,
     Lost,
-    Message,
+    MemberMessage,
     Note,
-    Place,
-    Ready,
     Refused,
     World,
     host_and_port,
@@ -82,7 +82,7 @@ class Member:
         self._sending = threading.Lock()
         self._control = self._reach()
         self._listener = Listener(self._control.getsockname()[0], key=identity.key)
-        self.place = Place(identity.island, process, self._listener.address, uuid.uuid4().hex[:8])
+        self.place = IslandProcess(identity.island, process, self._listener.address, uuid.uuid4().hex[:8])
         self.step = self._settled = 0
         self.links: Links | None = None
         self._world: World | None = None  # the newest that this process belongs to
@@ -96,7 +96,7 @@ class Member:
         """Says that this process can train from the next boundary on."""
         with self._changed:
             self._is_ready, self._out = True, ""
-        self._tell(Ready())
+        self._tell(IsReady())
 
     @property
     def newest(self) -> int:
@@ -198,7 +198,7 @@ class Member:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
         return connection
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: MemberMessage) -> None:
         with self._sending, suppress(OSError):
             send(self._control, message)
 
@@ -222,7 +222,7 @@ class Member:
         )
         self._tell(join)
         if is_ready:
-            self._tell(Ready())
+            self._tell(IsReady())
 
     def _listen(self) -> None:
         """Obeys the service until the connection ends."""

@@ -10,7 +10,7 @@ _LENGTH = struct.Struct("!I")
 MOST_MESSAGE_BYTES = 1 << 24
 
 
-class Place(msgspec.Struct, frozen=True):
+class IslandProcess(msgspec.Struct, frozen=True):
     """One process of an island: its numbers, the address that it listens at, and which start of it this is."""
 
     island: int
@@ -27,7 +27,7 @@ class World(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """
 
     generation: int
-    islands: tuple[tuple[Place, ...], ...]
+    islands: tuple[tuple[IslandProcess, ...], ...]
     urgent: bool = False
     new: tuple[int, ...] = ()
     run: str = ""
@@ -42,7 +42,7 @@ class World(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         """The first island that holds a state: it decides, writes files and prints."""
         return next((number for number in self.numbers if number not in self.new), self.numbers[0])
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: IslandProcess) -> bool:
         """True if this very start of a process belongs to the world."""
         return any(place in processes for processes in self.islands)
 
@@ -50,14 +50,14 @@ class World(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A process is there. ``settings`` are compared with those of the others; ``world`` is the one it is in, if any."""
 
-    place: Place
+    place: IslandProcess
     processes: int
     settings: dict[str, str]
     key: str
     world: World | None = None
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class IsReady(msgspec.Struct, frozen=True, tag=True):
     """The process has compiled its programs, and waits to be in a world."""
 
 
@@ -116,41 +116,41 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """Opens a connection between two processes of a generation; ``kind`` is "lane" or "star"."""
 
     generation: int
-    place: Place
+    place: IslandProcess
     kind: str
     key: str
 
 
-class Said(msgspec.Struct, frozen=True, tag=True):
+class Spoken(msgspec.Struct, frozen=True, tag=True):
     """What a process says to the leader at a meeting, or the leader's answer."""
 
     body: msgspec.Raw
 
 
-Message = Join | Ready | Beat | Lost | Leave | Note | Watch | Event | Refused | Dropped | Hello | Said | World
-_DECODER = msgspec.msgpack.Decoder(Message)
+MemberMessage = Join | IsReady | Beat | Lost | Leave | Note | Watch | Event | Refused | Dropped | Hello | Spoken | World
+_DECODER = msgspec.msgpack.Decoder(MemberMessage)
 
 
-def packed(message: Message) -> bytes:
+def packed(message: MemberMessage) -> bytes:
     """Returns the bytes of a message on the wire."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
-def send(connection: socket.socket, message: Message, timeout_s: float = 5.0) -> None:
+def send(connection: socket.socket, message: MemberMessage, timeout_s: float = 5.0) -> None:
     """Sends a message. Raises OSError if that is not possible within the time."""
     connection.settimeout(timeout_s)
     connection.sendall(packed(message))
 
 
-def receive(connection: socket.socket, timeout_s: float) -> Message:
+def receive(connection: socket.socket, timeout_s: float) -> MemberMessage:
     """Returns the next message. Raises TimeoutError, ConnectionError at the end, or ValueError for other bytes."""
     connection.settimeout(timeout_s)
     length = _length(_exactly(connection, _LENGTH.size))
     return _decoded(_exactly(connection, length))
 
 
-async def read(reader: asyncio.StreamReader) -> Message:
+async def read(reader: asyncio.StreamReader) -> MemberMessage:
     """Returns the next message of a stream. Raises IncompleteReadError at the end, ValueError for other bytes."""
     length = _length(await reader.readexactly(_LENGTH.size))
     return _decoded(await reader.readexactly(length))
@@ -163,7 +163,7 @@ def _length(header: bytes) -> int:
     return int(length)
 
 
-def _decoded(body: bytes) -> Message:
+def _decoded(body: bytes) -> MemberMessage:
     try:
         return _DECODER.decode(body)
     except msgspec.MsgspecError as error:

@@ -16,7 +16,7 @@ import numpy as np
 from meshwright.core.errors import CannotRunError
 from meshwright.islands.codec import FP32, Codec
 from meshwright.islands.exchange import Links, LostIslandsError, WorldChangedError
-from meshwright.islands.ledger import Block, Ledger, deal, handed_over
+from meshwright.islands.ledger import Ledger, SampleBlock, deal, handed_over
 from meshwright.islands.member import Member, OutError
 from meshwright.islands.watch import GoBackError, StepTimeouts, Stragglers, odd_islands
 
@@ -44,8 +44,8 @@ class OpenStep(msgspec.Struct, frozen=True, kw_only=True):
     """A step that is not done: the samples of each island as they were ``dealt``, whose ``blocks`` they are now, and
     the ledger ``after`` it."""
 
-    dealt: dict[int, Block]
-    blocks: dict[int, Block]
+    dealt: dict[int, SampleBlock]
+    blocks: dict[int, SampleBlock]
     after: Ledger
 
 
@@ -67,7 +67,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     generation: int
-    blocks: dict[int, Block]
+    blocks: dict[int, SampleBlock]
     ledger: Ledger
     said: list[Said]
 
@@ -81,12 +81,14 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
         return float(sum(one.numbers.get(name, 0.0) for one in self.firsts))
 
 
-class Work(Protocol):
+class IslandWork(Protocol):
     """What an island does. ``compute`` returns the arrays to add; ``buffers`` are views of a state to fill or send."""
 
     def start(self) -> tuple[int, Ledger]: ...
     def sizes(self, islands: Sequence[int]) -> dict[int, int]: ...
-    def compute(self, step: int, block: Block, dealt: dict[int, Block]) -> tuple[Sequence[np.ndarray], Said]: ...
+    def compute(
+        self, step: int, block: SampleBlock, dealt: dict[int, SampleBlock]
+    ) -> tuple[Sequence[np.ndarray], Said]: ...
     def nothing(self) -> Sequence[np.ndarray]: ...
     def apply(self, sums: Sequence[np.ndarray], done: Done) -> None: ...
     def give(self, links: Links, ranks: Sequence[int]) -> None: ...
@@ -104,7 +106,7 @@ class Rounds:
     def __init__(
         self,
         member: Member,
-        work: Work,
+        work: IslandWork,
         *,
         codec: Codec = FP32,
         on_done: Callable[[Done], None] = lambda done: None,
@@ -144,7 +146,7 @@ class Rounds:
         return True
 
     def begin_sum(self, arrays: Sequence[np.ndarray]) -> None:
-        """Begins to add, beside it, what the present `Work.compute` is to return; after a fault it is added again."""
+        """Begins to add, beside it, what the present `compute` is to return; after a fault it is added again."""
         self._early = self._thread.submit(self.links.sum, arrays, codec=self.codec)
 
     def conclude(self, finish: Callable[[], None]) -> None:

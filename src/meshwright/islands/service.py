@@ -18,13 +18,13 @@ from meshwright.islands.messages import (
     Beat,
     Dropped,
     Event,
+    IslandProcess,
+    IsReady,
     Join,
     Leave,
     Lost,
-    Message,
+    MemberMessage,
     Note,
-    Place,
-    Ready,
     Refused,
     Watch,
     World,
@@ -67,12 +67,12 @@ class _Peer:
         self.settled = 0  # the newest world in which it trains
         self.fault = ""  # why it is out, though it is connected
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: MemberMessage) -> None:
         if not self.writer.is_closing():
             self.writer.write(packed(message))
 
 
-class Service:
+class Membership:
     """Decides who trains together; ``say`` gets a line for each change."""
 
     def __init__(self, bounds: Bounds, *, key: str, say: Callable[[str], None] = lambda line: None) -> None:
@@ -157,9 +157,9 @@ class Service:
                     return f"its {name} is {own}, and that of island {other.join.place.island} is {theirs}"
         return ""
 
-    def _heard(self, peer: _Peer, message: Message) -> None:
+    def _heard(self, peer: _Peer, message: MemberMessage) -> None:
         peer.beat_at = time.monotonic()
-        if isinstance(message, Ready):
+        if isinstance(message, IsReady):
             peer.is_ready = True
             self._review()
         elif isinstance(message, Lost):
@@ -204,9 +204,9 @@ class Service:
 
     def _begin(
         self,
-        islands: Sequence[tuple[Place, ...]],
+        islands: Sequence[tuple[IslandProcess, ...]],
         *,
-        new: Sequence[tuple[Place, ...]],
+        new: Sequence[tuple[IslandProcess, ...]],
         gone: dict[int, str],
         apart: bool,
     ) -> None:
@@ -237,9 +237,9 @@ class Service:
                 if peer_there:
                     peer_there.tell(self.world)
 
-    def _present(self, now: float) -> tuple[list[tuple[Place, ...]], dict[int, str]]:
+    def _present(self, now: float) -> tuple[list[tuple[IslandProcess, ...]], dict[int, str]]:
         """Returns the islands of the world that live, and why each other one does not."""
-        present, gone = list[tuple[Place, ...]](), dict[int, str]()
+        present, gone = list[tuple[IslandProcess, ...]](), dict[int, str]()
         waits_for_return = now - self._adopted_at < self.bounds.beat_s
         for island in self.world.islands if self.world else ():
             reasons = []
@@ -268,7 +268,7 @@ class Service:
         peers = [self._peers.get(_number(place)) for place in places]
         return all(peer and peer.settled == self.world.generation for peer in peers)
 
-    def _fresh(self, exclude: set[int], now: float) -> list[tuple[Place, ...]]:
+    def _fresh(self, exclude: set[int], now: float) -> list[tuple[IslandProcess, ...]]:
         """Returns the islands outside the world, all of whose processes are ready and alive."""
         fresh = []
         for number in sorted({number for number, _ in self._peers} - exclude):
@@ -279,7 +279,7 @@ class Service:
                 fresh.append(tuple(peer.join.place for peer in peers))
         return fresh
 
-    def _may_begin(self, fresh: Sequence[tuple[Place, ...]], now: float) -> bool:
+    def _may_begin(self, fresh: Sequence[tuple[IslandProcess, ...]], now: float) -> bool:
         """True if a world of new islands alone may begin: all are there, or the time to wait for them is over."""
         waited_s = now - self._waits_since
         if self.bounds.restarted and self.world is None and waited_s < 2 * self.bounds.beat_s:
@@ -323,5 +323,5 @@ class Service:
                 writer.write(event)
 
 
-def _number(place: Place) -> tuple[int, int]:
+def _number(place: IslandProcess) -> tuple[int, int]:
     return place.island, place.process

@@ -21,7 +21,7 @@ from orbax.checkpoint.path import atomicity
 from meshwright.core.digests import SUMS, require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError, first_line
 from meshwright.core.files import sync
-from meshwright.islands.ledger import Block
+from meshwright.islands.ledger import SampleBlock
 from meshwright.parallel.processes import first_error, is_first, wait_for_all
 from meshwright.train.data.sources import DataPhase
 
@@ -51,7 +51,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     settings: dict[str, Any] = {}
     phase: DataPhase | None = None
     base: str = ""
-    postponed: Block = ()
+    postponed: SampleBlock = ()
 
 
 class StorageError(CannotRunError):

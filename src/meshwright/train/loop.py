@@ -20,7 +20,7 @@ from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.toml_file import sealed_toml
 from meshwright.core.units import format_seconds
-from meshwright.islands.ledger import Block
+from meshwright.islands.ledger import SampleBlock
 from meshwright.islands.watch import GoBackError
 from meshwright.nn.hf.beside import keep_beside
 from meshwright.nn.hf.gguf import as_folder
@@ -73,7 +73,7 @@ class Flight(NamedTuple):
     metrics: Any
     samples: int
     end: float | None = None
-    blocks: dict[int, Block] | None = None
+    blocks: dict[int, SampleBlock] | None = None
 
 
 def steps_ahead() -> int:

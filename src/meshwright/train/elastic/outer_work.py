@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.islands.exchange import Links
-from meshwright.islands.ledger import Block, Ledger, sample_numbers
+from meshwright.islands.ledger import Ledger, SampleBlock, sample_numbers
 from meshwright.islands.rounds import Done, Said
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import Metrics, State
@@ -102,7 +102,9 @@ class OuterWork(GradientWork):
         """Returns how many samples each island takes in a period."""
         return dict.fromkeys(islands, len(self._period) * self.setup.job.batch_seqs)
 
-    def compute(self, step: int, block: Block, dealt: dict[int, Block]) -> tuple[Sequence[np.ndarray], Said]:
+    def compute(
+        self, step: int, block: SampleBlock, dealt: dict[int, SampleBlock]
+    ) -> tuple[Sequence[np.ndarray], Said]:
         """Runs the inner steps of a period. Returns the differences of the fragment that is due, and all losses."""
         start_s, job, period = time.perf_counter(), self.setup.job, self._period
         outer_digest = self._digest(step)

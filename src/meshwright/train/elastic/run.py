@@ -18,7 +18,7 @@ from meshwright.core.files import cache_folder
 from meshwright.core.toml_file import sealed_toml
 from meshwright.islands.codec import codec_of
 from meshwright.islands.exchange import Timeouts
-from meshwright.islands.ledger import Block, Ledger, deal
+from meshwright.islands.ledger import Ledger, SampleBlock, deal
 from meshwright.islands.member import Identity, Member
 from meshwright.islands.rounds import Done, Rounds
 from meshwright.islands.watch import GoBackError
@@ -312,7 +312,7 @@ def _records(metrics: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def _part(block: Block, index: int, size: int) -> Block:
+def _part(block: SampleBlock, index: int, size: int) -> SampleBlock:
     """Returns the samples of a block that an inner step takes."""
     return deal(Ledger(postponed=block), dict.fromkeys(range(index + 1), size))[0][index] if block else ()
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from meshwright.islands.exchange import Links
-from meshwright.islands.ledger import Block, Ledger, sample_numbers
+from meshwright.islands.ledger import Ledger, SampleBlock, sample_numbers
 from meshwright.islands.rounds import Done, Said
 from meshwright.parallel.train_step import Metrics, State
 from meshwright.train.bad_loss import LossWatch
@@ -78,7 +78,9 @@ class GradientWork:
         """Returns how many samples each island takes in a step."""
         return dict.fromkeys(islands, self.setup.job.batch_seqs)
 
-    def compute(self, step: int, block: Block, dealt: dict[int, Block]) -> tuple[Sequence[np.ndarray], Said]:
+    def compute(
+        self, step: int, block: SampleBlock, dealt: dict[int, SampleBlock]
+    ) -> tuple[Sequence[np.ndarray], Said]:
         """Returns the gradients of a block, and its part of the mean losses."""
         assert self.state is not None
         start_s = time.perf_counter()

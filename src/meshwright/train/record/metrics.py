@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.core.units import format_count, format_seconds
-from meshwright.islands.ledger import Block
+from meshwright.islands.ledger import SampleBlock
 from meshwright.spec.prediction import unmasked
 
 WARMUP_STEPS = 2
@@ -45,7 +45,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     mfu_causal: float | None = None
     predicted_step_s: float | None
     extras: dict[str, float] = {}
-    islands: dict[int, Block] = {}
+    islands: dict[int, SampleBlock] = {}
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
