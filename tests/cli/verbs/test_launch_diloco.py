@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 from meshwright.api.running import island_plan
 from meshwright.core.errors import InputError
 from meshwright.islands.ledger import Ledger, deal, sample_numbers
+from meshwright.islands.member import ISLAND, ISLANDS, SERVICE
 from meshwright.nn.hf.weights import load_params
 from meshwright.plan.plan_file import load_plan
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -35,16 +39,16 @@ from tests.cli.verbs.test_launch_islands import (
 from tests.islands.threads import members, together
 
 __all__ = ["plan"]
-ISLANDS, SLOW = 3, pytest.mark.slow
-LAUNCH = ("launch", "-n", str(ISLANDS), "--elastic", "--devices", "1", "--", "train")
+COUNT, SLOW = 3, pytest.mark.slow
+LAUNCH = ("launch", "-n", str(COUNT), "--elastic", "--devices", "1", "--", "train")
 
 
-def planned(folder: Path, **fields: Any) -> None:
-    """Writes diloco.toml, with these fields of the strategy."""
+def planned(folder: Path, name: str = "diloco.toml", *, chips: int = 1, **fields: Any) -> None:
+    """Writes a plan with these fields of the strategy."""
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 2}))
     pairs = [word for name, value in fields.items() for word in ("--set", f"strategy.{name}={value}")]
-    words = ("plan", "config.json", "--on", "3*cpu:1@10Gbit/s", "--batch", "12seq", "--seq", "32", *pairs)
-    words += ("--set", "strategy.state=fp32", "--calibration", "cpu.toml", "-o", "diloco.toml")
+    words = ("plan", "config.json", "--on", f"3*cpu:{chips}@10Gbit/s", "--batch", "12seq", "--seq", "32", *pairs)
+    words += ("--set", "strategy.state=fp32", "--calibration", "cpu.toml", "-o", name)
     assert meshwright(folder, *words).wait(120) == 0, (folder / "said.txt").read_text()[-3000:]
 
 
@@ -52,23 +56,23 @@ class InOneProcess:
     """Islands that step in turn, and whose sums go through threads."""
 
     def __init__(self, folder: Path, outer: OuterSettings) -> None:
-        whole = island_plan(load_plan(folder / "diloco.toml"), ISLANDS)
+        whole = island_plan(load_plan(folder / "diloco.toml"), COUNT)
         settings = settings_from_table({"schedule": "constant", "warmup_steps": 1, "steps": 15})
         self.setup, self.settings = prepare(whole.model, whole.strategy, whole.job, settings), outer
-        self.states = [self.setup.step.init(settings.seed) for _ in range(ISLANDS)]
-        self.outers = [DiLoCo(outer, stacked=self.setup.step.stacked) for _ in range(ISLANDS)]
+        self.states = [self.setup.step.init(settings.seed) for _ in range(COUNT)]
+        self.outers = [DiLoCo(outer, stacked=self.setup.step.stacked) for _ in range(COUNT)]
         for state, island in zip(self.states, self.outers, strict=True):
             island.begin(exchanged(self.setup.step, state))
         self.losses, self.ledger, self.period = [], Ledger(), 0
 
     def run(self, steps: int) -> None:
         """Runs so many steps, in whole periods."""
-        group, job, step = members(ISLANDS), self.setup.job, self.setup.step
+        group, job, step = members(COUNT), self.setup.job, self.setup.step
         while len(self.losses) < steps:
             self.period += 1
             first, end = len(self.losses) + 1, self.settings.end(self.period)
             size = (end - first + 1) * job.batch_seqs
-            blocks, self.ledger = deal(self.ledger, dict.fromkeys(range(ISLANDS), size))
+            blocks, self.ledger = deal(self.ledger, dict.fromkeys(range(COUNT), size))
             for number in range(first, end + 1):
                 losses = []
                 for island, block in blocks.items():
@@ -148,6 +152,28 @@ def test_an_island_that_is_killed_in_a_period_comes_back_and_a_run_without_islan
     text = (plan / "said.txt").read_text()
     assert "island 0 is out: its process ended or was cut off; 2 of 3 islands train" in text
     assert "island 0 is in" in text
+
+
+@pytest.mark.slow
+def test_islands_of_different_meshes_train_together(plan: Path):
+    """Started by hand: two islands of one device, and one of two that split each weight."""
+    fields = {"islands_sync": "diloco", "outer_every": 5}
+    planned(plan, **fields)
+    planned(plan, "two.toml", chips=2, tensor=2, **fields)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    own = {SERVICE: address, ISLANDS: str(COUNT), "XLA_FLAGS": ""}
+    service = subprocess.Popen([sys.executable, "-m", "meshwright.islands", address, json.dumps({"count": COUNT})])
+    children = []
+    for island, name in enumerate(("diloco.toml", "two.toml", "diloco.toml")):
+        words = [sys.executable, "-m", "meshwright", "train", name, "--steps", "15", *CONSTANT]
+        children.append(subprocess.Popen(words, cwd=plan, env={**os.environ, **own, ISLAND: str(island)}))
+    assert [child.wait(200) for child in children] == [0] * COUNT
+    service.kill()
+    service.wait()
+    alone = InOneProcess(plan, OuterSettings(every=5))
+    alone.run(15)
+    np.testing.assert_allclose([line["loss"] for line in records(plan)], alone.losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
