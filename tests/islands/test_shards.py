@@ -11,6 +11,7 @@ STEPS = 120
 SETTINGS = ["train.checkpoint_every=20", "train.compare_every=10"]
 
 
+@pytest.mark.slow
 def test_an_island_that_lost_a_shard_is_dropped_and_started_again(tmp_path: Path):
     write_plan(tmp_path, "--on", "2*cpu:2@10Gbit/s", "--axes", "islands=2,fsdp=2", "--batch", "8seq")
     with TrainedRun(tmp_path, ["-n", "4", "--islands", "2"], steps=600, settings=SETTINGS) as run:
