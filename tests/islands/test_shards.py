@@ -12,6 +12,7 @@ SETTINGS = ["train.checkpoint_every=20", "train.compare_every=10"]
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_an_island_that_lost_a_shard_is_dropped_and_started_again(tmp_path: Path):
     write_plan(tmp_path, "--on", "2*cpu:2@10Gbit/s", "--axes", "islands=2,fsdp=2", "--batch", "8seq")
     with TrainedRun(tmp_path, ["-n", "4", "--islands", "2"], steps=600, settings=SETTINGS) as run:
@@ -34,6 +35,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_single_island_goes_on_from_its_checkpoint_to_the_same_losses(single: Path):
     launched = ["-n", "2", "--islands", "1", "--min", "1"]
     with TrainedRun(single, launched, steps=STEPS, settings=SETTINGS) as run:
