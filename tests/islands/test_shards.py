@@ -40,7 +40,6 @@ def test_a_single_island_goes_on_from_its_checkpoint_to_the_same_losses(single: 
     launched = ["-n", "2", "--islands", "1", "--min", "1"]
     with TrainedRun(single, launched, steps=STEPS, settings=SETTINGS) as run:
         calm = run.end()["losses"]
-    run.runs.rename(single / "calm")
     with TrainedRun(single, launched, steps=STEPS, settings=SETTINGS) as run:
         run.until_step(50)
         run.kill(0, process=1)

@@ -55,13 +55,14 @@ def test_timeouts_follow_the_steps_and_nest(monkeypatch: pytest.MonkeyPatch):
         pace = StepTimeouts(Timeouts())
         for _ in range(10):
             now[0] += step_s
-            timeouts = pace.step_done(is_long=False)
+            pace.step_done()
+        timeouts, long = pace.now, pace.long
         assert timeouts.step_s == pytest.approx(expected_s)
         assert timeouts.sum_s < timeouts.step_s < timeouts.start_s
-        long = pace.step_done(is_long=True)
         assert timeouts.step_s < long.step_s < long.start_s
         now[0] += 1e6  # an evaluation, which is no step
-        assert pace.step_done(is_long=False).step_s == pytest.approx(expected_s)
+        pace.step_done()
+        assert pace.now.step_s == pytest.approx(expected_s)
 
 
 def test_the_odd_one_out_is_named_and_takes_the_state_of_the_others(tmp_path: Path):

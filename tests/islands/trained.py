@@ -40,7 +40,8 @@ class TrainedRun:
     """A run of islands; `program` is what they run in place of the command line."""
 
     def __init__(self, folder: Path, launched: Sequence[str], *, steps: int, settings: Sequence[str] = ()) -> None:
-        self.folder, self.runs, self.steps = folder, folder / "runs", steps
+        self.folder, self.steps, self.runs = folder, steps, folder / f"runs-{len(list(folder.glob('runs-*')))}"
+        self.runs.mkdir()
         words = ["train", str(folder / "plan.toml"), "--data", str(folder / "text.txt"), "--runs", str(self.runs)]
         words += ["--steps", str(steps), *sets("train.held_out=0", "train.log_every=1000", *settings), "--json"]
         self.said = (folder / "said.txt").open("wb")

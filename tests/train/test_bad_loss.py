@@ -44,7 +44,9 @@ def test_skip_leaves_the_update_out_and_says_which_samples(tmp_path, text, bad_b
     bad_batches[5 * SAMPLES] = np.nan
     lines = run(tmp_path, text, on_bad_loss="skip")
     assert [line["step"] for line in lines if line["loss"] is None] == [6]
-    said = f"step 6: the loss is nan; its update is left out, samples {5 * SAMPLES} to {6 * SAMPLES - 1} are skipped"
+    said = (
+        f"step 6: the loss is nan; its update is left out, and samples {5 * SAMPLES} to {6 * SAMPLES - 1} are skipped"
+    )
     assert said in capsys.readouterr().err
     assert lines[-1]["loss"] < 4.5
 
@@ -86,11 +88,15 @@ def test_a_spike_cannot_be_skipped():
 
 
 def test_the_bound_is_on_bad_losses_without_good_ones_between():
-    watch = LossWatch(TrainSettings(on_bad_loss="skip"))
+    watch, stopped = LossWatch(TrainSettings(on_bad_loss="skip")), list[str]()
     for _ in range(3):
         for _ in range(MOST_BAD):
-            assert watch.fault(float("nan"), 1.0) == "the loss is nan"
-            assert watch.policy() == "skip"
+            assert (
+                watch.judge(1, float("nan"), 1.0, stopped.append) == "step 1: the loss is nan; its update is left out"
+            )
         for _ in range(SPIKE_STEPS):
-            assert watch.fault(2.0, 1.0) == ""
-    assert watch.fault(2.0, float("inf")) == "the loss is 2 and the norm of the gradient inf"
+            assert watch.judge(2, 2.0, 1.0, stopped.append) == ""
+    assert stopped == []
+    for _ in range(MOST_BAD + 1):
+        watch.judge(3, 2.0, float("inf"), stopped.append)
+    assert stopped == ["the loss is 2 and the norm of the gradient inf"]

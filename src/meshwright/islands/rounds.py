@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.core.errors import CannotRunError
 from meshwright.islands.codec import FP32, Codec
-from meshwright.islands.exchange import Links, LostIslandsError, WorldChangedError
+from meshwright.islands.exchange import Links, LostIslandsError, Timeouts, WorldChangedError
 from meshwright.islands.ledger import Ledger, SampleBlock, deal, handed_over
 from meshwright.islands.member import Member, OutError
 from meshwright.islands.watch import GoBackError, StepTimeouts, Stragglers, odd_islands
@@ -229,7 +229,8 @@ class Rounds:
         sums, self.ledger, self._last = self._sums, self._open.after, said
         self._open = self._arrays = self._sums = None
         self.work.apply(sums, done)
-        self.member.timeouts = self.links.timeouts = self._pace.step_done(is_long=self.is_long(self.step))
+        self._pace.step_done()
+        self._wait(self._pace.long if self.is_long(self.step) else self._pace.now)
         for line in self._stragglers.seen({one.island: one.work_s for one in done.firsts if one.work_s}):
             self._tell(line)
         self._on_done(done)
@@ -255,6 +256,9 @@ class Rounds:
             self._forget()
         self._agree()
 
+    def _wait(self, timeouts: Timeouts) -> None:
+        self.member.timeouts = self.links.timeouts = timeouts
+
     def _tell(self, line: str) -> None:
         if self.links.decides:
             self.say(line)
@@ -263,7 +267,6 @@ class Rounds:
 
     def _settle(self) -> None:
         """Joins the next world, and agrees with it."""
-        self._pace.pause()
         self.member.join()
         self._agree()
 
@@ -282,6 +285,7 @@ class Rounds:
         statuses = self.links.meet(self._status())
         behind = {status.island for status in statuses if status.step != newest}
         source = next(status for status in statuses if status.island not in behind)
+        self._wait(self._pace.long if behind else self._pace.now)  # for a state
         numbers = self.links.world.numbers
         if self.member.place.island in behind:
             self._forget()

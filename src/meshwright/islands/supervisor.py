@@ -61,7 +61,7 @@ class Supervisor:
         self.programs, self.bounds, self.key, self._say, self._show = programs, bounds, key, say, show
         self.islands = [_Kept(number) for number in range(islands)]
         self.service: Process | None = None
-        self.port = _free_port()
+        self.port = free_port()
         self._received: list[int] = []
         self._heard_at = time.monotonic()
 
@@ -109,7 +109,7 @@ class Supervisor:
     async def _live(self, island: _Kept) -> int:
         """Starts an island; when one of its processes ends badly, ends the others. Returns the first's exit code."""
         island.children, island.out_since = [], 0.0
-        port = _free_port()
+        port = free_port()
         for process in range(self.programs.processes):
             own = {SERVICE: f"127.0.0.1:{self.port}", KEY: self.key, ISLAND: str(island.number)}
             own |= {ISLANDS: str(self.bounds.count)}
@@ -215,7 +215,8 @@ def service_program() -> list[str]:
     return [sys.executable, "-m", "meshwright.islands"]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port of this machine that nothing listens at now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -56,24 +56,25 @@ class Stragglers:
 
 
 class StepTimeouts:
-    """Derives timeouts from the time that steps take, each still longer than the one that it contains."""
+    """Derives timeouts from the seconds that steps take, each longer than the one that it contains: those ``now``."""
 
     def __init__(self, timeouts: Timeouts) -> None:
-        self._first, self._since = timeouts, 0.0
+        self._first, self.now, self._since = timeouts, timeouts, 0.0
         self._step_s: deque[float] = deque(maxlen=50)
 
-    def pause(self) -> None:
-        """Leaves the time up to the next step out."""
+    @property
+    def long(self) -> Timeouts:
+        """The timeouts of a step before which others have more to do, such as an evaluation; it is no measure."""
         self._since = 0.0
+        return msgspec.structs.replace(self.now, step_s=self.now.start_s / 2)
 
-    def step_done(self, *, is_long: bool) -> Timeouts:
-        """Returns the timeouts from now on; the next step may take longer than others if it ``is_long``."""
-        now, since = time.monotonic(), self._since
-        self._since = 0.0 if is_long else now
+    def step_done(self) -> None:
+        """Counts the time since the last step."""
+        since, self._since = self._since, time.monotonic()
         if since:
-            self._step_s.append(now - since)
-        step_s = self._first.step_s
+            self._step_s.append(self._since - since)
         if len(self._step_s) >= PACED_STEPS:
-            step_s = max(min(step_s, LEAST_STEP_S), STEPS_TO_WAIT * statistics.median(self._step_s))
-        start_s = max(self._first.start_s, 3 * step_s)
-        return msgspec.structs.replace(self._first, step_s=start_s / 2 if is_long else step_s, start_s=start_s)
+            least_s, usual_s = min(self._first.step_s, LEAST_STEP_S), statistics.median(self._step_s)
+            step_s = max(least_s, STEPS_TO_WAIT * usual_s)
+            start_s = max(self._first.start_s, 3 * step_s)
+            self.now = msgspec.structs.replace(self._first, step_s=step_s, start_s=start_s)

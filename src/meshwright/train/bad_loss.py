@@ -3,8 +3,10 @@
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 
-from meshwright.train.settings import BadLoss, TrainSettings
+from meshwright.islands.watch import GoBackError
+from meshwright.train.settings import TrainSettings
 
 SPIKE_STEPS, LEAST_STEPS = 50, 10
 """A spike is told from the losses of so many steps, at least so many."""
@@ -19,24 +21,30 @@ class LossWatch:
         self._settings, self._bad, self._good = settings, 0, 0
         self.recent: deque[float] = deque(maxlen=SPIKE_STEPS)
 
-    def fault(self, loss: float, grad_norm: float) -> str:
-        """Returns in words what is wrong with a step, "" if nothing."""
-        fault, bound = "", self._settings.loss_spike
-        if not math.isfinite(loss):
-            fault = f"the loss is {loss}"
-        elif not math.isfinite(grad_norm):
-            fault = f"the loss is {loss:.4g} and the norm of the gradient {grad_norm}"
-        elif bound and len(self.recent) >= LEAST_STEPS:
-            mean, deviation = statistics.fmean(self.recent), statistics.stdev(self.recent)
-            if loss > mean + bound * deviation:
-                fault = f"the loss is {loss:.4g}, and was {mean:.4g} on average with a deviation of {deviation:.2g}"
+    def judge(self, step: int, loss: float, grad_norm: float, stop: Callable[[str], object]) -> str:
+        """Returns a line on an update that was left out, "" for a good step. Raises GoBackError if the run is to go
+        back; calls ``stop``, which raises an error, where it is to end, or the rest has not helped."""
+        fault = self.fault(loss, grad_norm)
         if not fault:
             self.recent.append(loss)
             self._good += 1
             self._bad *= self._good < SPIKE_STEPS
-        return fault
-
-    def policy(self) -> BadLoss:
-        """Returns what to do about a bad loss: what is set, or "stop" where that has not helped."""
+            return ""
         self._bad, self._good = self._bad + 1, 0
-        return self._settings.on_bad_loss if self._bad <= MOST_BAD else "stop"
+        if self._settings.on_bad_loss == "stop" or self._bad > MOST_BAD:
+            stop(fault)
+        if self._settings.on_bad_loss == "rollback":
+            raise GoBackError(f"step {step}: {fault}")
+        return f"step {step}: {fault}; its update is left out"
+
+    def fault(self, loss: float, grad_norm: float) -> str:
+        """Returns in words what is wrong with a step, "" if nothing."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not math.isfinite(grad_norm):
+            return f"the loss is {loss:.4g} and the norm of the gradient {grad_norm}"
+        if self._settings.loss_spike and len(self.recent) >= LEAST_STEPS:
+            mean, deviation = statistics.fmean(self.recent), statistics.stdev(self.recent)
+            if loss > mean + self._settings.loss_spike * deviation:
+                return f"the loss is {loss:.4g}, and was {mean:.4g} on average with a deviation of {deviation:.2g}"
+        return ""

@@ -207,16 +207,12 @@ class Run:
                 self.request.ask()
 
     def _judge(self, flight: Flight, record: StepRecord) -> None:
-        fault = self.loss_watch.fault(record.loss, record.grad_norm)
-        policy = self.loss_watch.policy() if fault else "none"
-        if policy == "stop":
-            self.give_up(fault, record.step, flight.batch)
-        if policy == "rollback":
-            raise GoBackError(f"step {record.step}: {fault}")
-        if policy == "skip":
-            last = self.position.samples - 1
-            skipped = f"samples {last + 1 - flight.samples} to {last} are skipped"
-            self.live.say(f"step {record.step}: {fault}; its update is left out, {skipped}")
+        step, last = record.step, self.position.samples - 1
+        line = self.loss_watch.judge(
+            step, record.loss, record.grad_norm, lambda fault: self.give_up(fault, step, flight.batch)
+        )
+        if line:
+            self.live.say(f"{line}, and samples {last + 1 - flight.samples} to {last} are skipped")
 
     def _record(self, flight: Flight) -> StepRecord:
         metrics = on_host(flight.metrics)

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import EX_TEMPFAIL, InputError
 from meshwright.islands.service import Bounds
-from meshwright.islands.supervisor import Programs, Supervisor, service_program
+from meshwright.islands.supervisor import Programs, Supervisor, free_port, service_program
 from meshwright.parallel.process_env import COORDINATOR, PROCESS, PROCESSES
 
 GRACE_S = 5.0
@@ -164,13 +163,6 @@ def child_environment(
     group = {COORDINATOR: address, PROCESSES: str(processes), PROCESS: str(index)}
     # Unbuffered: Python would otherwise write to the pipe only when its buffer is full.
     return env | group | {"JAX_COORDINATOR_BIND_ADDRESS": address, "XLA_FLAGS": flags.strip(), "PYTHONUNBUFFERED": "1"}
-
-
-def free_port() -> int:
-    """Returns a port of this machine that nothing listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _pass_on_signals(children: Sequence[Process]) -> Sequence[signal.Signals]:

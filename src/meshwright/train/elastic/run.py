@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,7 +256,15 @@ class _Island:
             run.state = self.work.state
             run.land_all()
             run.position = position
-        self._judge(flights, done)
+        try:
+            self._judge(flights)
+        except GoBackError as error:
+            self.work.skips_to = done.ledger
+            if self.rounds.links.decides:
+                say_on_stderr(
+                    f"{error}; all go back to the newest checkpoint, and on with sample {done.ledger.samples}"
+                )
+            raise
         if run is None:
             return
         for every, act in ((settings.checkpoint_every, self._save), (settings.evaluate_every, run.evaluate)):
@@ -263,23 +272,19 @@ class _Island:
                 run.state = self.work.shared_state()
                 act()
 
-    def _judge(self, flights: list[Flight], done: Done) -> None:
+    def _judge(self, flights: list[Flight]) -> None:
         """Does what is set about bad losses; all islands have the same, and do the same."""
         for flight in flights:
-            fault = self.work.losses.fault(float(flight.metrics.loss), float(flight.metrics.grad_norm))
-            policy = self.work.losses.policy() if fault else "none"
-            if policy == "stop" and self.run:
-                self.run.give_up(fault, flight.number, {})
-            if policy == "stop":
-                raise CannotRunError(f"{fault} at step {flight.number}.")
-            remedy = "its update is left out, and its samples are skipped"
-            if policy == "rollback":
-                remedy = f"all go back to the newest checkpoint, and on with sample {done.ledger.samples}"
-            if fault and self.rounds.links.decides:
-                say_on_stderr(f"step {flight.number}: {fault}; {remedy}")
-            if policy == "rollback":
-                self.work.skips_to = done.ledger
-                raise GoBackError
+            step, metrics = flight.number, flight.metrics
+            numbers = step, float(metrics.loss), float(metrics.grad_norm)
+            line = self.work.losses.judge(*numbers, partial(self._give_up, step))
+            if line and self.rounds.links.decides:
+                say_on_stderr(f"{line}, and its samples are skipped")
+
+    def _give_up(self, step: int, fault: str) -> None:
+        if self.run:
+            self.run.give_up(fault, step, {})
+        raise CannotRunError(f"{fault} at step {step}.")
 
     def _save(self) -> None:
         assert self.run
