@@ -3,10 +3,11 @@
 python -m benchmarks.islands_link                    about 10 minutes of two cores, as root on Linux
 python -m benchmarks.islands_link --turns 1          a quick look
 
-An island is a process of `meshwright train` with 0.4 core, whose only network is a veth pair to a bridge; `tc tbf` limits
-what it sends and what it gets. The membership service runs outside. Islands exchange outer gradients every 30 steps in
-4 bits beside 20 further steps, in float32 with and without overlap, and gradients in every step. Tokens/s are from the
-end of one period to the end of a later one, in turns with and without the limit; bytes are those that interfaces count.
+An island is a process of `meshwright train` with 0.4 core, whose only network is a veth pair to a bridge; `tc tbf`
+limits what it sends and what it gets. The membership service runs outside. Islands exchange outer gradients every 30
+steps in 4 bits beside 20 further steps, in float32 with and without overlap, and gradients in every step. Tokens/s are
+from the end of one period to the end of a later one, in turns with and without the limit; bytes are those that
+interfaces count.
 """
 
 import argparse
