@@ -6,8 +6,7 @@ python -m benchmarks.islands_link --turns 1          a quick look
 An island is a process of `meshwright train` with 0.4 core, whose only network is a veth pair to a bridge; `tc tbf`
 limits what it sends and what it gets. The membership service runs outside. Islands exchange outer gradients every 30
 steps in 4 bits beside 20 further steps, in float32 with and without overlap, and gradients in every step. Tokens/s are
-from the end of one period to the end of a later one, in turns with and without the limit; bytes are those that
-interfaces count.
+from the end of one period to the end of a later one, in turns with and without the limit; bytes are of interfaces.
 """
 
 import argparse
@@ -180,12 +179,8 @@ def main() -> None:
             words = ["plan", str(folder / "config.json"), "--on", f"{COUNT}*cpu:1@10Mbit/s", "--batch", "32seq"]
             words += ["--seq", "128", "--set", "strategy.state=fp32", "-o", str(folder / f"{variant}.toml")]
             words += [word for field, value in fields.items() for word in ("--set", f"strategy.{field}={value}")]
-            subprocess.run(
-                [sys.executable, "-m", "meshwright", *words],
-                check=True,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            plan = [sys.executable, "-m", "meshwright", *words]
+            subprocess.run(plan, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             period = fields.get("outer_every", 1)
             by_name[variant] = measured(network, folder, variant, period, turns)
             free, limited, sent = by_name[variant]
