@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from benchmarks.asynchronous_sgd import AsynchronousSGD
 from tests.islands.threads import ThreadMember, members, together
 
 from meshwright.parallel.mesh import device_mesh
@@ -27,7 +28,6 @@ from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.train.optimizers.table import make_optimizer
-from meshwright.train.outer.asynchronous import AsynchronousSGD
 from meshwright.train.outer.diloco import DiLoCo, OuterSettings
 from meshwright.train.settings import TrainSettings
 

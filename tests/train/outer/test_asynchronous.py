@@ -5,9 +5,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+from benchmarks.asynchronous_sgd import Arrival, AsynchronousSGD
 
 from meshwright.core.errors import CannotRunError
-from meshwright.train.outer.asynchronous import Arrival, AsynchronousSGD
 from meshwright.train.outer.diloco import DiLoCo, OuterSettings
 from tests.islands.threads import members, together
 from tests.train.outer.islands import (
@@ -52,7 +52,7 @@ def test_one_island_is_diloco():
         np.testing.assert_allclose(alone.weights[name], plain.weights[name], rtol=1e-5, atol=1e-6)
 
 
-def replayed(settings, arrivals, differences, count):
+def replayed(settings, power, arrivals, differences, count):
     """The formula in NumPy: outer weights after updates of these arrivals, from each island's differences in order."""
     outer = first_weights()
     momentum, gathered = ({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()} for _ in range(2))
@@ -64,7 +64,7 @@ def replayed(settings, arrivals, differences, count):
         num_gathered += len(present)
         for name in SHAPES:
             g = sum(
-                difference[name] / (1 + arrival.staleness) ** settings.staleness_power / count
+                difference[name] / (1 + arrival.staleness) ** power / count
                 for difference, arrival in zip(own, present, strict=True)
             )
             outer[name] = outer[name] - settings.rate * g
@@ -81,8 +81,10 @@ def replayed(settings, arrivals, differences, count):
 @pytest.mark.parametrize("power", [0.0, 0.5])
 def test_islands_of_different_speeds(power):
     """The slow do not hold up the fast; every difference counts once; all have the same bits."""
-    settings = OuterSettings(every=2, rate=0.5, momentum=0.6, staleness_power=power)
-    islands = [Island(AsynchronousSGD(settings), first_weights(), drift(rank)) for rank in range(3)]
+    settings = OuterSettings(every=2, rate=0.5, momentum=0.6)
+    islands = [
+        Island(AsynchronousSGD(settings, staleness_power=power), first_weights(), drift(rank)) for rank in range(3)
+    ]
     differences = [[] for _ in islands]
 
     def kept(rank, inner, weights, number):
@@ -104,7 +106,7 @@ def test_islands_of_different_speeds(power):
     staleness = [max(arrival.staleness for arrival in arrivals if arrival.rank == rank) for rank in range(3)]
     assert staleness[2] >= 2  # the fast made updates while the slow computed
     assert same_outer(islands)
-    expected = replayed(settings, arrivals, differences, 3)
+    expected = replayed(settings, power, arrivals, differences, 3)
     final = islands[0].outer.weights(first_weights(1))
     for name in SHAPES:
         np.testing.assert_allclose(final[name], expected[name], rtol=1e-4, atol=1e-5)

@@ -1,1 +1,1 @@
-"""The outer optimizer of islands that train apart: DiLoCo, streaming or whole, local SGD, asynchronous SGD."""
+"""The outer optimizer of islands that train apart: DiLoCo, streaming or whole, and local SGD."""

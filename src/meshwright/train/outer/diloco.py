@@ -34,8 +34,8 @@ class OuterSettings:
 
     Local SGD, the mean of the weights, has rate 1 and momentum 0. ``bits`` are those of a value between islands.
     Each of ``fragments`` is exchanged once in ``every`` steps, during ``overlap`` steps at the end of its period; of
-    the weights there the share ``mixing`` stays an island's own. ``staleness_power`` is of `AsynchronousSGD`, which
-    has no fragments. The rate and momentum are those of DiLoCo's paper. Raises InputError for values that cannot be.
+    the weights there the share ``mixing`` stays an island's own. The rate and momentum are those of DiLoCo's paper.
+    Raises InputError for values that cannot be.
     """
 
     every: int
@@ -45,7 +45,6 @@ class OuterSettings:
     fragments: int = 1
     overlap: int = 0
     mixing: float = 0.0
-    staleness_power: float = 0.5
 
     def __post_init__(self) -> None:
         if self.every < 1 or not 1 <= self.fragments <= self.every:

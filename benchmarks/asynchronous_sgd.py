@@ -20,7 +20,7 @@ from meshwright.core.errors import CannotRunError
 from meshwright.islands.codec import codec_of
 from meshwright.islands.group import IslandGroup
 from meshwright.nn.weights import Params
-from meshwright.train.outer.diloco import OuterWeights, all_finite, named
+from meshwright.train.outer.diloco import OuterSettings, OuterWeights, all_finite, named
 from meshwright.train.outer.fragments import read
 
 _IDLE_S = 0.01
@@ -40,7 +40,7 @@ class AsynchronousSGD(OuterWeights):
     """The outer optimizer of one process of an island, which calls it at its own speed, as it calls `DiLoCo`.
 
     Of M islands those of a set R are ready in a round; g_i are the differences of island i over H inner steps, which
-    began s_i updates ago, and a is the settings' ``staleness_power``::
+    began s_i updates ago, and a is the ``staleness_power``::
 
         g        = sum over R of g_i / (1 + s_i)^a / M
         outer    = outer - rate g
@@ -49,6 +49,10 @@ class AsynchronousSGD(OuterWeights):
 
     If all islands arrive in each round this is DiLoCo with equal weights. ``arrivals`` lists all that were applied.
     """
+
+    def __init__(self, settings: OuterSettings, *, staleness_power: float = 0.5) -> None:
+        super().__init__(settings)
+        self.staleness_power = staleness_power
 
     def begin(self, weights: Params, momentum: Params | None = None) -> None:
         """Takes these weights as the outer ones, with this momentum or none."""
@@ -157,7 +161,7 @@ class AsynchronousSGD(OuterWeights):
     def _round(self, group: IslandGroup, ready_ranks: np.ndarray, staleness: np.ndarray) -> None:
         """Sums and applies what is ready."""
         settings, is_ready = self.settings, group.rank in ready_ranks
-        share = np.float32((1.0 + staleness[group.rank]) ** -settings.staleness_power / group.size if is_ready else 0)
+        share = np.float32((1.0 + staleness[group.rank]) ** -self.staleness_power / group.size if is_ready else 0)
         own = [share * block if is_ready else np.zeros_like(block) for block in self._own]
         gradients = group.sum(own, codec=codec_of(settings.bits))
         rate, mu = np.float32(settings.rate), np.float32(settings.momentum)
