@@ -24,7 +24,7 @@ KERNELS = {
 
 BUDGETS = {
     "core": 1_176, "masks": 1_235, "spec": 4_837, "algebra": 8_083, "cost": 6_524, "plan": 5_943, "nn": 10_153,
-    "parallel": 3_852, "hlo": 2_025, "train": 6_163, "serve": 5_739, "verify": 1_740, "profile": 1_800,
+    "parallel": 3_852, "hlo": 2_025, "train": 5_978, "serve": 5_739, "verify": 1_740, "profile": 1_800,
     "accuracy": 2_008, "bench": 3_018, "report": 3_516, "api": 738, "cli": 5_687, "calculators": 9_498,
     "batching": 1_532, "simulate": 700, "islands": 1_984,
 }  # fmt: skip
