@@ -53,6 +53,7 @@ WRITERS = {
     "nn.hf.files": "writes into the part that it is given",
     "profile.run": "the text of a program beside its trace, read at once",
     "serve.offline.bulk": "lines that are added one by one",
+    "train.elastic.run": "lines that a leader did not write",
     "train.record.run_folder": "lines that are added one by one",
     "train.data.store": "files that grow, with a journal",
     "verify.running": "a request in a temporary folder",

@@ -109,8 +109,9 @@ def _resumed(plan: Plan, changes: Facts, given: Given) -> Answer | None:
     from meshwright.train.settings import settings_from_table
 
     run = newest_run(given.runs, plan.model.name) if given.resume == NEWEST else Path(str(given.resume))
-    settings = {**read_resolved(run).get("train", {}), **changes}
-    settings |= {"trust_checkpoints": changes.get("trust_checkpoints", False)}  # of this resume alone
+    settings = dict(read_resolved(run).get("train", {}))
+    settings.pop("trust_checkpoints", None)  # is of one resume alone
+    settings |= changes
     capacity_factor = settings.pop("capacity_factor", 0.0)  # an older run has it there
     if capacity_factor and not plan.strategy.capacity_factor:
         strategy = msgspec.structs.replace(plan.strategy, capacity_factor=capacity_factor)
