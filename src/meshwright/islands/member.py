@@ -6,12 +6,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import msgspec
 
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import CannotRunError, InputError, StoppedError
 from meshwright.islands.exchange import Links, Listener, LostIslandsError, Timeouts, WorldChangedError
 from meshwright.islands.messages import (
     Beat,
@@ -32,7 +32,7 @@ from meshwright.islands.messages import (
 
 SERVICE, ISLANDS, ISLAND, KEY = "MESHWRIGHT_SERVICE", "MESHWRIGHT_ISLANDS", "MESHWRIGHT_ISLAND", "MESHWRIGHT_KEY"
 BEAT_EVERY_S = 0.3
-RECONNECT_S = 0.1
+RECONNECT_S, STOP_S, PATIENCE_S = 0.1, 2.0, 5.0
 SILENT_MS = 3000
 
 
@@ -75,8 +75,10 @@ class Member:
         processes: int = 1,
         settings: Mapping[str, str],
         timeouts: Timeouts | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.identity, self.timeouts = identity, timeouts or Timeouts()
+        self.identity, self.timeouts, self._say = identity, timeouts or Timeouts(), say
+        self.asks_stop: Callable[[], bool] = lambda: False
         self._processes, self._settings = processes, dict(settings)
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -156,8 +158,14 @@ class Member:
     # -- the thread -----------------------------------------------------------------------------------
 
     def _next_world(self, after: int, end: float) -> World:
+        stops_at, told_at = time.monotonic() + STOP_S, time.monotonic() + PATIENCE_S
         with self._changed:
             while True:
+                if self.asks_stop() and time.monotonic() > stops_at:
+                    raise StoppedError("stopped while it waited for other islands.")
+                if time.monotonic() > told_at:
+                    self._say(f"island {self.place.island} waits for other islands at {self.identity.service}")
+                    told_at = end
                 if self._refused:
                     raise CannotRunError(
                         f"island {self.place.island} may not join: {self._refused}. Start it with the same."
@@ -180,7 +188,7 @@ class Member:
             links.abort()
 
     def _reach(self) -> socket.socket:
-        end = time.monotonic() + self.timeouts.start_s
+        told_at, end = time.monotonic() + PATIENCE_S, time.monotonic() + self.timeouts.start_s
         while True:
             try:
                 return self._connection()
@@ -190,6 +198,9 @@ class Member:
                         f"no membership service answers at {self.identity.service} ({error}). Start it, or correct "
                         f"{SERVICE}."
                     ) from None
+                if time.monotonic() > told_at:
+                    told_at = end
+                    self._say(f"no membership service answers at {self.identity.service} yet ({error})")
                 time.sleep(RECONNECT_S)
 
     def _connection(self) -> socket.socket:

@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ FIRST_DELAY_S, MOST_DELAY_S = 0.2, 30.0
 HUNG_S = 8.0
 """How long an island that is out has to come back by itself before it is killed."""
 SILENT_S = 3.0
+ENDING_S = 15.0
 LONGEST_LINE = 1 << 30
 _WRONG = (2, 3)
 """Exit codes of a wrong input, and of what cannot run: starting again would not help."""
@@ -50,6 +51,7 @@ class _Kept:
     starts: int = 0
     status: int | None = None
     out_since: float = 0.0
+    began: float = 0.0
 
 
 class Supervisor:
@@ -63,6 +65,8 @@ class Supervisor:
         self.service: Process | None = None
         self.port = free_port()
         self._received: list[int] = []
+        self._is_over = False
+        self._present: set[int] = set()  # those that train, by the service's last word
         self._heard_at = time.monotonic()
 
     async def run(self) -> int:
@@ -72,10 +76,12 @@ class Supervisor:
         keepers = [asyncio.create_task(self._keep_service()), asyncio.create_task(self._watch())]
         tasks = {asyncio.create_task(self._keep(island)) for island in self.islands}
         try:
-            while tasks and not any(island.status == 0 for island in self.islands):
+            while tasks and not any(island.status in (0, EX_TEMPFAIL) for island in self.islands):
                 _, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._is_over = True
+            self._send(signal.SIGKILL, {island.number for island in self.islands} - self._present)  # spares
             if tasks:
-                await asyncio.wait(tasks, timeout=self.bounds.start_s)
+                await asyncio.wait(tasks, timeout=ENDING_S)
         finally:
             for keeper in [*keepers, *tasks]:
                 keeper.cancel()
@@ -95,6 +101,8 @@ class Supervisor:
             status = await self._live(island)
             island.starts = 0 if time.monotonic() - began > GOOD_S else island.starts + 1
             ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+            if self._is_over and status < 0:  # a spare
+                return
             if status in (0, EX_TEMPFAIL, *_WRONG) or self._received:
                 island.status = status if status >= 0 else 128 - status
                 return
@@ -108,7 +116,7 @@ class Supervisor:
 
     async def _live(self, island: _Kept) -> int:
         """Starts an island; when one of its processes ends badly, ends the others. Returns the first's exit code."""
-        island.children, island.out_since = [], 0.0
+        island.children, island.out_since, island.began = [], 0.0, time.monotonic()
         port = free_port()
         for process in range(self.programs.processes):
             own = {SERVICE: f"127.0.0.1:{self.port}", KEY: self.key, ISLAND: str(island.number)}
@@ -153,9 +161,9 @@ class Supervisor:
         self._send(signal.SIGKILL if self._received else number)
         self._received.append(number)
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int, islands: Collection[int] | None = None) -> None:
         for island in self.islands:
-            for child in island.children:
+            for child in island.children if islands is None or island.number in islands else ():
                 with suppress(ProcessLookupError):
                     child.send_signal(number)
 
@@ -196,8 +204,10 @@ class Supervisor:
         now = time.monotonic()
         if event.line:
             self._say(event.line)
+        self._present = {*event.present}
         for island in self.islands:
-            if island.number in event.dropped:
+            is_of_earlier_start = now - island.began < 2 * self.bounds.beat_s
+            if island.number in event.dropped and not is_of_earlier_start:
                 island.out_since = island.out_since or now
             if island.number in event.present:
                 island.out_since = 0.0

@@ -369,9 +369,11 @@ def _check_islands(strategy: Strategy) -> None:
         fixed_names, reason = _WITHOUT.get(mode, ((), ""))
         if name in fixed_names:
             raise InputError(f"strategy.{name}={values[name]}: with islands_sync={mode} {reason}. Leave it out.")
-    for name, most in {"outer_every": MAX_SEQUENCES, "outer_fragments": every, "outer_overlap": every - 1}.items():
+    period = every // max(1, strategy.outer_fragments)  # one sum is under way at a time
+    for name, most in {"outer_every": MAX_SEQUENCES, "outer_fragments": every, "outer_overlap": period - 1}.items():
         if not ISLAND_FIELDS[name] <= values[name] <= most:
             suffix = f" with outer_every={every}" * (name != "outer_every")
+            suffix += f" and outer_fragments={strategy.outer_fragments}" * (name == "outer_overlap")
             limits_text = f"between {ISLAND_FIELDS[name]} and {most}{suffix}"
             raise InputError(f"strategy.{name}={values[name]} must be {limits_text}.")
 

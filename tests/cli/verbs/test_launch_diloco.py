@@ -181,10 +181,9 @@ def test_islands_of_different_meshes_train_together(plan: Path):
     [
         ({"islands_sync": "async-sgd", "outer_every": 4}, "islands_sync=async-sgd is priced, and run by benchmarks"),
         ({"islands_sync": "diloco", "outer_every": 4, "outer_fragments": 2, "outer_overlap": 2},
-         "outer_overlap=2 must be 0 to 1, below outer_every / outer_fragments: one sum is under way at a time"),
+         "outer_overlap=2 must be between 0 and 1 with outer_every=4 and outer_fragments=2"),
     ],
 )  # fmt: skip
 def test_what_does_not_run_is_refused_in_one_line(fields: Any, words: str):
-    islands = Strategy(mesh=make_mesh({"islands": 3}), **fields)
     with pytest.raises(InputError, match=words):
-        outer_settings(islands, TrainSettings())
+        outer_settings(Strategy(mesh=make_mesh({"islands": 3}), **fields), TrainSettings())

@@ -40,7 +40,7 @@ from meshwright.train.record.result import Stopwatch, TrainResult, measured_memo
 from meshwright.train.record.run_folder import METRICS, RESOLVED, RunFolder, create_run_folder, held_alone
 from meshwright.train.record.tracking import Tracking
 from meshwright.train.settings import TrainSettings, with_whole_paths
-from meshwright.train.setup import prepare
+from meshwright.train.setup import held_out, prepare
 
 KEPT_ROUNDS = 16
 """Newest exchanges whose steps every island remembers, in case the leader dies before it has written their lines."""
@@ -83,6 +83,10 @@ class _Island:
     def __init__(self, identity: Identity, told: IslandRun) -> None:
         self.told, self.watch = told, Stopwatch()
         self.setup = prepare(told.model, told.strategy, told.job, told.settings)
+        # as many rows as one mesh would read
+        num_batches = told.settings.evaluate_batches * max(told.islands.num_islands, identity.count)
+        rows = held_out(self.setup.step, self.setup.data.held_out, told.job, max_batches=num_batches)
+        self.setup = self.setup._replace(held_out=rows)
         place = identity.island, jax.process_index()
         outer = outer_settings(told.islands, told.settings)
         with self.watch.timed("compile"):
@@ -96,6 +100,7 @@ class _Island:
             processes=jax.process_count(),
             settings=settings_of(told, self.setup.step),
             timeouts=Timeouts(step_s=usual.step_s * period, start_s=usual.start_s * period),
+            say=say_on_stderr,
         )
         codec = codec_of(told.islands.outer_bits)
         self.rounds = Rounds(self.member, self.work, codec=codec, on_done=self._done, on_world=self._world_begins)
@@ -109,11 +114,14 @@ class _Island:
         self.recent: deque[tuple[Flight, int]] = deque(maxlen=KEPT_ROUNDS * period)
         self.last_end = time.perf_counter()
         self.fault = ""
+        self.restored_from: Checkpoints | None = None
+        self.step_s: list[float] = []
         self.result: TrainResult | None = None
 
     def train(self) -> TrainResult | None:
         """Runs to the last step, or until one island is asked to stop."""
         with stop_on_signals(lambda line: None) as self.request, self.stack:
+            self.member.asks_stop = lambda: self.request.asked
             self.rounds.asks_stop = lambda: self.request.stops_after((self.rounds.step or 0) + 1)
             self.rounds.run(self.work.rounds)
             self.rounds.conclude(self._finish)
@@ -126,7 +134,8 @@ class _Island:
         self._let_go()  # all go back
         self._find_path()
         self._set_aside()
-        return open_checkpoints(self.path or Path(), self.told.settings)
+        self.restored_from = open_checkpoints(self.path or Path(), self.told.settings)
+        return self.restored_from
 
     def _find_path(self) -> None:
         run = self.rounds.links.world.run
@@ -196,17 +205,20 @@ class _Island:
         )
         notes = [note for note in folder.notes if NOT_WRITTEN not in note]
         live.say(f"island {self.member.place.island} leads; {path}")
-        for line in [*store.passed_over, *notes]:
+        starts, self.restored_from = self.restored_from, None
+        lines = [*starts.passed_over, f"goes on after step {position.step}"] if starts and position.step else []
+        for line in [*lines, *store.passed_over, *notes]:
             live.say(line)
         if is_first() and self.setup.data.tokenizer:
             keep_tokenizer(self.setup.data.tokenizer, settings.tokenizer, path)
-        resumed = position.step or None
+        resumed = (position.step or None) if starts else None
         state = self.work.state
         assert state is not None
         run = Run(
             self.setup, folder, live, tracking, store, self.watch, self.request, told.predicted, told.on_step,
             position, state, resumed,
         )  # fmt: skip
+        run.step_s = list(self.step_s)
         run.last_end, run.beside = self.last_end, self.work.beside
         run.memory = measured_memory(state, {}, self.work.program)
         return run
@@ -244,6 +256,7 @@ class _Island:
                 self.recent.pop()
             self.recent.append((flights[-1], tokens))
         self.last_end = end
+        self.step_s += [step_s] * len(flights)
         settings, every = self.told.settings, self.told.settings.checkpoint_every or KEPT_ROUNDS
         is_due = position.step // every > (first - 1) // every and jax.process_count() == 1
         run = self.run
