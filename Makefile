@@ -48,7 +48,7 @@ test-slow: $(HAS_PACKAGE) torch ## the full grids that the default tier has samp
 	$(PY) -m pytest -m slow $(IN_PARALLEL) --durations=10 $(PART:%=--part %)
 
 test-elastic: $(HAS_PACKAGE) ## islands that train while something fails every 12 seconds (three minutes)
-	$(PY) -m benchmarks.elastic --minutes 2 --calm 0.3 --every 12 --require
+	$(PY) -m benchmarks.elastic --minutes 2 --calm 0.3 --every 12 --seeds 0 --require
 
 test-aot: $(HAS_PACKAGE) $(HAS_TPU) $(HAS_GPU) ## compile real steps for TPUs and GPUs that are not here (5 GB of compilers)
 	$(PY) -m pytest -m aot $(IN_PARALLEL)

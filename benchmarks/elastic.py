@@ -1,6 +1,6 @@
 """Four islands of 0.4 core each train while something fails every 30 seconds on average.
 
-python -m benchmarks.elastic                        15 minutes with faults, 5 without
+python -m benchmarks.elastic                        15 minutes with faults, 5 without, and two other seeds on one device
 python -m benchmarks.elastic --minutes 2 --every 10 --calm 0.7
 
 A fault is a killed process, a stopped one (it goes on after 6 s) or cut connections, of an island or of the membership
@@ -34,6 +34,8 @@ from meshwright.simulate.fleet.outcome import simulate_faults
 from meshwright.spec.faults.rates import FaultTimes, load_rates
 
 ISLANDS, CORES, STOPPED_S = 4, 0.4, 6.0
+BATCH, TOKENS = ["--batch", "32seq", "--seq", "128"], 32 * 128
+SETTINGS = ["--set", "train.schedule=constant", "--set", "train.log_every=1000"]
 CGROUP = Path("/sys/fs/cgroup/cpu")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 384,
@@ -73,8 +75,8 @@ class Elastic:
             str(seed),
             "--runs",
             str(self.runs),
+            *SETTINGS,
         ]
-        words += ["--set", "train.schedule=constant", "--set", "train.log_every=1000"]
         self.said = (folder / f"{name}.txt").open("wb")
         self.child = subprocess.Popen(words, stderr=self.said, stdout=self.said, cwd=folder)
         self.began = time.monotonic()
@@ -220,7 +222,7 @@ def simulated(faults: list["Fault"], seconds: float, step_s: float, start_s: flo
         num_chips=ISLANDS, num_hosts=ISLANDS, num_replicas=ISLANDS, step_s=step_s, rates=load_rates("llama3"),
         times=times, checkpoint_steps=steps,
     )  # fmt: skip
-    kinds = {"kill": "process", "cut": "process", "stop": "hang"}
+    kinds = {"kill": "process", "cut": "link", "stop": "hang"}
     known = [SimulatedFault(f.at, f.island, kinds[f.kind]) for f in faults if f.island >= 0]  # type: ignore[arg-type]
     return simulate_faults(fleet, "elastic", known, duration_s=seconds).goodput.mean
 
@@ -256,6 +258,7 @@ def main() -> None:
     parser.add_argument("--calm", type=float, default=5.0, help="minutes without a fault")
     parser.add_argument("--every", type=float, default=30.0, help="mean seconds between faults")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=2, help="other seeds whose losses are shown")
     parser.add_argument("--require", action="store_true", help="end with 1 unless the bounds hold")
     given = parser.parse_args()
     draw = random.Random(given.seed)
@@ -266,14 +269,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(CONFIG))
-        words = ["plan", str(folder / "config.json"), "--on", "4*cpu:1@10Gbit/s", "--batch", "32seq", "--seq", "128"]
+        words = ["plan", str(folder / "config.json"), "--on", "4*cpu:1@10Gbit/s", *BATCH]
         words += ["--set", "strategy.state=fp32", "-o", str(folder / "plan.toml")]
         subprocess.run([sys.executable, "-m", "meshwright", *words], check=True, stdout=subprocess.DEVNULL)
         run = Elastic(folder, seed=given.seed, name="calm")
         calm_tokens, calm_s = calm(run, given.calm * 60)
         start_s = time_of_a_start(run)
         run.stop()
-        calm_losses = {r["tokens"]: r["loss"] for r in run.records()}
+        losses = {"no fault": losses_by_tokens(run.records())}
         run = Elastic(folder, seed=given.seed, name="faults")
         first, begin = warm(run)
         faults: list[Fault] = []
@@ -289,14 +292,19 @@ def main() -> None:
         seconds = time.monotonic() - begin
         run.stop()
         offset = begin - run.began
-        report(faults, records, run.records(), first, seconds, calm_tokens / calm_s, calm_losses)
-        step_s = 4096 / (calm_tokens / calm_s)
+        losses["faults"] = losses_by_tokens(run.records())
+        report(faults, records, run.records(), first, seconds, calm_tokens / calm_s)
+        step_s = TOKENS / (calm_tokens / calm_s)
         share = simulated([f._replace(at=f.at - offset) for f in faults], seconds, step_s, start_s)
         real = (records[-1]["tokens"] - first) / seconds / (calm_tokens / calm_s)
         print(f"goodput simulated with the same faults, a start taking {start_s:.1f} s: {share:.1%}, real {real:.1%}")
         is_bad = (
             any(f.next_step_s > MOST_WAIT_S or (f.back_s or 1e9) > MOST_BACK_S for f in faults) or real < LEAST_SHARE
         )
+        losses |= other_seeds(
+            folder, [given.seed + n for n in range(1, given.seeds + 1)], max(losses["faults"]) // TOKENS
+        )
+        report_losses(losses)
         if os.environ.get("KEEP") or (given.require and is_bad):
             print((folder / "faults.txt").read_text()[-6000:])
         if given.require and is_bad:
@@ -310,7 +318,6 @@ def report(
     first: int,
     seconds: float,
     calm_rate: float,
-    calm_losses: dict[int, float],
 ) -> None:  # fmt: skip
     """Prints what was measured beside what is asked."""
     tokens = records[-1]["tokens"] - first
@@ -336,12 +343,37 @@ def report(
     print(f"tokens/s {tokens / seconds:,.0f}, without faults {calm_rate:,.0f}: {share:.1%}; "
           f"for each second of a live island {tokens / live / ISLANDS * ISLANDS / calm_rate:.1%}")  # fmt: skip
     print(f"samples: {taken} taken, each once, none missing")
-    near = min(calm_losses, key=lambda count: abs(count - records[-1]["tokens"]))
-    window = [r["loss"] for r in records if abs(r["tokens"] - near) < 40 * 4096]
-    calm_window = [loss for count, loss in calm_losses.items() if abs(count - near) < 40 * 4096]
-    if window and calm_window:
-        means = statistics.mean(window), statistics.mean(calm_window)
-        print(f"loss near {near:,} tokens: {means[0]:.3f}, without faults {means[1]:.3f}")
+
+
+def losses_by_tokens(records: list[dict[str, Any]]) -> dict[int, float]:
+    """Returns the loss of each step by the tokens that the run had seen after it."""
+    return {record["tokens"]: record["loss"] for record in records}
+
+
+def other_seeds(folder: Path, seeds: list[int], num_steps: int) -> dict[str, dict[int, float]]:
+    """Trains the same batches on one device with other seeds, without a fault, and returns their losses."""
+    losses = {}
+    words = ["plan", str(folder / "config.json"), "--on", "cpu:1", *BATCH, "-o", str(folder / "one.toml")]
+    subprocess.run([sys.executable, "-m", "meshwright", *words], check=True, stdout=subprocess.DEVNULL)
+    for seed in seeds:
+        runs = folder / f"seed-{seed}"
+        words = ["train", str(folder / "one.toml"), "--steps", str(num_steps), "--seed", str(seed), "--runs", str(runs)]
+        subprocess.run([sys.executable, "-m", "meshwright", *words, *SETTINGS], check=True, capture_output=True)
+        (path,) = runs.glob("*/metrics.jsonl")
+        losses[f"seed {seed}"] = losses_by_tokens([json.loads(line) for line in path.read_text().splitlines()])
+    return losses
+
+
+def report_losses(losses: dict[str, dict[int, float]]) -> None:
+    """Prints each run's mean loss over the 50 steps before 1, 2, 4, ... thousand steps' worth of tokens."""
+    last = max(losses["faults"])
+    for num_steps in [1000 * 2**n for n in range(20) if 1000 * 2**n * TOKENS < last] + [last // TOKENS]:
+        means = {
+            name: statistics.mean(loss for count, loss in by_tokens.items() if 0 <= num_steps - count / TOKENS < 50)
+            for name, by_tokens in losses.items()
+            if max(by_tokens) >= num_steps * TOKENS
+        }
+        print(f"loss after {num_steps * TOKENS:,} tokens:", ", ".join(f"{n} {mean:.3f}" for n, mean in means.items()))
 
 
 if __name__ == "__main__":

@@ -141,6 +141,14 @@ def test_an_elastic_fleet_goes_on_smaller():
     assert seconds["productive"] == pytest.approx(1e4 - 3 - 0.75 * 4 - 904 / 4 - 1.75 - 66 / 4 - 30 / 4)
 
 
+def test_a_cut_link_is_back_with_a_state_of_others():
+    times = {"detect_s": 4.0, "regroup_s": 1.0, "restart_s": 900.0, "startup_s": 66.0, "copy_s": 30.0}
+    given = fleet(times=times, step_s=10.0, num_replicas=4)
+    seconds = simulate_faults(given, "elastic", [Fault(1000.0, 2, "link")], duration_s=1e4).seconds
+    lost = {"infrastructure_recovery": 0.75 * 4 + 4 / 4, "checkpoint_restore": 30 / 4, "other": 0.75 + 1}
+    assert {word: s for word, s in seconds.items() if s and word != "productive"} == pytest.approx(lost)
+
+
 def test_an_elastic_fleet_that_loses_all_goes_back_to_the_disk():
     given = fleet(times={"restart_s": 100.0, "disk_s": 600.0}, step_s=10.0, num_replicas=2)
     both = [Fault(1000.0, 0, "process"), Fault(1050.0, 1, "process")]
@@ -209,5 +217,5 @@ def test_rules_that_are_none(rule):
 
 def test_faults_of_a_real_run_are_checked():
     for wrong in (Fault(1, 3, "process"), Fault(-1, 0, "process"), Fault(1, 0, "melted")):
-        with pytest.raises(InputError, match="give process or host"):
+        with pytest.raises(InputError, match="give process or link"):
             simulate_faults(fleet(), "stop", [wrong], duration_s=10.0)

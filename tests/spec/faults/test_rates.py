@@ -55,7 +55,7 @@ COMPONENT = '[[components]]\nname = "x"\nkind = "host"\n'
         ('source = "x"\n' + COMPONENT + "per_chip_hour = 1\nper_node_hour = 1", "needs one of count"),
         ('source = "x"\n' + COMPONENT + "count = 3", "a count needs num_chips and days"),
         ('source = "x"\n' + COMPONENT + "per_chip_hour = -1", "give a number of at least 0"),
-        ('source = "x"\n' + COMPONENT.replace("host", "fire") + "per_chip_hour = 1", "process, host, reboot, hang"),
+        ('source = "x"\n' + COMPONENT.replace("host", "fire") + "per_chip_hour = 1", "process, link, host, reboot, hang"),
         ('source = "x"\n' + COMPONENT + "per_chip_hour = 1\n[times]\nsafe_s = 1", "did you mean 'save_s'"),
         ('source = "x"\n' + COMPONENT + "per_chip_hour = 1\n[times]\nsave_s = [-3, 9]", "at least 0"),
         ('source = "x"\n' + COMPONENT + "per_chip_hour = 1\n[times]\nsave_s = -1", "at least 0"),

@@ -125,7 +125,7 @@ def _elastic(
     """Returns the run of the replicas that live, and for each one that was lost the time until it was back.
 
     All wait until a loss is noticed and a new group stands, and lose the step in flight; a replica comes back with a
-    state that it copies from another.
+    state that it copies from another, at once where it lost its connections alone.
     """
     times, spares, num_replicas = fleet.times, _Spares(fleet), fleet.num_replicas
     work_s = max(1, round(times.disk_s / fleet.step_s)) * fleet.step_s
@@ -168,7 +168,10 @@ def _elastic(
         if is_last:
             living.lose(living.unsaved)
             living.stop([])
-        lost.stop(_start(fleet, fault, spares.wait_s(fault), times.restore_s if is_last else times.copy_s))
+        if fault.kind == "link" and not is_last:
+            lost.stop([(RECOVERY, times.noticed_s(fault.kind)), (RESTORE, times.copy_s)])
+        else:
+            lost.stop(_start(fleet, fault, spares.wait_s(fault), times.restore_s if is_last else times.copy_s))
         heappush(returns, (lost.ready_s, replica))
     advance(duration_s)
     for run in down.values():

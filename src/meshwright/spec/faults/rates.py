@@ -16,9 +16,10 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import check_figures, convert_fields
 from meshwright.core.toml_file import decode_toml, read_toml
 
-FaultKind = Literal["process", "host", "reboot", "hang", "corruption", "straggler", "planned"]
+FaultKind = Literal["process", "link", "host", "reboot", "hang", "corruption", "straggler", "planned"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
-"""A process dies; its host is lost, or reboots; it stands still; its numbers are wrong, or slow; it is stopped."""
+"""A process dies, or loses its connections; its host is lost, or reboots; it stands still; its numbers are wrong, or
+slow; it is stopped."""
 
 FOLDER = Path(__file__).parent / "data"
 DEFAULT_RATES = "llama3"
