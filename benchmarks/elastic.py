@@ -210,6 +210,7 @@ def time_of_a_start(run: Elastic) -> float:
     while run.present() < ISLANDS:
         run.processes()
         time.sleep(0.02)
+        assert time.monotonic() - begin < 60, (run.folder / f"{run.name}.txt").read_text()[-3000:]
     return time.monotonic() - begin
 
 
