@@ -59,6 +59,17 @@ def test_rates_of_a_file_times_and_intervals(call, plan_file, tmp_path):
     assert found["mtbf_s"] == pytest.approx(3600 / (512 * 1e-4))
 
 
+def test_a_fleet_in_which_nothing_fails_keeps_all_but_what_it_saves(call, plan_file, tmp_path):
+    path = tmp_path / "rates.toml"
+    path.write_text(RATES.replace("1e-4", "0"))
+    found = call("simulate", "fleet", plan_file, "--rates", str(path), "--seeds", "1")
+    assert "none that stop the run" in " ".join(found.out.split())
+    assert not {"nan", "inf"} & {*found.out.split()}
+    found = call("simulate", "fleet", plan_file, "--rates", str(path), "--seeds", "1", "--json").json
+    assert found["policies"][0]["goodput"]["mean"] == pytest.approx(1, abs=1e-3)
+    assert found["goodput"] == pytest.approx(1, abs=1e-3)
+
+
 def test_a_model_of_a_chip_without_rates(call):
     given = ("llama3-8b", "--on", "v5p:4x4x4", "--batch", "1Mi", "--seq", "4096", "--seeds", "1", "--days", "1")
     text = " ".join(call("simulate", "fleet", *given).out.split())
@@ -80,7 +91,9 @@ def test_a_model_of_a_chip_without_rates(call):
         (("--time", "safe_s=3"), 2, "times.safe_s is not a field. Did you mean 'save_s'?"),
         (("--time", "save_s=-3"), 2, "at least 0"),
         (("--policy", "pray"), 2, "'pray' is not one of 'stop', 'elastic', 'memory', 'diloco'"),
-        (("--replicas", "1000"), 2, "--replicas 1,000 are more than the 512 hosts"),
+        (("--interval", "0s"), 2, "--interval '0s' is not auto"),
+        (("--interval", "0steps"), 2, "--interval '0steps' is not auto"),
+        (("--replicas", "1000"), 2, "--replicas 1,000 do not divide the 512 hosts"),
         (("--policy", "elastic", "--replicas", "1"), 3, "--policy elastic needs parts that fail alone"),
         (("--seeds", "0"), 2, "--seeds"),
     ],

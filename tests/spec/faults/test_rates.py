@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.spec.faults.rates import FaultTimes, load_rates, published_rates, rates_for_chip
+from meshwright.spec.faults.rates import NEVER_S, FaultTimes, load_rates, published_rates, rates_for_chip
 
 
 def test_llama3_table_5():
@@ -39,7 +39,7 @@ def test_rates_of_a_chip_or_the_default():
 
 
 def test_nothing_fails():
-    assert load_rates("llama3").mtbf_s(0, 0) == float("inf")
+    assert load_rates("llama3").mtbf_s(0, 0) == NEVER_S
 
 
 COMPONENT = '[[components]]\nname = "x"\nkind = "host"\n'
@@ -55,9 +55,13 @@ COMPONENT = '[[components]]\nname = "x"\nkind = "host"\n'
         ('source = "x"\n' + COMPONENT + "per_chip_hour = 1\nper_node_hour = 1", "needs one of count"),
         ('source = "x"\n' + COMPONENT + "count = 3", "a count needs num_chips and days"),
         ('source = "x"\n' + COMPONENT + "per_chip_hour = -1", "give a number of at least 0"),
-        ('source = "x"\n' + COMPONENT.replace("host", "fire") + "per_chip_hour = 1", "process, link, host, reboot, hang"),
+        (
+            'source = "x"\n' + COMPONENT.replace("host", "fire") + "per_chip_hour = 1",
+            "process, link, host, reboot, hang",
+        ),
         ('source = "x"\n' + COMPONENT + "per_chip_hour = 1\n[times]\nsafe_s = 1", "did you mean 'save_s'"),
         ('source = "x"\n' + COMPONENT + "per_chip_hour = 1\n[times]\nsave_s = [-3, 9]", "at least 0"),
+        ('source = "x"\n' + COMPONENT + "per_chip_hour = 1\n[times]\nsave_s = [9, 3]", "give the lower bound first"),
         ('source = "x"\n' + COMPONENT + "per_chip_hour = 1\n[times]\nsave_s = -1", "at least 0"),
         ('source = "x"\n' + COMPONENT + "per_chip_hour = 1\n[times]\nslowdown = 0.5", "at least 1"),
         ("source", "not valid TOML"),

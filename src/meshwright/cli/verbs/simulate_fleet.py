@@ -20,7 +20,7 @@ from meshwright.report.plans.fleet import fleet_figure
 from meshwright.simulate.fleet.fleet import POLICIES, FleetPolicy, TrainingFleet, checkpoint_steps
 from meshwright.simulate.fleet.outcome import PolicyOutcome, simulate_fleet
 from meshwright.simulate.fleet.run import WORDS
-from meshwright.spec.faults.rates import load_rates, rates_for_chip
+from meshwright.spec.faults.rates import NEVER_S, load_rates, rates_for_chip
 from meshwright.spec.job import require_training
 
 SHOWN_FAULTS = 12
@@ -81,7 +81,7 @@ def command(given: Given) -> Answer:
         outcomes,
         duration_s=duration_s,
         shown_s=shown_s,
-        title=f"{plan.model.name} on {plan.cluster.short_name}: a failure in {format_seconds(outlook.mtbf_s)}",
+        title=f"{plan.model.name} on {plan.cluster.short_name}: failures {_often(outlook.mtbf_s)}",
         subtitle=f"above: {given.days:g} days; below: the first {format_seconds(shown_s)} of one seed",
     )
     return Answer(facts, _text(fleet, facts), {given.png: draw}, [rows])
@@ -103,8 +103,8 @@ def _fleet(given: Given, plan: Plan) -> tuple[TrainingFleet, str]:
     if given.days > (most_days := MOST_FAULTS * mtbf_s / DAY_S):
         raise InputError(f"--days {given.days:g} have over {MOST_FAULTS:,} faults. Give at most {most_days:,.0f}.")
     replicas = given.replicas or max(mesh.get("islands", 1), mesh.get("data", 1), plan.cluster.num_slices)
-    if given.replicas and replicas > hosts:
-        raise InputError(f"--replicas {replicas:,} are more than the {hosts:,} hosts. Give at most so many.")
+    if given.replicas and hosts % replicas:
+        raise InputError(f"--replicas {replicas:,} do not divide the {hosts:,} hosts. Give a number that does.")
     fleet = TrainingFleet(
         num_chips=plan.cluster.num_chips,
         num_hosts=hosts,
@@ -156,18 +156,21 @@ def _row(given: Given, plan: Plan, fleet: TrainingFleet, outcome: PolicyOutcome)
     return {**row, "days": spent.days, "days_p5": days_p5, "days_p95": days_p95, "cost_usd": spent.cost_usd}
 
 
+def _often(mtbf_s: float) -> str:
+    return f"one in {format_seconds(mtbf_s)}" if mtbf_s < NEVER_S else "none that stop the run"
+
+
 def _text(fleet: TrainingFleet, facts: Facts) -> Iterator[Piece]:
     size_text = f"{counted(fleet.num_chips, 'chip')} for {facts['days']:g} days, {counted(facts['seeds'], 'seed')}"
     yield f"{facts['model']} on {facts['cluster']}: {size_text}"
-    yield Fact(
-        "failures", f"one in {format_seconds(facts['mtbf_s'])}, by the rates of {facts['rates']}: {facts['source']}"
-    )
+    yield Fact("failures", f"{_often(facts['mtbf_s'])}, by the rates of {facts['rates']}: {facts['source']}")
     ranges_text = ", ".join(f"{name} {low:g}-{high:g}" for name, (low, high) in fleet.rates.ranges.items())
     yield Fact(
         "times",
         f"{format_seconds(fleet.step_s)} a step; {format_seconds(facts['restart_s'])} to restart on average, "
         f"{format_seconds(fleet.times.save_s)} to save; {counted(fleet.num_spares, 'spare host')}, "
-        f"{format_seconds(fleet.times.repair_s)} to repair one{'; middle of ' * bool(ranges_text)}{ranges_text}",
+        f"{format_seconds(fleet.times.repair_s)} to repair one, for which a host waits "
+        f"where no spare is left{'; middle of ' * bool(ranges_text)}{ranges_text}",
     )
     yield Fact(
         "checkpoint",

@@ -6,9 +6,6 @@ from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.training_budget import DAY_S
 
-NEVER_S = 1e12
-"""A longer time between failures is taken as this one, so that intervals are numbers."""
-
 
 def failures_per_day(num_nodes: Number, *, failures_per_node_day: Number) -> Number:
     """Returns failures of all nodes in a day, usually 10 per 1000 node-days (Kokolis et al., Revisiting Reliability,
@@ -55,7 +52,7 @@ def exact_steps(step_s: float, *, checkpoint_s: float, mtbf: float) -> int:
     Where (1 - x) e^x = e^(-delta / M), with x = tau / M, the derivative of (e^((tau + delta) / M) - 1) / tau is zero;
     the time to recover does not move it.
     """
-    low, high, mtbf = 0.0, 1.0, min(mtbf, NEVER_S)
+    low, high = 0.0, 1.0
     for _ in range(60):
         x = (low + high) / 2
         low, high = (x, high) if (1 - x) * math.exp(x) > math.exp(-checkpoint_s / mtbf) else (low, x)

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import parse_seconds
-from meshwright.cost.formulas.failures import NEVER_S, daly_interval_s, exact_steps, young_interval_s
+from meshwright.cost.formulas.failures import daly_interval_s, exact_steps, young_interval_s
 from meshwright.spec.faults.rates import FaultKind, FaultRates, FaultTimes
 
 FleetPolicy = Literal["stop", "elastic", "memory", "diloco"]
@@ -71,14 +71,15 @@ def drawn_faults(fleet: TrainingFleet, duration_s: float, seed: int) -> list[Fau
 
 def checkpoint_steps(rule: str, *, step_s: float, save_s: float, mtbf_s: float) -> int:
     """Returns the steps between checkpoints of a rule: auto (the exact optimum), young, daly, 30steps or 600s."""
-    if match := re.fullmatch(r"(\d{1,9})\s*steps?", rule):
-        return max(1, int(match[1]))
-    mtbf_s = min(mtbf_s, NEVER_S)
+    if match := re.fullmatch(r"([1-9]\d{0,8})\s*steps?", rule):
+        return int(match[1])
     if rule in ("auto", "exact"):
         return exact_steps(step_s, checkpoint_s=save_s, mtbf=mtbf_s)
     formula = {"young": young_interval_s, "daly": daly_interval_s}.get(rule)
     try:
         interval_s = formula(save_s, mtbf_s) if formula else parse_seconds(rule)
     except InputError:
-        raise InputError(f"--interval {rule!r} is not auto, exact, young, daly, 30steps or 600s.") from None
+        interval_s = 0.0
+    if not (formula or interval_s > 0):
+        raise InputError(f"--interval {rule!r} is not auto, exact, young, daly, 30steps or 600s.")
     return max(1, round(interval_s / step_s))

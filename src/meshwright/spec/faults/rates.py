@@ -5,7 +5,6 @@ out is a default of `FaultTimes`, an assumption.
 """
 
 import functools
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
@@ -22,6 +21,8 @@ KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 slow; it is stopped."""
 
 FOLDER = Path(__file__).parent / "data"
+NEVER_S = 1e12
+"""Seconds between failures, 32,000 years, where none are known: intervals are numbers."""
 DEFAULT_RATES = "llama3"
 """Rates of chips of which none are published: the largest fleet that says what failed."""
 
@@ -109,6 +110,9 @@ class FaultRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InputError("rates have no components. Give at least one [[components]]")
         if (self.num_chips is None or self.days is None) and any(c.count is not None for c in self.components):
             raise InputError("a count needs num_chips and days, of the fleet that was watched")
+        for name, (low, high) in self.ranges.items():
+            if low > high:
+                raise InputError(f"times: {name} is [{low:g}, {high:g}], give the lower bound first")
         self.times_at()
 
     @property
@@ -127,10 +131,10 @@ class FaultRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
     def mtbf_s(self, num_chips: int, num_hosts: int) -> float:
-        """Returns the mean seconds between faults that stop a synchronous run; infinite where nothing fails."""
+        """Returns the mean seconds between faults that stop a synchronous run; `NEVER_S` where nothing fails."""
         hourly = zip(self.components, self.per_hour(num_chips, num_hosts), strict=True)
         total = sum(rate for component, rate in hourly if component.kind != "straggler")
-        return 3600 / total if total else math.inf
+        return min(NEVER_S, 3600 / total) if total else NEVER_S
 
     def times_at(self, share: float = 0.5, changes: Mapping[str, float] = {}) -> FaultTimes:
         """Returns the times, ``share`` of the way from the low to the high bound where there are two."""
