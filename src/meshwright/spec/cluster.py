@@ -232,7 +232,9 @@ def _islands(text: str, read: Callable[[str], Cluster]) -> Cluster:
     islands_text, _, rate_text = text.rpartition("@")
     count_text, star, island_text = islands_text.partition("*")
     if not star or not count_text.strip().isdecimal() or len(count_text) > 9 or int(count_text) < 2:
-        raise InputError(f"cluster {text!r} has a link, and no two islands. Write for example {_ISLAND_EXAMPLE}.")
+        raise InputError(
+            f"cluster {text!r} has a link, and not two islands or more before a *. Write for example {_ISLAND_EXAMPLE}."
+        )
     rate = parse_rate(rate_text.strip(), what=f"cluster {text!r}: the link")
     return msgspec.structs.replace(read(island_text), num_islands=int(count_text), island_bytes_per_s=rate)
 

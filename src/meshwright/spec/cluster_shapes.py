@@ -99,7 +99,10 @@ def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> Cluster
 
 
 def _host_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
-    if len(shape) != 1 or num_slices != 1:
+    if num_slices != 1:
+        own_text = f"{num_slices}*{chip.name}:{times(shape)}"
+        raise InputError(f"{own_text}: hosts are islands, and need the rate of a link: {own_text}@10Gbit/s.")
+    if len(shape) != 1:
         raise InputError(f"{chip.name}:{times(shape)} has a shape. Give a number of devices, such as {chip.name}:8.")
     if shape[0] > MAX_HOST_DEVICES:
         raise InputError(
