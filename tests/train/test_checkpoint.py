@@ -293,3 +293,37 @@ def test_what_is_stored_beside_the_arrays_is_readable(saved):
     assert stored["position"]["samples"] == 24
     assert stored["arrays"] == describe_arrays(numbers())
     assert stored["arrays"][".params['w']"] == "float32[4,8,16]"
+
+
+def test_the_newer_of_checkpoints_and_states_on_this_machine_is_taken(tmp_path):
+    near = str(tmp_path / "memory")
+    with Checkpoints(tmp_path / "run", near=near) as store:
+        store.save(placed(a=4, b=2), at(2))
+        store.wait()
+        store.near.save(placed(a=4, b=2), at(3))
+        store.wait()
+    with Checkpoints(tmp_path / "run", near=near) as store:
+        assert store.position().step == 3
+        same(store.restore(shapes(), shardings(a=4, b=2)), numbers())
+        assert "from the state of step 3" in store.passed_over[-1]
+        folder = store.near.folder
+    flip(largest(folder / "3"))
+    with Checkpoints(tmp_path / "run", near=near) as store:
+        assert store.position().step == 2, "what was damaged there is passed over"
+        store.save(placed(a=4, b=2), at(4))
+        store.wait()
+        assert store.position().step == 4
+        store.forget_near()
+    assert not any((tmp_path / "memory").iterdir())
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
+
+
+def test_a_lost_memory_is_begun_anew(tmp_path):
+    with Checkpoints(tmp_path / "run", near=str(tmp_path / "memory")) as store:
+        store.near.save(placed(a=4, b=2), at(3))
+    shutil.rmtree(tmp_path / "memory")
+    with Checkpoints(tmp_path / "run", near=str(tmp_path / "memory")) as store:
+        assert store.position() is None
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"local_folder=.*file cannot be used"):
+        Checkpoints(tmp_path / "other", near=str(tmp_path / "file"))

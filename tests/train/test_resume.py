@@ -129,8 +129,9 @@ def test_a_run_that_another_process_trains_is_left_alone(whole, text, tmp_path):
 # -- killed ------------------------------------------------------------------------------------------
 
 
-def start(root, text, *resume):
-    changes = {"steps": STEPS, "average": 0.9, "held_out": 0.0, "checkpoint_every": EVERY, "pause_s": 0.05}
+def start(root, text, *resume, **changes):
+    usual = {"steps": STEPS, "average": 0.9, "held_out": 0.0, "checkpoint_every": EVERY, "pause_s": 0.05}
+    changes = {**usual, **changes}
     command = [sys.executable, "-m", "tests.train.child", str(root), text, json.dumps(changes), *map(str, resume)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
@@ -149,16 +150,17 @@ def kill_somewhere(child, run, *, after, chance):
     return metrics.read_bytes().count(b"\n")
 
 
-def survives(root, text, whole, *, rounds, seed):
+def survives(root, text, whole, *, rounds, seed, **changes):
     """Kill a run ``rounds`` times, then let it end: the steps that each kill cost."""
     chance, run, resume, costs, committed = random.Random(seed), root / "mini-001", (), [], 0
     for _ in range(rounds):
-        child = start(root, text, *resume)
+        child = start(root, text, *resume, **changes)
         written = kill_somewhere(child, run, after=committed + chance.randint(2, 8), chance=chance)
-        steps = [int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdecimal()]
+        tiers = [run / "checkpoints", run / "near" / "checkpoints"]
+        steps = [int(path.name) for tier in tiers if tier.exists() for path in tier.iterdir() if path.name.isdecimal()]
         committed, resume = max(steps, default=0), (run,)
         costs.append(written - committed)
-    with start(root, text, *resume) as child:
+    with start(root, text, *resume, **changes) as child:
         said = json.loads(child.communicate(timeout=LONGEST_S)[0])
     assert said["from"] == committed
     assert said["losses"] == whole.losses
@@ -178,3 +180,11 @@ def test_a_killed_run_loses_only_what_no_checkpoint_holds(whole, text, tmp_path)
 def test_many_kills(whole, text, tmp_path):
     costs = survives(tmp_path, text, whole, rounds=5, seed=1)
     assert max(costs) <= 2 * EVERY
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_the_state_on_its_machine(whole, text, tmp_path):
+    near = {"checkpoint_every": 10, "local_every": 2, "local_folder": str(tmp_path / "memory")}
+    costs = survives(tmp_path, text, whole, rounds=3, seed=2, **near)
+    assert max(costs) <= 4
+    assert not any((tmp_path / "memory").iterdir())

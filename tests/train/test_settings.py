@@ -21,6 +21,7 @@ def test_keys_that_are_left_out_have_their_default():
         ({"outer_rate": 0.0}, "train.outer_rate=0.0 must be a number above 0"),
         ({"outer_momentum": 1.0}, "train.outer_momentum=1.0 must be at least 0 and less than 1"),
         ({"keep_checkpoints": 0}, "train.keep_checkpoints=0 must be at least 1"),
+        ({"local_every": 5}, "train.local_every and train.local_folder go together"),
         ({"checkpoint_every": -1}, "train.checkpoint_every=-1 must not be negative"),
         ({"weight_decay": float("nan")}, "train.weight_decay is nan: give a finite number"),
         ({"epsilon": 0.0}, "train.epsilon=0.0 must be a number above 0"),

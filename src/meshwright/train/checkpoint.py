@@ -4,6 +4,7 @@ import asyncio
 import logging
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,8 @@ from meshwright.parallel.processes import first_error, is_first, wait_for_all
 from meshwright.train.data.sources import DataPhase
 
 CHECKPOINTS = "checkpoints"
+NEAR = "near"
+"""Name of the link in a run's folder to its states on the disk or in the memory of this machine."""
 STATE, POSITION, BESIDE = "state", "position", "beside"
 UNFINISHED = ".orbax-checkpoint-tmp"
 DAMAGED = ".damaged"
@@ -85,9 +88,11 @@ class Checkpoints:
     their files are checked before they are read; one without digests is read if ``trust`` says so. With several
     processes every process calls every method, in the same order. ``passed_over`` has lines to print: damaged
     checkpoints, the older one that was taken instead, and one that was not checked.
+
+    ``near`` is a folder on this machine for the newest of more frequent states; what is newer is restored.
     """
 
-    def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0, trust: bool = False) -> None:
+    def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0, trust: bool = False, near: str = "") -> None:
         # Orbax warns of normal conditions, such as a first start in an empty folder; it also raises its errors.
         for logger_name in ("absl", "asyncio"):
             logging.getLogger(logger_name).setLevel(logging.CRITICAL)
@@ -112,6 +117,7 @@ class Checkpoints:
                 shutil.rmtree(leftover_folder, ignore_errors=True)
         wait_for_all("old checkpoints are cleared")
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self.near = Checkpoints(near_folder(run, near), keep=1, trust=trust) if near else None
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -122,6 +128,26 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Returns the steps that can be restored, oldest first."""
         return sorted(self._manager.all_steps())
+
+    def _source(self) -> "Checkpoints":
+        """Returns who has the newest whole state."""
+        if not (self.near and self.near.steps()):
+            return self
+        own, near = self._stored(), None
+        try:
+            near = self.near._stored()
+        except CannotRunError as error:
+            self.passed_over.append(str(error))
+        return self.near if near and (own is None or near.position.step > own.position.step) else self
+
+    def forget_near(self) -> None:
+        """Removes the states on this machine: the run is over."""
+        if self.near:
+            self.near.close()
+            if is_first():
+                shutil.rmtree(self.near.folder.parent, ignore_errors=True)
+                (self.folder.parent / NEAR).unlink(missing_ok=True)
+            self.near = None
 
     def save(self, state: Any, position: Position, *, to_canonical: Reorder | None = None, beside: Any = None) -> None:
         """Starts to write the state after ``position.step``, and arrays ``beside`` it; does nothing for a step that
@@ -144,9 +170,13 @@ class Checkpoints:
         """Removes checkpoints of later steps: of a leader that died, and whose step the others have done otherwise."""
         for later_step in [number for number in self.steps() if number > step]:
             self._manager.delete(later_step)
+        if self.near:
+            self.near.forget_after(step)
 
     def wait(self) -> None:
         """Waits until all saved checkpoints are whole on disk."""
+        if self.near:
+            self.near.wait()
         with self._writing():
             self._manager.wait_until_finished()
 
@@ -164,7 +194,7 @@ class Checkpoints:
 
     def position(self) -> Position | None:
         """Returns the newest whole checkpoint's position, None if none. Raises CannotRunError if all are damaged."""
-        stored_info = self._stored()
+        stored_info = self._source()._stored()
         return stored_info.position if stored_info else None
 
     def restore(self, shapes: Any, shardings: Any, *, from_canonical: Reorder | None = None) -> Any:
@@ -173,6 +203,9 @@ class Checkpoints:
         ``shapes`` is the state's tree of `jax.ShapeDtypeStruct`. Raises InputError when the checkpoint holds other
         arrays, CannotRunError when all are damaged.
         """
+        if (source := self._source()) is not self:
+            self.passed_over.append(f"going on from the state of step {source.steps()[-1]} in {source.folder.parent}")
+            return source.restore(shapes, shardings, from_canonical=from_canonical)
         stored = self._stored()
         assert stored is not None, "nothing to restore"
         text_by_path = describe_arrays(shapes)
@@ -194,6 +227,8 @@ class Checkpoints:
 
     def restore_beside(self, like: Any) -> Any:
         """Returns the arrays that the newest whole checkpoint has beside its state, as in ``like``; None without."""
+        if (source := self._source()) is not self:
+            return source.restore_beside(like)
         stored = self._stored()
         if stored is None or not (self.folder / str(stored.position.step) / BESIDE).is_dir():
             return None
@@ -201,6 +236,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Finishes writing and releases the folder."""
+        if self.near:
+            self.near.close()
         self._manager.close()
 
     def _stored(self) -> Stored | None:
@@ -265,6 +302,23 @@ class Checkpoints:
         return CannotRunError(
             f"the checkpoint {self.folder / str(step)} is damaged: {reason}. Remove that folder to go on from {origin}."
         )
+
+
+def near_folder(run: Path, root: str) -> Path:
+    """Returns the folder under ``root`` that a run's link leads to; makes both where they are not there, or no longer.
+
+    Raises InputError if it cannot.
+    """
+    link = run.absolute() / NEAR
+    try:
+        if is_first() and not link.is_dir():
+            link.unlink(missing_ok=True)
+            Path(root).mkdir(parents=True, exist_ok=True)
+            link.symlink_to(tempfile.mkdtemp(prefix=f"{run.name}-", dir=root))
+    except OSError as error:
+        raise InputError(f"train.local_folder={root} cannot be used: {error.strerror}. Give another folder.") from None
+    wait_for_all("the folder of near states is made")
+    return link.resolve()
 
 
 def _show_unless_closed(show: Callable[[Any], object], unraisable: Any) -> None:

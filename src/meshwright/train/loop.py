@@ -107,6 +107,7 @@ class Run:
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     memory: MemoryUse | None = None
     last_end: float = 0.0
+    num_islands: int = 1
     beside: Callable[[], Any] = lambda: None  # what checkpoints have beside the state
 
     def __post_init__(self) -> None:
@@ -150,8 +151,9 @@ class Run:
                 self.state, metrics = compiled_step(self.state, batch)
                 self.flying.append(Flight(step, start_s, batch, metrics, self.job.batch_seqs))
                 # what needs the state of this step, before the next consumes it; `finish` does the last
-                tasks = ((self.settings.checkpoint_every, self.save), (self.settings.evaluate_every, self.evaluate))
-                due_acts = [act for every, act in tasks if every and step % every == 0 and step < self.settings.steps]
+                due_acts = [
+                    act for every, act in self.tasks() if every and step % every == 0 and step < self.settings.steps
+                ]
                 self._land(0 if due_acts else steps_ahead())
                 if self.request.stops_after(step):
                     break
@@ -248,11 +250,25 @@ class Run:
 
     # -- between steps -------------------------------------------------------------------------------
 
-    def save(self) -> None:
+    def tasks(self) -> tuple[tuple[int, Callable[[], None]], ...]:
+        """Returns what is done every so many steps."""
+        settings = self.settings
+        return (
+            (settings.checkpoint_every, self.save),
+            (settings.local_every, self.save_near),
+            (settings.evaluate_every, self.evaluate),
+        )
+
+    def save(self, store: Checkpoints | None = None) -> None:
         with self.watch.timed("checkpoint"):
             saved_state = self.state._replace(params=self.setup.step.saved(self.state.params))
-            to_canonical = self.setup.step.to_canonical
-            self.checkpoints.save(saved_state, self.position, to_canonical=to_canonical, beside=self.beside())
+            to_canonical, store = self.setup.step.to_canonical, store or self.checkpoints
+            store.save(saved_state, self.position, to_canonical=to_canonical, beside=self.beside())
+
+    def save_near(self) -> None:
+        if self.position.step not in self.checkpoints.steps():
+            self.checkpoints.wait()
+            self.save(self.checkpoints.near)
 
     def _evaluated_weights(self) -> Params:
         return _averaged(self.state.opt_state, self.state.params) if self.settings.average else self.state.params
@@ -281,6 +297,7 @@ class Run:
             self.save()
             with self.watch.timed("checkpoint"):
                 self.checkpoints.wait()
+                self.checkpoints.forget_near()
         with self.watch.timed("checkpoint"):
             weights = self.setup.step.to_canonical(self._evaluated_weights())
             save_weights(self.setup.step.model, weights, self.folder.path, base=self.settings.weights)
@@ -310,7 +327,7 @@ class Run:
             evaluations=list(self.evaluations),
             resumed_from=self.resumed_from,
             epochs=self.setup.batches.epochs(self.position.samples),
-            processes=jax.process_count(),
+            processes=jax.process_count() * self.num_islands,
             skipped_records=self.setup.data.skipped_records,
             load_max_over_mean=typical_step_s(self.loads),
         )
@@ -376,8 +393,15 @@ def train(
         request = stack.enter_context(stop_on_signals(live.say))
         few_text = f"no held-out loss: train.held_out={settings.held_out:g} gives too few rows for the mesh. Change it"
         notes = [few_text] if setup.data.held_out and not setup.held_out else []
-        start_lines = [] if position.step else [start_words(settings, model)]
-        for line in [*store.passed_over, *folder.notes, *start_lines, *setup.batches.notes, *compiler.notes, *notes]:
+        start_lines = [start_words(settings, model, position.step)]
+        for line in [
+            *store.passed_over,
+            *folder.notes,
+            *filter(None, start_lines),
+            *setup.batches.notes,
+            *compiler.notes,
+            *notes,
+        ]:
             live.say(line)
         if is_first() and setup.data.tokenizer:
             keep_tokenizer(setup.data.tokenizer, settings.tokenizer, path)
@@ -393,7 +417,8 @@ def train(
 def open_checkpoints(path: Path, settings: TrainSettings) -> Checkpoints:
     """Returns the checkpoints of a run's folder, kept as its settings say."""
     keep, keep_every = settings.keep_checkpoints, settings.keep_every
-    return Checkpoints(path, keep=keep, keep_every=keep_every, trust=settings.trust_checkpoints)
+    near = settings.local_folder
+    return Checkpoints(path, keep=keep, keep_every=keep_every, trust=settings.trust_checkpoints, near=near)
 
 
 def keep_tokenizer(tokenizer: Any, source: str, path: Path) -> None:

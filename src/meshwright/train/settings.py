@@ -28,7 +28,15 @@ TrackerKind = Literal["tensorboard", "wandb"]
 
 _NOT_NEGATIVE = (
     *("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio", "z_loss", "balance_loss", "router_z_loss"),
-    *("correction_rate", "checkpoint_every", "keep_every", "evaluate_every", "compare_every", "loss_spike"),
+    *(
+        "correction_rate",
+        "checkpoint_every",
+        "keep_every",
+        "local_every",
+        "evaluate_every",
+        "compare_every",
+        "loss_spike",
+    ),
 )
 _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("steps", "log_every", "keep_checkpoints", "evaluate_batches"), lambda n: n >= 1, "be at least 1"),
@@ -79,7 +87,9 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Run: a checkpoint is written every ``checkpoint_every`` steps (0: only at the end). The newest
     ``keep_checkpoints`` stay, and all at multiples of ``keep_every`` (0: none). One whose digests are gone is passed
-    over, unless this resume is told to ``trust_checkpoints``. Evaluation is on at most ``evaluate_batches`` batches
+    over, unless this resume is told to ``trust_checkpoints``. Every ``local_every`` steps the state goes into
+    ``local_folder`` too, a disk or memory (/dev/shm) that all processes of an island see: a restart takes what is
+    newer, and the end of the run removes it. Evaluation is on at most ``evaluate_batches`` batches
     every ``evaluate_every`` steps (0: only at the end). Islands compare the bits of their states every
     ``compare_every`` steps (0: never): an odd one takes that of the others, and if nobody knows who is right
     all go back to the newest checkpoint. ``on_bad_loss`` says what follows a loss or gradient that is not finite:
@@ -123,6 +133,8 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     keep_every: int = 0
+    local_every: int = 0
+    local_folder: str = ""
     compare_every: int = 50
     on_bad_loss: BadLoss = "stop"
     loss_spike: float = 0.0
@@ -138,6 +150,8 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             for name in names:
                 if not is_allowed(getattr(self, name)):
                     raise InputError(f"train.{name}={getattr(self, name)} must {demand_text}.")
+        if bool(self.local_every) != bool(self.local_folder):
+            raise InputError("train.local_every and train.local_folder go together. Set both, or none.")
         if self.loss_spike and self.on_bad_loss == "skip":
             raise InputError("train.loss_spike is seen after the update. Use on_bad_loss=stop or rollback with it.")
 
@@ -183,6 +197,7 @@ def with_whole_paths(settings: TrainSettings) -> TrainSettings:
     sources = {PYDOC if name == PYDOC else absolute(name): share for name, share in data_sources(settings.data).items()}
     data_text = ",".join(f"{name}:{share:g}" if len(sources) > 1 else name for name, share in sources.items())
     weights_path, tokenizer_path = absolute(settings.weights), absolute(settings.tokenizer)
+    local_path = absolute(settings.local_folder)
     if weights_path and not tokenizer_path:
         tokenizer_path = weights_path if is_gguf(Path(weights_path)) else str(Path(weights_path) / TOKENIZER)
         if tokenizer_path != weights_path and Path(weights_path).is_dir() and not Path(tokenizer_path).is_file():
@@ -190,7 +205,8 @@ def with_whole_paths(settings: TrainSettings) -> TrainSettings:
                 f"{weights_path} has weights and no {TOKENIZER}. Name the one they were trained with, --set "
                 f"train.tokenizer=FILE, or start without weights: --from-scratch."
             )
-    return msgspec.structs.replace(settings, data=data_text, weights=weights_path, tokenizer=tokenizer_path)
+    paths = {"weights": weights_path, "tokenizer": tokenizer_path, "local_folder": local_path}
+    return msgspec.structs.replace(settings, data=data_text, **paths)
 
 
 def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:

@@ -158,8 +158,10 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
     return msgspec.structs.replace(position, phase=setup.batches.phase, **tables), state
 
 
-def start_words(settings: TrainSettings, model: Model) -> str:
-    """Returns which weights a new run starts from, and at which learning rate."""
+def start_words(settings: TrainSettings, model: Model, step: int = 0) -> str:
+    """Returns which weights a new run starts from, and at which rate; of one at ``step``, if that is its last."""
+    if step:
+        return f"step {step} is done, and train.steps={settings.steps}: no step is left" * (step >= settings.steps)
     if not settings.weights:
         return "starts from random weights"
     rate, default_rate = settings.learning_rate, fine_tuning_rate(model)

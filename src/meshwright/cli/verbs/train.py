@@ -119,7 +119,9 @@ def _resumed(plan: Plan, changes: Facts, given: Given) -> Answer | None:
     num_done, num_steps = finished_steps(run), settings_from_table(settings).steps
     if num_done is None or num_done < num_steps:
         return _run(plan, settings, given, resume=run)
-    say(f"{run} is finished after {num_done} steps. Give more, such as --steps {2 * num_done}, or leave --resume out.")
+    if not ((identity := find_identity()) and identity.island):
+        more_text = f"Give more, such as --steps {2 * num_done}, or leave --resume out."
+        say(f"{run} is finished after {num_done} steps. {more_text}")
     return Answer(read_summary(run), [])
 
 
