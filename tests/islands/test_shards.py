@@ -12,7 +12,6 @@ SETTINGS = ["train.checkpoint_every=20", "train.compare_every=10"]
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_an_island_that_lost_a_shard_is_dropped_and_started_again(tmp_path: Path):
     write_plan(tmp_path, "--on", "2*cpu:2@10Gbit/s", "--axes", "islands=2,fsdp=2", "--batch", "8seq")
     with TrainedRun(tmp_path, ["-n", "4", "--islands", "2"], steps=600, settings=SETTINGS) as run:
@@ -47,3 +46,18 @@ def test_a_single_island_goes_on_from_its_checkpoint_to_the_same_losses(single: 
         result = run.end()
         assert [record["step"] for record in run.records()] == list(range(1, STEPS + 1))
     np.testing.assert_allclose(result["losses"], calm, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_single_island_goes_on_from_a_state_in_the_memory_of_its_machine(single: Path):
+    """Its checkpoints are older, or none."""
+    settings = ["train.local_every=5", f"train.local_folder={single / 'memory'}"]
+    with TrainedRun(single, ["-n", "2", "--islands", "1"], steps=600, settings=settings) as run:
+        run.until_step(50)
+        run.kill(0, process=1)
+        run.until("island 0 was killed by SIGKILL; it is started again")
+        run.until("going on from the state of step")
+        result = run.end()
+        assert [record["step"] for record in run.records()] == list(range(1, 601))
+    assert result["goodput"]["lost_steps"] <= 10
+    assert not any((single / "memory").iterdir())

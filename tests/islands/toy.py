@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Toy:
     def __init__(self, folder: Path, step_s: float, every: int) -> None:
         self.folder, self.step_s, self.every = folder, step_s, every
         self.state = np.zeros(WIDTH, np.float32)
+        self.samples = 3
         self.faults: list[int] = []
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             signal.signal(number, lambda number, frame: self.faults.append(number))
@@ -56,8 +57,8 @@ class Toy:
             self.state = file["state"]
             return int(file["step"]), Ledger(samples=int(file["samples"]))
 
-    def sizes(self, islands: Sequence[int]) -> dict[int, int]:
-        return dict.fromkeys(islands, 3)
+    def sizes(self, samples: Mapping[int, int]) -> dict[int, int]:
+        return dict(samples)
 
     def compute(
         self, step: int, block: SampleBlock, dealt: dict[int, SampleBlock]
@@ -99,6 +100,7 @@ if __name__ == "__main__":
     assert identity
     island, process = identity.island, int(process)
     toy = Toy(Path(folder), float(step_s), every)
+    toy.samples -= island % 2  # islands have batches of their own
     timeouts = Timeouts(sum_s=3, step_s=6, start_s=60)
     member = Member(identity, process=process, processes=int(processes), settings=settings, timeouts=timeouts)
     log = (Path(folder) / f"log-{island}-{process}.jsonl").open("a", buffering=1)

@@ -74,7 +74,10 @@ def start(folder: Path, case: Case, runs: str) -> subprocess.Popen[bytes]:
     number = case.islands * case.processes
     words = ["launch", "-n", str(number), "--islands", str(case.islands), "--elastic", "--min", str(case.islands)]
     words += ["--devices", "1", "--", "train", f"{case.name}.toml", "--steps", str(STEPS), "--runs", runs]
-    return meshwright(folder, *words, "--set", f"train.checkpoint_every={EVERY}")
+    words += ["--set", f"train.checkpoint_every={EVERY}"]
+    if case.islands == 1:  # what is lost is in no other island: it has states nearer than its checkpoints
+        words += ["--set", "train.local_every=3", "--set", f"train.local_folder={folder / 'near'}"]
+    return meshwright(folder, *words)
 
 
 def processes_of(folder: Path, launcher: int) -> dict[str, int]:

@@ -41,15 +41,24 @@ def postponed(ledger: Ledger, blocks: Sequence[SampleBlock]) -> Ledger:
 
 
 def handed_over(
-    blocks: Mapping[int, SampleBlock], present: Sequence[int], ledger: Ledger
+    blocks: Mapping[int, SampleBlock], sizes: Mapping[int, int], ledger: Ledger
 ) -> tuple[dict[int, SampleBlock], Ledger]:
-    """Returns the blocks of an unfinished step for those who are ``present``, and the ledger after it.
+    """Returns the blocks of an unfinished step for those who are there, by their ``sizes``, and the ledger after it.
 
-    Who has a block keeps it; those who came since take over blocks of those who left, or have none.
+    Who has a block keeps it; those who came since take over blocks of their size of those who left, or have none.
     """
-    left = [block for island, block in blocks.items() if island not in present and block]
-    kept = {island: blocks.get(island) or (left.pop(0) if left else ()) for island in present}
-    return kept, postponed(ledger, left)
+    kept = {island: block for island, block in blocks.items() if num_samples(block) == sizes.get(island)}
+    left = [block for island, block in blocks.items() if island not in kept and block]
+    for island, size in sizes.items():
+        fitting = [block for block in left if island not in kept and num_samples(block) == size]
+        left = [block for block in left if block not in fitting[:1]]
+        kept.setdefault(island, *fitting[:1] or [()])
+    return {island: kept[island] for island in sizes}, postponed(ledger, left)
+
+
+def num_samples(block: SampleBlock) -> int:
+    """Returns how many samples a block has."""
+    return sum(count for _, count in block)
 
 
 def sample_numbers(block: SampleBlock) -> list[int]:

@@ -6,7 +6,7 @@ done it do so. If none has, they keep what they have computed and add it again w
 state, or an older one, gets that of another island over its lane. So states stay the same bits everywhere.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -50,10 +50,11 @@ class OpenStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says when a world begins; ``step`` is None without a state."""
+    """What a process says when a world begins; ``step`` is None without a state, ``samples`` are those of a batch."""
 
     island: int
     step: int | None
+    samples: int
     has_sums: bool = False
     open_step: OpenStep | None = None
     ledger: Ledger = Ledger()
@@ -82,10 +83,13 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IslandWork(Protocol):
-    """What an island does. ``compute`` returns the arrays to add; ``buffers`` are views of a state to fill or send."""
+    """What an island does. ``sizes`` are the samples of a step, by those of each island's batch; ``compute`` returns
+    the arrays to add."""
 
+    @property
+    def samples(self) -> int: ...
     def start(self) -> tuple[int, Ledger]: ...
-    def sizes(self, islands: Sequence[int]) -> dict[int, int]: ...
+    def sizes(self, samples: Mapping[int, int]) -> dict[int, int]: ...
     def compute(
         self, step: int, block: SampleBlock, dealt: dict[int, SampleBlock]
     ) -> tuple[Sequence[np.ndarray], Said]: ...
@@ -124,6 +128,7 @@ class Rounds:
         self._open: OpenStep | None = None
         self._arrays: Sequence[np.ndarray] | None = None
         self._own = Said(island=0, process=0)
+        self._samples: dict[int, int] = {}
         self._sums: list[np.ndarray] | None = None
         self._last: list[Said] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="islands-sum")
@@ -193,7 +198,7 @@ class Rounds:
         assert self.step is not None
         place, links = self.member.place, self.links
         if self._open is None:
-            blocks, after = deal(self.ledger, self.work.sizes(links.world.numbers))
+            blocks, after = deal(self.ledger, self.work.sizes(self._samples))
             self._open = OpenStep(dealt=blocks, blocks=blocks, after=after)
         if self._arrays is None:
             self._own = Said(island=place.island, process=place.process)
@@ -286,7 +291,8 @@ class Rounds:
         behind = {status.island for status in statuses if status.step != newest}
         source = next(status for status in statuses if status.island not in behind)
         self._wait(self._pace.long if behind else self._pace.now)  # for a state
-        numbers = self.links.world.numbers
+        numbers, samples_by_island = self.links.world.numbers, {one.island: one.samples for one in statuses}
+        self._samples = {number: samples_by_island[number] for number in numbers}
         if self.member.place.island in behind:
             self._forget()
             self.work.take(self.links, numbers.index(source.island), source.facts)
@@ -295,7 +301,7 @@ class Rounds:
             self.work.give(self.links, [numbers.index(number) for number in sorted(behind)])
         self._open = next((one.open_step for one in statuses if one.open_step and one.step == newest), None)
         if self._open:
-            blocks, after = handed_over(self._open.blocks, numbers, self._open.after)
+            blocks, after = handed_over(self._open.blocks, self.work.sizes(self._samples), self._open.after)
             if blocks[self.member.place.island] != self._open.blocks.get(self.member.place.island):
                 self._arrays = None  # of no sample
             self._open = msgspec.structs.replace(self._open, blocks=blocks, after=after)
@@ -308,6 +314,7 @@ class Rounds:
         return Status(
             island=self.member.place.island,
             step=self.step,
+            samples=self.work.samples,
             has_sums=self._sums is not None,
             open_step=self._open,
             ledger=self.ledger,

@@ -3,9 +3,6 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ import pytest
 from meshwright.api.running import island_plan
 from meshwright.core.errors import InputError
 from meshwright.islands.ledger import Ledger, deal, sample_numbers
-from meshwright.islands.member import ISLAND, ISLANDS, SERVICE
 from meshwright.nn.hf.weights import load_params
 from meshwright.plan.plan_file import load_plan
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -34,6 +30,7 @@ from tests.cli.verbs.test_launch_islands import (
     plan,
     records,
     require_once,
+    train_by_hand,
     until,
 )
 from tests.islands.threads import members, together
@@ -43,19 +40,20 @@ COUNT, SLOW = 3, pytest.mark.slow
 LAUNCH = ("launch", "-n", str(COUNT), "--elastic", "--devices", "1", "--", "train")
 
 
-def planned(folder: Path, name: str = "diloco.toml", *, chips: int = 1, **fields: Any) -> None:
+def planned(folder: Path, name: str = "diloco.toml", *, chips: int = 1, batch: int = 12, **fields: Any) -> None:
     """Writes a plan with these fields of the strategy."""
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 2}))
     pairs = [word for name, value in fields.items() for word in ("--set", f"strategy.{name}={value}")]
-    words = ("plan", "config.json", "--on", f"3*cpu:{chips}@10Gbit/s", "--batch", "12seq", "--seq", "32", *pairs)
+    words = ("plan", "config.json", "--on", f"3*cpu:{chips}@10Gbit/s", "--batch", f"{batch}seq", "--seq", "32", *pairs)
     words += ("--set", "strategy.state=fp32", "--calibration", "cpu.toml", "-o", name)
     assert meshwright(folder, *words).wait(120) == 0, (folder / "said.txt").read_text()[-3000:]
 
 
 class InOneProcess:
-    """Islands that step in turn, and whose sums go through threads."""
+    """Islands that step in turn, on ``batches`` of so many samples, and whose sums go through threads."""
 
-    def __init__(self, folder: Path, outer: OuterSettings) -> None:
+    def __init__(self, folder: Path, outer: OuterSettings, batches: tuple[int, ...] = (4,) * COUNT) -> None:
+        self.batches = batches
         whole = island_plan(load_plan(folder / "diloco.toml"), COUNT)
         settings = settings_from_table({"schedule": "constant", "warmup_steps": 1, "steps": 15})
         self.setup, self.settings = prepare(whole.model, whole.strategy, whole.job, settings), outer
@@ -71,20 +69,23 @@ class InOneProcess:
         while len(self.losses) < steps:
             self.period += 1
             first, end = len(self.losses) + 1, self.settings.end(self.period)
-            size = (end - first + 1) * job.batch_seqs
-            blocks, self.ledger = deal(self.ledger, dict.fromkeys(range(COUNT), size))
+            sizes = {island: (end - first + 1) * size for island, size in enumerate(self.batches)}
+            blocks, self.ledger = deal(self.ledger, sizes)
             for number in range(first, end + 1):
                 losses = []
                 for island, block in blocks.items():
-                    samples = sample_numbers(block)[(number - first) * job.batch_seqs :][: job.batch_seqs]
+                    size = self.batches[island]
+                    samples = sample_numbers(block)[(number - first) * size :][:size]
                     batch = self.setup.batches.global_batch(samples, step.batch_shardings)
                     self.states[island], metrics = step.step(self.states[island], batch)
                     losses.append(float(metrics.loss))
-                self.losses.append(np.mean(losses))
-                tokens = float(job.batch_seqs * job.seq_len)
-                calls = zip(self.outers, self.states, group, strict=True)
+                self.losses.append(np.average(losses, weights=self.batches))
+                calls = zip(self.outers, self.states, group, self.batches, strict=True)
                 all_weights = together(
-                    [partial(o.after_step, number, exchanged(step, s), g, tokens) for o, s, g in calls]
+                    [
+                        partial(o.after_step, number, exchanged(step, s), g, float(size * job.seq_len))
+                        for o, s, g, size in calls
+                    ]
                 )
                 self.states = [with_exchanged(*pair) for pair in zip(self.states, all_weights, strict=True)]
 
@@ -155,23 +156,13 @@ def test_an_island_that_is_killed_in_a_period_comes_back_and_a_run_without_islan
 
 
 @pytest.mark.slow
-def test_islands_of_different_meshes_train_together(plan: Path):
-    """Started by hand: two islands of one device, and one of two that split each weight."""
+def test_islands_of_different_meshes_and_batches_train_together(plan: Path):
+    """Started by hand: two islands of one device, and one of two that split each weight, with twice the samples."""
     fields = {"islands_sync": "diloco", "outer_every": 5}
     planned(plan, **fields)
-    planned(plan, "two.toml", chips=2, tensor=2, **fields)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    own = {SERVICE: address, ISLANDS: str(COUNT), "XLA_FLAGS": ""}
-    service = subprocess.Popen([sys.executable, "-m", "meshwright.islands", address, json.dumps({"count": COUNT})])
-    children = []
-    for island, name in enumerate(("diloco.toml", "two.toml", "diloco.toml")):
-        words = [sys.executable, "-m", "meshwright", "train", name, "--steps", "15", *CONSTANT]
-        children.append(subprocess.Popen(words, cwd=plan, env={**os.environ, **own, ISLAND: str(island)}))
-    assert [child.wait(200) for child in children] == [0] * COUNT
-    service.kill()
-    service.wait()
-    alone = InOneProcess(plan, OuterSettings(every=5))
+    planned(plan, "two.toml", chips=2, batch=24, tensor=2, **fields)
+    train_by_hand(plan, ("diloco.toml", "two.toml", "diloco.toml"), steps=15)
+    alone = InOneProcess(plan, OuterSettings(every=5), (4, 8, 4))
     alone.run(15)
     np.testing.assert_allclose([line["loss"] for line in records(plan)], alone.losses, rtol=1e-5)
 

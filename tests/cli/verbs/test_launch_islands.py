@@ -3,10 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwright.islands.member import ISLAND, ISLANDS, SERVICE
 from tests.cli.made_rates import write_rates
 
 CONFIG = {
@@ -62,6 +64,21 @@ def islands_of(folder: Path) -> dict[int, int]:
     return found
 
 
+def train_by_hand(folder: Path, plans: Sequence[str], *, steps: int) -> None:
+    """Trains islands with a plan each, which `launch` does not start, to the end."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    own = {SERVICE: address, ISLANDS: str(len(plans)), "XLA_FLAGS": ""}
+    service = [sys.executable, "-m", "meshwright.islands", address, json.dumps({"count": len(plans)})]
+    with subprocess.Popen(service) as running:
+        children = []
+        for island, name in enumerate(plans):
+            words = [sys.executable, "-m", "meshwright", "train", name, "--steps", str(steps), *CONSTANT]
+            children.append(subprocess.Popen(words, cwd=folder, env={**os.environ, **own, ISLAND: str(island)}))
+        assert [child.wait(200) for child in children] == [0] * len(plans)
+        running.kill()
+
+
 def until(folder: Path, condition: Any, child: subprocess.Popen[bytes], most_s: float = 120) -> None:
     """Waits until a condition of the lines of metrics holds."""
     end = time.monotonic() + most_s
@@ -99,4 +116,17 @@ def test_islands_have_the_losses_of_one_mesh_and_outlive_their_leader(plan: Path
     assert meshwright(plan, *words).wait(120) == 0
     assert meshwright(plan, "train", "mesh.toml", "--steps", "20", "--runs", "one", *CONSTANT).wait(120) == 0
     losses = [[line["loss"] for line in part[:20]] for part in (lines, records(plan, "one"))]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_islands_with_batches_of_their_own_have_the_losses_of_one_mesh(plan: Path):
+    words = ("plan", "config.json", "--on", "3*cpu:1@10Gbit/s", *PLAN, "--batch", "24seq", "-o", "large.toml")
+    assert meshwright(plan, *words).wait(120) == 0
+    words = ("plan", "config.json", "--on", "cpu:1", *PLAN, "--batch", "16seq", "-o", "mesh.toml")
+    assert meshwright(plan, *words).wait(120) == 0
+    train_by_hand(plan, ("islands.toml", "large.toml", "islands.toml"), steps=12)
+    assert meshwright(plan, "train", "mesh.toml", "--steps", "12", "--runs", "one", *CONSTANT).wait(120) == 0
+    lines = records(plan)
+    assert lines[1]["islands"] == {"0": [[16, 4]], "1": [[20, 8]], "2": [[28, 4]]}
+    losses = [[line["loss"] for line in part] for part in (lines, records(plan, "one"))]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)

@@ -15,7 +15,7 @@ from meshwright.spec.strategy import ISLAND_FIELDS
 def settings_of(told: Any, step: TrainStep) -> dict[str, str]:
     """Returns the versions, the digest of the code and every setting of an island's run, by name.
 
-    Of one process, islands that exchange outer gradients may have meshes and chips of their own.
+    Islands may have batches of their own, and those of one process that exchange outer gradients meshes and chips.
     """
     fields = msgspec.to_builtins(told.settings)
     compiler = hashlib.sha256(repr(sorted(step.compiler.used.items())).encode()).hexdigest()[:8]
@@ -26,7 +26,8 @@ def settings_of(told: Any, step: TrainStep) -> dict[str, str]:
         "jax": jax.__version__,
         "number of processes": str(jax.process_count()),
         **(own if told.islands.islands_sync == "gradients" or jax.process_count() > 1 else {}),
-        **{name: _digest(getattr(told, name)) for name in ("model", "job")},
+        "model": _digest(told.model),
+        "job": _digest(msgspec.structs.replace(told.job, batch_seqs=1)),
         **{f"strategy.{name}": str(getattr(told.islands, name)) for name in ISLAND_FIELDS},
         **{f"train.{name}": str(value) for name, value in sorted(fields.items())},
     }

@@ -2,7 +2,7 @@
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.islands.exchange import Links
-from meshwright.islands.ledger import Ledger, SampleBlock, sample_numbers
+from meshwright.islands.ledger import Ledger, SampleBlock, num_samples, sample_numbers
 from meshwright.islands.rounds import Done, Said
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import Metrics, State
@@ -98,9 +98,9 @@ class OuterWork(GradientWork):
         self.state = self.shared_state()
         return (self.rounds if step >= self.setup.settings.steps else self.outer.settings.number(step)), ledger
 
-    def sizes(self, islands: Sequence[int]) -> dict[int, int]:
+    def sizes(self, samples: Mapping[int, int]) -> dict[int, int]:
         """Returns how many samples each island takes in a period."""
-        return dict.fromkeys(islands, len(self._period) * self.setup.job.batch_seqs)
+        return {island: len(self._period) * count for island, count in samples.items()}
 
     def compute(
         self, step: int, block: SampleBlock, dealt: dict[int, SampleBlock]
@@ -144,11 +144,14 @@ class OuterWork(GradientWork):
     def apply(self, sums: Sequence[np.ndarray], done: Done) -> None:
         """Updates the outer weights by the sums of all islands, and goes on from these."""
         self.state = self._with(self.outer.update(done.step, list(sums), done.total(TOKENS), self._weights()))
-        there = [said.numbers for said in done.firsts if said.numbers]
-        self.metrics, num_steps = [], len(self._period)
+        there = [(num_samples(done.blocks[said.island]), said.numbers) for said in done.firsts if said.numbers]
+        self.metrics, num_steps, total = [], len(self._period), sum(count for count, _ in there)
         for i in range(num_steps):
-            names = [name.removesuffix(f" {i}") for name in there[0] if name.endswith(f" {i}")]
-            mean: dict[str, Any] = {name: np.float32(done.total(f"{name} {i}") / len(there)) for name in names}
+            names = [name.removesuffix(f" {i}") for name in there[0][1] if name.endswith(f" {i}")]
+            mean: dict[str, Any] = {
+                name: np.float32(sum(count * numbers[f"{name} {i}"] for count, numbers in there) / total)
+                for name in names
+            }
             self.metrics.append(Metrics(mean.pop("loss"), mean.pop("grad_norm"), mean))
         self._advance(done, num_steps)
 

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from meshwright.core.files import cache_folder
 from meshwright.core.toml_file import sealed_toml
 from meshwright.islands.codec import codec_of
 from meshwright.islands.exchange import Timeouts
-from meshwright.islands.ledger import Ledger, SampleBlock, deal
+from meshwright.islands.ledger import Ledger, SampleBlock, deal, num_samples
 from meshwright.islands.member import Identity, Member
 from meshwright.islands.rounds import Done, Rounds
 from meshwright.islands.watch import GoBackError
@@ -29,7 +29,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.prediction import Prediction
 from meshwright.spec.strategy import Strategy
-from meshwright.train.checkpoint import CHECKPOINTS, DAMAGED, Checkpoints, StorageError
+from meshwright.train.checkpoint import CHECKPOINTS, DAMAGED, NEAR, Checkpoints, StorageError
 from meshwright.train.elastic.identity import settings_of
 from meshwright.train.elastic.outer_work import OuterWork, outer_settings
 from meshwright.train.elastic.work import GradientWork
@@ -40,10 +40,12 @@ from meshwright.train.record.result import Stopwatch, TrainResult, measured_memo
 from meshwright.train.record.run_folder import METRICS, RESOLVED, RunFolder, create_run_folder, held_alone
 from meshwright.train.record.tracking import Tracking
 from meshwright.train.settings import TrainSettings, with_whole_paths
-from meshwright.train.setup import held_out, prepare
+from meshwright.train.setup import held_out, prepare, start_words
 
-KEPT_ROUNDS = 16
-"""Newest exchanges whose steps every island remembers, in case the leader dies before it has written their lines."""
+KEPT_STEPS = 1000
+"""Newest steps that every island remembers, in case the leader dies before it has written their lines."""
+LOOKED_FOR = 16
+"""Steps after which a leader looks for its files, where it writes no checkpoints."""
 NOT_WRITTEN = "no line of step"
 
 
@@ -111,7 +113,7 @@ class _Island:
         self.run: Run | None = None
         self.stack = ExitStack()
         self.path = told.resume
-        self.recent: deque[tuple[Flight, int]] = deque(maxlen=KEPT_ROUNDS * period)
+        self.recent: deque[tuple[Flight, int]] = deque(maxlen=KEPT_STEPS)
         self.last_end = time.perf_counter()
         self.fault = ""
         self.restored_from: Checkpoints | None = None
@@ -150,7 +152,9 @@ class _Island:
 
     def _set_aside(self) -> None:
         """Renames checkpoints of a state that may have been damaged before it was seen."""
-        for folder in (self.path or Path()).glob(f"{CHECKPOINTS}/*[0-9]") if self.rounds.trusted >= 0 else ():
+        run = self.path or Path()
+        tiers = [run, *([run / NEAR] if (run / NEAR).is_dir() else [])] if self.rounds.trusted >= 0 else []
+        for folder in (folder for tier in tiers for folder in tier.glob(f"{CHECKPOINTS}/*[0-9]")):
             is_later = folder.name.isdecimal() and int(folder.name) > self._end_of(self.rounds.trusted)
             if is_first() and is_later:
                 say_on_stderr(
@@ -207,6 +211,7 @@ class _Island:
         live.say(f"island {self.member.place.island} leads; {path}")
         starts, self.restored_from = self.restored_from, None
         lines = [*starts.passed_over, f"goes on after step {position.step}"] if starts and position.step else []
+        lines += filter(None, [start_words(settings, told.model, position.step)] if lines else [])
         for line in [*lines, *store.passed_over, *notes]:
             live.say(line)
         if is_first() and self.setup.data.tokenizer:
@@ -220,6 +225,7 @@ class _Island:
         )  # fmt: skip
         run.step_s = list(self.step_s)
         run.last_end, run.beside = self.last_end, self.work.beside
+        run.num_islands = len(self.rounds.links.world.numbers)
         run.memory = measured_memory(state, {}, self.work.program)
         return run
 
@@ -234,7 +240,7 @@ class _Island:
     def _is_long(self, number: int) -> bool:
         """True if a checkpoint or an evaluation follows an exchange."""
         first, last, settings = self._end_of(number - 1), self._end_of(number), self.told.settings
-        periods = settings.checkpoint_every, settings.evaluate_every
+        periods = settings.checkpoint_every, settings.local_every, settings.evaluate_every
         return any(every and last // every > first // every for every in periods)
 
     # -- steps --------------------------------------------------------------------------------------------
@@ -247,7 +253,7 @@ class _Island:
         step_s, flights = (end - self.last_end) / len(all_metrics), list[Flight]()
         tokens = position.tokens - job.seq_len * sum(count for block in done.blocks.values() for _, count in block)
         for i, metrics in enumerate(all_metrics):
-            blocks = {island: _part(block, i, job.batch_seqs) for island, block in done.blocks.items()}
+            blocks = {island: _part(block, i, len(all_metrics)) for island, block in done.blocks.items()}
             num_samples = sum(count for block in blocks.values() for _, count in block)
             start = self.last_end + i * step_s
             tokens += num_samples * job.seq_len
@@ -257,7 +263,7 @@ class _Island:
             self.recent.append((flights[-1], tokens))
         self.last_end = end
         self.step_s += [step_s] * len(flights)
-        settings, every = self.told.settings, self.told.settings.checkpoint_every or KEPT_ROUNDS
+        settings, every = self.told.settings, self.told.settings.checkpoint_every or LOOKED_FOR
         is_due = position.step // every > (first - 1) // every and jax.process_count() == 1
         run = self.run
         if is_due and self.rounds.links.is_leader and not (run and (run.folder.path / METRICS).is_file()):
@@ -280,10 +286,10 @@ class _Island:
             raise
         if run is None:
             return
-        for every, act in ((settings.checkpoint_every, self._save), (settings.evaluate_every, run.evaluate)):
+        for every, act in run.tasks():
             if every and position.step // every > (first - 1) // every and position.step < settings.steps:
                 run.state = self.work.shared_state()
-                act()
+                run.evaluate() if act == run.evaluate else self._save(act)
 
     def _judge(self, flights: list[Flight]) -> None:
         """Does what is set about bad losses; all islands have the same, and do the same."""
@@ -299,14 +305,13 @@ class _Island:
             self.run.give_up(fault, step, {})
         raise CannotRunError(f"{fault} at step {step}.")
 
-    def _save(self) -> None:
-        assert self.run
+    def _save(self, save: Callable[[], None]) -> None:
         try:
             try:
-                self.run.save()
+                save()
             except StorageError as error:  # perhaps of the checkpoint before, which was written in the background
                 self._no_storage(error)
-                self.run.save()
+                save()
             self.fault = ""
         except StorageError as error:
             self._no_storage(error)
@@ -330,8 +335,9 @@ def _records(metrics: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def _part(block: SampleBlock, index: int, size: int) -> SampleBlock:
+def _part(block: SampleBlock, index: int, num_steps: int) -> SampleBlock:
     """Returns the samples of a block that an inner step takes."""
+    size = num_samples(block) // num_steps
     return deal(Ledger(postponed=block), dict.fromkeys(range(index + 1), size))[0][index] if block else ()
 
 

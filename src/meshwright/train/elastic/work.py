@@ -74,9 +74,14 @@ class GradientWork:
             self.skips_to = None
         return self.position.step, Ledger(samples=self.position.samples, postponed=self.position.postponed)
 
-    def sizes(self, islands: Sequence[int]) -> dict[int, int]:
+    @property
+    def samples(self) -> int:
+        """The samples of a batch of this island."""
+        return self.setup.job.batch_seqs
+
+    def sizes(self, samples: Mapping[int, int]) -> dict[int, int]:
         """Returns how many samples each island takes in a step."""
-        return dict.fromkeys(islands, self.setup.job.batch_seqs)
+        return dict(samples)
 
     def compute(
         self, step: int, block: SampleBlock, dealt: dict[int, SampleBlock]
