@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from meshwright.api.running import island_plan
 from meshwright.core.errors import InputError
@@ -57,6 +58,8 @@ class InOneProcess:
         whole = island_plan(load_plan(folder / "diloco.toml"), COUNT)
         settings = settings_from_table({"schedule": "constant", "warmup_steps": 1, "steps": 15})
         self.setup, self.settings = prepare(whole.model, whole.strategy, whole.job, settings), outer
+        jobs = [replace(whole.job, batch_seqs=size) for size in batches]
+        self.setups = [prepare(whole.model, whole.strategy, job, settings) for job in jobs]
         self.states = [self.setup.step.init(settings.seed) for _ in range(COUNT)]
         self.outers = [DiLoCo(outer, stacked=self.setup.step.stacked) for _ in range(COUNT)]
         for state, island in zip(self.states, self.outers, strict=True):
@@ -76,8 +79,9 @@ class InOneProcess:
                 for island, block in blocks.items():
                     size = self.batches[island]
                     samples = sample_numbers(block)[(number - first) * size :][:size]
-                    batch = self.setup.batches.global_batch(samples, step.batch_shardings)
-                    self.states[island], metrics = step.step(self.states[island], batch)
+                    own = self.setups[island]
+                    batch = own.batches.global_batch(samples, own.step.batch_shardings)
+                    self.states[island], metrics = own.step.step(self.states[island], batch)
                     losses.append(float(metrics.loss))
                 self.losses.append(np.average(losses, weights=self.batches))
                 calls = zip(self.outers, self.states, group, self.batches, strict=True)
