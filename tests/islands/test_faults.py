@@ -68,6 +68,21 @@ def test_the_service_is_killed_and_training_goes_on_through_later_faults(four: T
     four.require_whole()
 
 
+def test_the_folder_of_the_run_outlives_the_service_and_then_all_islands(four: ToyRun):
+    four.until_step(10)
+    assert four.service
+    four.service.kill()
+    four.serve(restarted=True)
+    time.sleep(1)
+    for island in range(4):
+        four.kill(island)
+    for island in range(4):
+        four.start(island)
+    four.wait()
+    assert four.lines()[-1]["run"] == "run of 0 in 1"
+    four.require_whole()
+
+
 def test_another_setting_is_refused_in_one_line(four: ToyRun):
     four.until_step(5)
     four.kill(2)

@@ -50,6 +50,8 @@ class Toy:
                 self.step_s = self.step_s * 3 if self.step_s < 0.05 else self.step_s / 3
 
     def start(self) -> tuple[int, Ledger]:
+        world = rounds.links.world
+        member.note_run(world.run or f"run of {island} in {world.generation}")
         saved = sorted(self.folder.glob("state-*.npz"))
         if not saved:
             return 0, Ledger()
@@ -112,7 +114,11 @@ if __name__ == "__main__":
             "at": time.time(),
             "total": record.total("samples"),
         }
-        line |= {"blocks": record.blocks, "ledger": [record.ledger.samples, record.ledger.postponed]}
+        line |= {
+            "run": rounds.links.world.run,
+            "blocks": record.blocks,
+            "ledger": [record.ledger.samples, record.ledger.postponed],
+        }
         line |= {"state": [float(toy.state[0]), float(toy.state.sum())], "leads": rounds.links.decides}
         log.write(json.dumps(line) + "\n")
         if every and record.step % every == 0 and rounds.links.decides and not record.ledger.postponed:

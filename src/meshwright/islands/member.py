@@ -120,7 +120,7 @@ class Member:
             links = Links(world, self.place, self._listener, self.timeouts, key=self.identity.key)
             with self._changed:
                 self.links = links
-                if self._world is not world:  # a newer one came meanwhile
+                if self.newest != world.generation:  # a newer one came meanwhile
                     continue
             try:
                 links.connect()
@@ -249,7 +249,7 @@ class Member:
             with self._changed:
                 if isinstance(message, World):
                     is_newer = message.generation > self.newest
-                    self._world = message if is_newer else self._world
+                    self._world = message if message.generation >= self.newest else self._world
                 elif isinstance(message, Refused):
                     self._refused = message.reason
                 elif isinstance(message, Dropped):

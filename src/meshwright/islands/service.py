@@ -167,6 +167,9 @@ class Membership:
                 self._lost.append((peer.beat_at, peer.join.place.island, message))
         elif isinstance(message, Note) and self.world:
             self.world = msgspec.structs.replace(self.world, run=message.run)
+            for other in self._peers.values():  # who tells the next service
+                if self.world.has(other.join.place):
+                    other.tell(self.world)
         elif isinstance(message, Leave):
             self._is_done = True
             raise ConnectionError
