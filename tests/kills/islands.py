@@ -95,7 +95,7 @@ def processes_of(folder: Path, launcher: int) -> dict[str, int]:
 
 def ended(folder: Path, runs: str) -> Ended:
     """Reads what a run left."""
-    (run,) = (folder / runs).iterdir()
+    (run,) = [run for run in (folder / runs).iterdir() if (run / "metrics.jsonl").exists()]
     by_step = {}
     for line in (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]:
         record = json.loads(line)
