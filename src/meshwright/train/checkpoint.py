@@ -158,6 +158,8 @@ class Checkpoints:
         """
         if position.step in self._manager.all_steps():
             return
+        if self.near:
+            self.near.wait()  # processes would take the barriers of one write for those of another
         saved_tree = reordered(state, to_canonical)
         stored_table = msgspec.to_builtins(Stored(position=position, arrays=describe_arrays(saved_tree)))
         args_by_item = {STATE: ocp.args.StandardSave(saved_tree), POSITION: ocp.args.JsonSave(stored_table)}
