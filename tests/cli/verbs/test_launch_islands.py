@@ -130,3 +130,28 @@ def test_islands_with_batches_of_their_own_have_the_losses_of_one_mesh(plan: Pat
     assert lines[1]["islands"] == {"0": [[16, 4]], "1": [[20, 8]], "2": [[28, 4]]}
     losses = [[line["loss"] for line in part] for part in (lines, records(plan, "one"))]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_processes_and_meshes_and_past_a_damaged_checkpoint(plan: Path):
+    """Three islands, then one process of three devices, then two processes that split each weight."""
+    for name, words in (("mesh", ("cpu:3", "data=3")), ("two", ("cpu:2", "fsdp=2"))):
+        plan_words = ("plan", "config.json", "--on", words[0], *PLAN, "--set", f"strategy.{words[1]}", "-o")
+        assert meshwright(plan, *plan_words, f"{name}.toml").wait(120) == 0
+    assert meshwright(plan, "train", "mesh.toml", "--steps", "20", "--runs", "whole", *CONSTANT).wait(120) == 0
+    islands = ("launch", "-n", "3", "--elastic", "--devices", "1", "--", "train", "islands.toml")
+    every = ("--set", "train.checkpoint_every=4")
+    assert meshwright(plan, *islands, "--steps", "10", *CONSTANT, *every).wait(120) == 0
+    (run,) = plan.glob("runs/*")
+    largest = max(run.glob("checkpoints/10/state/**/*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    largest.write_bytes(bytes([largest.read_bytes()[0] ^ 1]) + largest.read_bytes()[1:])
+    assert meshwright(plan, "train", "mesh.toml", "--resume", str(run), "--steps", "15").wait(120) == 0
+    text = (plan / "said.txt").read_text()
+    assert "checkpoint 10 is passed over and kept as 10.damaged" in text
+    assert "going on from checkpoint 8" in text
+    two = ("launch", "-n", "2", "--elastic", "--islands", "1", "--devices", "1", "--", "train", "two.toml")
+    assert meshwright(plan, *two, "--resume", str(run), "--steps", "20").wait(120) == 0
+    lines = records(plan)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    losses = [[line["loss"] for line in part] for part in (lines, records(plan, "whole"))]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
