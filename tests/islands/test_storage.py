@@ -40,3 +40,14 @@ def test_a_full_disk_and_storage_that_is_lost_end_no_training(folder: Path):
     assert (run.run / "checkpoints" / "600").is_dir()
     steps = [record["step"] for record in run.records()]
     assert steps == list(range(steps[0], 601)), "lines after the storage came back"
+
+
+def test_a_run_whose_islands_and_service_are_all_killed_goes_on_in_its_folder(folder: Path):
+    with TrainedRun(folder, ["-n", "2"], steps=200, settings=["train.checkpoint_every=20"]) as run:
+        run.until_step(50)
+        for island in (0, 1, -1):
+            run.kill(island)
+        run.until("goes on after step")
+        run.end()
+        assert [path.name for path in run.runs.iterdir()] == ["mini-001"]
+        assert [record["step"] for record in run.records()] == list(range(1, 201))

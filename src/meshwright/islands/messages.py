@@ -93,11 +93,13 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
-    """A line that says what happened, "" for a sign of life; the islands that are out since, and those that train."""
+    """A line that says what happened, "" for a sign of life; the islands that are out since, those that train, and the
+    folder of their run."""
 
     line: str
     dropped: tuple[int, ...] = ()
     present: tuple[int, ...] = ()
+    run: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -41,7 +41,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """How many islands train: ``count`` at the start, never less than ``least`` or more than ``most``.
 
     A member is gone after ``beat_s`` without a sign of life. After ``start_s`` a first world begins without those that
-    have not come. ``restarted`` says that members of an earlier service may still come.
+    have not come. ``restarted`` says that members of an earlier service may still come; ``run`` is their folder.
     """
 
     count: int
@@ -50,6 +50,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     beat_s: float = 2.0
     start_s: float = 300.0
     restarted: bool = False
+    run: str = ""
 
     @property
     def room(self) -> int:
@@ -170,6 +171,7 @@ class Membership:
             for other in self._peers.values():  # who tells the next service
                 if self.world.has(other.join.place):
                     other.tell(self.world)
+            self._tell_all("")
         elif isinstance(message, Leave):
             self._is_done = True
             raise ConnectionError
@@ -213,7 +215,7 @@ class Membership:
         gone: dict[int, str],
         apart: bool,
     ) -> None:
-        before = self.world or World(generation=0, islands=())
+        before = self.world or World(generation=0, islands=(), run=self.bounds.run)
         numbers = tuple(island[0].island for island in islands)
         new_numbers = tuple(island[0].island for island in new if island in islands)
         self.world = World(
@@ -320,7 +322,8 @@ class Membership:
     def _tell_all(self, line: str, dropped: tuple[int, ...] = ()) -> None:
         if line:
             self._say(line)
-        event = packed(Event(line, dropped, self.world.numbers if self.world else ()))
+        world = self.world or World(generation=0, islands=(), run=self.bounds.run)
+        event = packed(Event(line, dropped, world.numbers, world.run))
         for writer in self._watchers:
             with suppress(ConnectionError):
                 writer.write(event)

@@ -67,6 +67,7 @@ class Supervisor:
         self._received: list[int] = []
         self._is_over = False
         self._present: set[int] = set()  # those that train, by the service's last word
+        self._run = ""
         self._heard_at = time.monotonic()
 
     async def run(self) -> int:
@@ -172,7 +173,7 @@ class Supervisor:
     async def _keep_service(self) -> None:
         is_restarted = False
         while True:
-            bounds = msgspec.structs.replace(self.bounds, restarted=is_restarted)
+            bounds = msgspec.structs.replace(self.bounds, restarted=is_restarted, run=self._run)
             words = [*self.programs.service, f"127.0.0.1:{self.port}", msgspec.json.encode(bounds).decode(), "quiet"]
             env = {**self.programs.environment(0, 0), KEY: self.key}
             self.service = await asyncio.create_subprocess_exec(*words, env=env, stdin=DEVNULL, start_new_session=True)
@@ -204,7 +205,7 @@ class Supervisor:
         now = time.monotonic()
         if event.line:
             self._say(event.line)
-        self._present = {*event.present}
+        self._present, self._run = {*event.present}, event.run
         for island in self.islands:
             is_of_earlier_start = now - island.began < 2 * self.bounds.beat_s
             if island.number in event.dropped and not is_of_earlier_start:
