@@ -83,6 +83,16 @@ def test_the_folder_of_the_run_outlives_the_service_and_then_all_islands(four: T
     four.require_whole()
 
 
+def test_islands_that_were_killed_at_their_end_start_again(tmp_path: Path):
+    with ToyRun(tmp_path, Bounds(count=2, least=2, **QUICK), steps=20) as run:
+        run.serve()
+        for _ in range(2):
+            for island in range(2):
+                run.start(island)
+            run.wait()
+        run.require_whole()
+
+
 def test_another_setting_is_refused_in_one_line(four: ToyRun):
     four.until_step(5)
     four.kill(2)

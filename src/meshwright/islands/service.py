@@ -127,6 +127,8 @@ class Membership:
 
     def _joined(self, join: Join, writer: asyncio.StreamWriter) -> _Peer | None:
         peer = _Peer(join, writer)
+        if self.world and not any(self.world.has(other.join.place) for other in self._peers.values()):
+            self._is_done = False  # who had left was killed before it ended, and starts again
         reason = self._fault(join)
         if reason:
             self._tell_all(f"island {join.place.island} is refused: {reason}")
