@@ -1,5 +1,6 @@
 """Islands under faults: real processes, which are killed, stopped, cut off and started again."""
 
+import json
 import random
 import signal
 import time
@@ -91,6 +92,36 @@ def test_islands_that_were_killed_at_their_end_start_again(tmp_path: Path):
                 run.start(island)
             run.wait()
         run.require_whole()
+
+
+def test_who_leads_does_so_until_it_leaves(tmp_path: Path):
+    with ToyRun(tmp_path, Bounds(count=3, **QUICK), steps=300) as run:
+        run.serve()
+        for island in range(3):
+            run.start(island)
+        run.until_step(10)
+        for island in (0, 1):
+            run.kill(island)
+        run.until("1 of 3 islands train")
+        for island in (0, 1):
+            run.start(island)
+            run.until(f"island {island} is in")
+        run.wait()
+        lines = [json.loads(line) for line in (tmp_path / "log-2-0.jsonl").read_text().splitlines()]
+        assert lines[-1]["leads"]
+        run.require_whole()
+
+
+def test_an_island_alone_whose_number_another_takes_ends(tmp_path: Path):
+    with ToyRun(tmp_path, Bounds(count=1, **QUICK), steps=300) as run:
+        run.serve()
+        run.start(0)
+        run.until_step(20)
+        earlier = run.children[0, 0]
+        run.start(0)
+        assert earlier.wait(20)
+        run.until("island 0 may not join: a later process has its number")
+        run.wait()
 
 
 def test_another_setting_is_refused_in_one_line(four: ToyRun):

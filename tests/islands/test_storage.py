@@ -1,6 +1,7 @@
 """Training in islands goes on while nothing can be written, and writes when it can."""
 
 import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,14 @@ def test_a_run_whose_islands_and_service_are_all_killed_goes_on_in_its_folder(fo
         run.end()
         assert [path.name for path in run.runs.iterdir()] == ["mini-001"]
         assert [record["step"] for record in run.records()] == list(range(1, 201))
+
+
+def test_an_island_that_is_asked_to_stop_leaves_and_the_others_train_on(folder: Path):
+    with TrainedRun(folder, ["-n", "2"], steps=800) as run:
+        run.until_step(20)
+        run.kill(0, number=signal.SIGTERM)
+        run.until("island 0 was asked to stop, and leaves")
+        run.until("island 0 ended with exit code 75; it is started again")
+        run.until("island 0 is in; 2 of 2 islands train")
+        run.end()
+        assert [record["step"] for record in run.records()] == list(range(1, 801))

@@ -327,3 +327,23 @@ def test_a_lost_memory_is_begun_anew(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"local_folder=.*file cannot be used"):
         Checkpoints(tmp_path / "other", near=str(tmp_path / "file"))
+
+
+def test_a_machine_that_takes_no_more_states_ends_no_run(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(tmp_path / "run", near=str(tmp_path / "memory")) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        try:
+            store.save_near(placed(a=4, b=2), at(3))
+            store._wait_near()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert store.near_fault.startswith(f"no checkpoint can be written in {tmp_path / 'memory'}")
+        store.save(placed(a=4, b=2), at(4))
+        store.wait()
+        store.save_near(placed(a=4, b=2), at(4))
+        assert not store.near.steps(), "a checkpoint has it"
+        for step in (5, 6):  # the fault is said once more
+            store.save_near(placed(a=4, b=2), at(step))
+            store.wait()
+        assert (store.near.steps(), store.position().step) == ([6], 6), store.near_fault

@@ -179,6 +179,7 @@ class Links:
         ``own`` is of a type that msgspec knows. The leader's first process gathers and sends the list: who has it knows
         that everyone has come here. The wait may be longer than that for a step with ``patience``.
         """
+        self._require_open()  # an island alone waits for nobody, and may be out
         wait_s = patience or self.timeouts.step_s
         said = {self.place: own}
         other = self._leader

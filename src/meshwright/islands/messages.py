@@ -23,7 +23,8 @@ class World(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The islands that train together from this ``generation`` on, in the order in which their arrays are added.
 
     It is ``urgent`` where an island of the generation before is missing: exchanges under way end at once. ``new``
-    islands hold no state. ``run`` is the folder of the run, "" before there is one.
+    islands hold no state. ``run`` is the folder of the run, "" before there is one. The ``leader`` decides, writes
+    files and prints: the one before, while it is there, else the first island that holds a state.
     """
 
     generation: int
@@ -31,16 +32,12 @@ class World(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     urgent: bool = False
     new: tuple[int, ...] = ()
     run: str = ""
+    leader: int = -1
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers of the islands, in order."""
         return tuple(processes[0].island for processes in self.islands)
-
-    @property
-    def leader(self) -> int:
-        """The first island that holds a state: it decides, writes files and prints."""
-        return next((number for number in self.numbers if number not in self.new), self.numbers[0])
 
     def has(self, place: IslandProcess) -> bool:
         """True if this very start of a process belongs to the world."""

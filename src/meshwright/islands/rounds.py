@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from meshwright.core.errors import CannotRunError
+from meshwright.core.errors import CannotRunError, StoppedError
 from meshwright.islands.codec import FP32, Codec
 from meshwright.islands.exchange import Links, LostIslandsError, Timeouts, WorldChangedError
 from meshwright.islands.ledger import Ledger, SampleBlock, deal, handed_over
@@ -22,6 +22,8 @@ from meshwright.islands.watch import GoBackError, StepTimeouts, Stragglers, odd_
 
 MOST_ODD = 3
 """How often an island's state may differ from that of the others before it ends."""
+ROUNDS_OF_NOTICE = 3
+"""Rounds in which an island that was asked to stop sees whether all others were too, which ends the run."""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +133,7 @@ class Rounds:
         self._samples: dict[int, int] = {}
         self._sums: list[np.ndarray] | None = None
         self._last: list[Said] = []
+        self._rounds_asked = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="islands-sum")
         self._early: Future[list[np.ndarray]] | None = None
 
@@ -141,13 +144,18 @@ class Rounds:
         return self.member.links
 
     def run(self, steps: int) -> bool:
-        """Runs steps up to this number; False if one asked to stop before."""
+        """Runs steps up to this number; False if all were asked to stop before. Raises StoppedError if this one was."""
         self.member.ready()
         self._together(self._settle)
         while self.step is not None and self.step < steps:
             self._together(self._step)
-            if any(one.stops for one in self._last):
+            asked = {one.island for one in self._last if one.stops}
+            if asked and asked == {one.island for one in self._last}:
                 return False
+            number = self.member.place.island
+            self._rounds_asked = self._rounds_asked + 1 if number in asked else 0
+            if self._rounds_asked > ROUNDS_OF_NOTICE:
+                raise StoppedError(f"island {number} was asked to stop, and leaves; the others train on.")
         return True
 
     def begin_sum(self, arrays: Sequence[np.ndarray]) -> None:

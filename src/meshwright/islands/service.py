@@ -154,7 +154,8 @@ class Membership:
         if join.key != self.key:
             return "it belongs to another run"
         for _, other in sorted(self._peers.items()):
-            for name in sorted(join.settings.keys() | other.join.settings.keys()):
+            names = join.settings.keys() | other.join.settings.keys()
+            for name in sorted(names, key=lambda name: (not name.startswith("strategy."), name)):
                 own, theirs = join.settings.get(name, "nothing"), other.join.settings.get(name, "nothing")
                 if own != theirs and _number(other.join.place) != _number(join.place):
                     return f"its {name} is {own}, and that of island {other.join.place.island} is {theirs}"
@@ -220,12 +221,15 @@ class Membership:
         before = self.world or World(generation=0, islands=(), run=self.bounds.run)
         numbers = tuple(island[0].island for island in islands)
         new_numbers = tuple(island[0].island for island in new if island in islands)
+        leads_on = before.leader in numbers and before.leader not in new_numbers
+        first = next((number for number in numbers if number not in new_numbers), numbers[0])
         self.world = World(
             generation=before.generation + 1,
             islands=tuple(islands),
             urgent=bool(gone) or apart,
             new=new_numbers,
             run=before.run,
+            leader=before.leader if leads_on else first,
         )
         self._told_waits = ""
         words = [f"island {number} is out: {reason}" for number, reason in sorted(gone.items())]

@@ -82,7 +82,7 @@ class Supervisor:
             self._is_over = True
             self._send(signal.SIGKILL, {island.number for island in self.islands} - self._present)  # spares
             if tasks:
-                await asyncio.wait(tasks, timeout=ENDING_S)
+                await asyncio.wait(tasks, timeout=None if self._received else ENDING_S)
         finally:
             for keeper in [*keepers, *tasks]:
                 keeper.cancel()
@@ -104,7 +104,7 @@ class Supervisor:
             ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
             if self._is_over and status < 0:  # a spare
                 return
-            if status in (0, EX_TEMPFAIL, *_WRONG) or self._received:
+            if status in (0, *_WRONG) or self._received:
                 island.status = status if status >= 0 else 128 - status
                 return
             if island.starts >= MOST_STARTS:

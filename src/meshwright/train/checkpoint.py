@@ -108,6 +108,7 @@ class Checkpoints:
         if getattr(sys.unraisablehook, "func", None) is not _show_unless_closed:
             sys.unraisablehook = partial(_show_unless_closed, sys.unraisablehook)
         self.passed_over: list[str] = []
+        self.near_fault = ""
         self._trust = trust
         self._newest_step: int | None = None
         self.folder = run.absolute() / CHECKPOINTS
@@ -136,8 +137,10 @@ class Checkpoints:
         own, near = self._stored(), None
         try:
             near = self.near._stored()
-        except CannotRunError as error:
-            self.passed_over.append(str(error))
+        except CannotRunError:
+            self.passed_over.append(f"the state in {self.near.folder.parent} is damaged, and passed over")
+            for step in self.near.steps():
+                self.near._manager.delete(step)
         return self.near if near and (own is None or near.position.step > own.position.step) else self
 
     def forget_near(self) -> None:
@@ -158,8 +161,7 @@ class Checkpoints:
         """
         if position.step in self._manager.all_steps():
             return
-        if self.near:
-            self.near.wait()  # processes would take the barriers of one write for those of another
+        self._wait_near()  # processes would take the barriers of one write for those of another
         saved_tree = reordered(state, to_canonical)
         stored_table = msgspec.to_builtins(Stored(position=position, arrays=describe_arrays(saved_tree)))
         args_by_item = {STATE: ocp.args.StandardSave(saved_tree), POSITION: ocp.args.JsonSave(stored_table)}
@@ -177,10 +179,28 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until all saved checkpoints are whole on disk."""
-        if self.near:
-            self.near.wait()
+        self._wait_near()
         with self._writing():
             self._manager.wait_until_finished()
+
+    def _wait_near(self) -> None:
+        """Waits for a write to this machine; one that fails ends no run, since it saves time alone."""
+        try:
+            if self.near:
+                self.near.wait()
+        except StorageError as error:
+            self.near_fault = str(error).partition(" Make room")[0].rstrip(".")
+
+    def save_near(
+        self, state: Any, position: Position, *, to_canonical: Reorder | None = None, beside: Any = None
+    ) -> None:
+        """Starts to write a state to this machine as `save` does, if no checkpoint has it; keeps a fault."""
+        if self.near and position.step not in self.steps():
+            self.wait()
+            try:
+                self.near.save(state, position, to_canonical=to_canonical, beside=beside)
+            except StorageError as error:
+                self.near_fault = str(error).partition(" Make room")[0].rstrip(".")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

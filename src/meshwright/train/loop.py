@@ -259,16 +259,17 @@ class Run:
             (settings.evaluate_every, self.evaluate),
         )
 
-    def save(self, store: Checkpoints | None = None) -> None:
+    def save(self, *, near: bool = False) -> None:
         with self.watch.timed("checkpoint"):
             saved_state = self.state._replace(params=self.setup.step.saved(self.state.params))
-            to_canonical, store = self.setup.step.to_canonical, store or self.checkpoints
-            store.save(saved_state, self.position, to_canonical=to_canonical, beside=self.beside())
+            save = self.checkpoints.save_near if near else self.checkpoints.save
+            save(saved_state, self.position, to_canonical=self.setup.step.to_canonical, beside=self.beside())
 
     def save_near(self) -> None:
-        if self.position.step not in self.checkpoints.steps():
-            self.checkpoints.wait()
-            self.save(self.checkpoints.near)
+        before = self.checkpoints.near_fault
+        self.save(near=True)
+        if (fault := self.checkpoints.near_fault) != before:
+            self.live.say(f"{fault}; training goes on without states there")
 
     def _evaluated_weights(self) -> Params:
         return _averaged(self.state.opt_state, self.state.params) if self.settings.average else self.state.params

@@ -27,7 +27,11 @@ def settings_of(told: Any, step: TrainStep) -> dict[str, str]:
         "number of processes": str(jax.process_count()),
         **(own if told.islands.islands_sync == "gradients" or jax.process_count() > 1 else {}),
         "model": _digest(told.model),
-        "job": _digest(msgspec.structs.replace(told.job, batch_seqs=1)),
+        **{
+            f"job.{name}": str(value)
+            for name, value in msgspec.structs.asdict(told.job).items()
+            if name != "batch_seqs"
+        },
         **{f"strategy.{name}": str(getattr(told.islands, name)) for name in ISLAND_FIELDS},
         **{f"train.{name}": str(value) for name, value in sorted(fields.items())},
     }

@@ -121,7 +121,7 @@ class _Island:
         self.result: TrainResult | None = None
 
     def train(self) -> TrainResult | None:
-        """Runs to the last step, or until one island is asked to stop."""
+        """Runs to the last step, or until this island or all are asked to stop."""
         with stop_on_signals(lambda line: None) as self.request, self.stack:
             self.member.asks_stop = lambda: self.request.asked
             self.rounds.asks_stop = lambda: self.request.stops_after((self.rounds.step or 0) + 1)
