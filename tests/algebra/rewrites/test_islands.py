@@ -79,10 +79,17 @@ def test_fragments_are_of_every_so_manieth_layer():
     assert [step.details.num_layers for step in outer if step.result.name == "outer_embed"] == [0]
 
 
+def test_what_is_no_layer_follows_as_further_layers():
+    """Matrices, then vectors: of 32 layers in 5 fragments the last is of fragment 1."""
+    outer = derive(transformer(load_model("llama3-8b")), strategy({"islands": 2}, outer_fragments=5, **DILOCO)).outer
+    others = {step.result.name: step.details.fragment for step in outer if not step.details.num_layers}
+    assert others == {"outer_embed": 2, "outer_unembed": 3, "outer_final_norm": 4}
+
+
 def test_frozen_weights_stay_at_home_and_fragments_have_layers():
     model = load_model("llama3-8b")
-    with pytest.raises(InputError, match=r"outer_fragments=33: fragments are of whole layers, and the model has 32"):
-        derive(transformer(model), strategy({"islands": 2}, outer_fragments=33, **(DILOCO | {"outer_every": 40})))
+    with pytest.raises(InputError, match=r"outer_fragments=36 is more than this model has layers and other weights"):
+        derive(transformer(model), strategy({"islands": 2}, outer_fragments=36, **(DILOCO | {"outer_every": 40})))
     adapted = msgspec.convert(msgspec.to_builtins(model) | {"lora": {"rank": 8}}, type(model))
     derived = derive(transformer(adapted), strategy({"islands": 2}))
     assert {step.result.name[1:] for step in derived.outer} == derived.weights.keys()

@@ -8,16 +8,21 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.algebra.derive import derive
+from meshwright.algebra.layers import ProgramOptions
+from meshwright.algebra.notation import local_elements
+from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import TrainStep
-from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Strategy, held_dims, make_mesh, standard_assignment
 from meshwright.train.optimizers.table import make_optimizer
 from meshwright.train.outer import fragments
 from meshwright.train.outer.diloco import DiLoCo, OuterSettings
 from meshwright.train.outer.fragments import FragmentPart, exchanged, fragments_of, read, with_exchanged, written
 from meshwright.train.settings import TrainSettings
 from tests.islands.threads import members, together
+from tests.nn.families import FAMILIES
 from tests.train.small import MODEL
 
 SPECS = {
@@ -54,11 +59,11 @@ def kind(request, monkeypatch):
     return request.param
 
 
-def test_layers_are_dealt_in_strides_and_the_rest_by_size():
+def test_layers_are_dealt_in_strides_and_the_rest_after_them():
     assert fragments_of(values(), STACKED, 1) == [
         (FragmentPart("gates"), FragmentPart("layers"), FragmentPart("embed"), FragmentPart("norm"))
     ]
-    # layers: 16 and 8 values each; fragment 1 has 4 of them, then 48, fragment 2 two and 32
+    # six layers: the next is of fragment 2, then 3
     assert fragments_of(values(), STACKED, 4) == [
         (FragmentPart("gates", 0, 4), FragmentPart("layers", 0, 4)),
         (FragmentPart("gates", 1, 4), FragmentPart("layers", 1, 4)),
@@ -67,6 +72,25 @@ def test_layers_are_dealt_in_strides_and_the_rest_by_size():
     ]
     with pytest.raises(InputError, match="outer_fragments=9 is more than this model has layers"):
         fragments_of(values(), STACKED, 9)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", ["mixtral", "gpt2", "deepseek_v3", "whisper"])
+def test_a_derivation_lists_what_is_summed(name, count):
+    """By fragment: an untied model, a tied one, corrections that counts move, and an encoder's table that stays."""
+    model, fields = FAMILIES[name], {"islands_sync": "diloco", "outer_every": 6, "outer_fragments": count}
+    plan = Strategy(mesh=make_mesh({"islands": 2}), state="fp32", **fields)
+    options = ProgramOptions(correction_rate=1e-3)
+    step = TrainStep(model, plan.inner(), optimizer=make_optimizer(model, TrainSettings(), "fp32"), options=options)
+    outer = DiLoCo(OuterSettings(every=6, fragments=count), stacked=step.stacked)
+    weights = {n: np.zeros(s.shape, np.float32) for n, s in exchanged(step, step.canonical[0]).items()}
+    outer.begin(weights)
+    summed = [sum(block.size for block in outer.summands(number, weights)[0]) for number in range(1, count + 1)]
+    listed, sizes = [0] * count, held_dims(model.dims, {})
+    for sum_step in derive(transformer(model, options), plan).outer:
+        details = sum_step.details
+        listed[details.fragment] += local_elements(sum_step.result, sizes, {}) * (details.num_layers or 1)
+    assert listed == summed
 
 
 def test_every_value_is_in_one_fragment():

@@ -12,6 +12,12 @@ def trained(program: Program) -> tuple[Variable, ...]:
     return tuple(variable for variable in program.of_role(*WEIGHTS) if not variable.frozen)
 
 
+def moved_buffers(program: Program) -> frozenset[str]:
+    """Returns the corrections of routers that training moves by counts, without a gradient."""
+    ops = (op for block in program.blocks for op in block.ops)
+    return frozenset(op.inputs[1] for op in ops if dict(op.attributes).get("correction_rate"))
+
+
 def differentiated(program: Program) -> frozenset[str]:
     """Returns the variables whose cotangents training needs: weights that train and variables computed from them, or
     all if nothing is frozen."""

@@ -3,7 +3,6 @@
 Weights are JAX's arrays of any sharding, or NumPy's, which are written in place.
 """
 
-import math
 from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,7 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from meshwright.core.errors import InputError
+from meshwright.algebra.rewrites.frozen import moved_buffers
+from meshwright.algebra.rewrites.islands import fragment_numbers
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.train.optimizers.rounding import round_to
@@ -33,27 +33,14 @@ Fragment = tuple[FragmentPart, ...]
 
 
 def fragments_of(weights: Params, stacked: Collection[str], count: int) -> list[Fragment]:
-    """Returns ``count`` fragments: layer i belongs to fragment i mod count, any other array to the smallest so far.
-
-    The other arrays are placed from the largest to the smallest. Sources: Streaming DiLoCo (arXiv 2501.18512), the
-    strided pattern; MaxText, which has a fragment of its own for what is no layer. Raises InputError if a fragment
-    has nothing.
-    """
+    """Returns ``count`` fragments, as `fragment_numbers` deals the weights; those of layers are ``stacked``. Raises
+    InputError if a fragment has nothing."""
+    forms = {n: (w.shape[0], w.ndim - 1) if n in stacked else (0, w.ndim) for n, w in sorted(weights.items())}
     fragments: list[list[FragmentPart]] = [[] for _ in range(count)]
-    sizes = [0] * count
-    layered = {name for name in weights if name in stacked and count > 1}
-    for name in sorted(weights, key=lambda name: (name not in layered, -math.prod(weights[name].shape), name)):
-        shape = weights[name].shape
-        if name in layered:
-            for first in range(min(count, shape[0])):
-                fragments[first].append(FragmentPart(name, first, count))
-                sizes[first] += len(range(first, shape[0], count)) * math.prod(shape[1:])
-        else:
-            smallest = sizes.index(min(sizes))
-            fragments[smallest].append(FragmentPart(name))
-            sizes[smallest] += math.prod(shape)
-    if not all(fragments):
-        raise InputError(f"outer_fragments={count} is more than this model has layers and other weights. Use fewer.")
+    for name, numbers in fragment_numbers(forms, count).items():
+        is_layered = forms[name][0] and count > 1
+        for number in numbers:
+            fragments[number].append(FragmentPart(name, number, count) if is_layered else FragmentPart(name))
     return [tuple(pieces) for pieces in fragments]
 
 
@@ -96,7 +83,9 @@ def written(weights: Params, fragment: Fragment, blocks: list[np.ndarray]) -> Pa
 def exchanged(step: TrainStep, state: State) -> Params:
     """Returns the weights of a state that islands exchange: all that training changes, float32 ones where the state
     keeps them."""
-    return step.saved(state.params) | dict(state.opt_state.master)
+    changed = step.shards.keys() | moved_buffers(step.program)
+    weights = {name: weight for name, weight in step.saved(state.params).items() if name in changed}
+    return weights | dict(state.opt_state.master)
 
 
 def with_exchanged(state: State, weights: Params) -> State:
