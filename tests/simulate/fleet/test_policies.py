@@ -105,6 +105,24 @@ def test_one_fault_of_a_run_that_stops(kind, times, lost):
     assert {word: s for word, s in found.seconds.items() if s and word != "productive"} == pytest.approx(lost)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("daily", "expected"), [(48, 0.713), (480, 0.667)])
+def test_stragglers_that_overlap_make_steps_slow_once(policy, daily, expected):
+    """Steps are slow while any of them is on: of a share 1 - e^(-rate T) of the time a third is lost, never more."""
+    times = {"straggler_s": 3600.0, "slowdown": 1.5}
+    given = fleet("straggler", daily / 24 / 6000, times, memory_steps=23)
+    [found] = simulate_fleet(given, [policy], duration_s=30 * DAY_S, seeds=20)
+    assert found.goodput.mean == pytest.approx(expected, abs=2e-3)
+    assert found.goodput.p5 >= 1 / 1.5 - 1e-12
+
+
+def test_a_straggler_prolongs_what_another_began_and_outlives_a_restart():
+    given = fleet(times={"straggler_s": 900.0, "slowdown": 1.5, "restart_s": 100.0}, step_s=60.0, checkpoint_steps=10)
+    faults = [Fault(1000.0, 0, "straggler"), Fault(1600.0, 0, "straggler"), Fault(2000.0, 0, "process")]
+    found = simulate_faults(given, "stop", faults, duration_s=1e4)
+    assert found.seconds["other"] == pytest.approx((1500 - 100) / 3)
+
+
 def test_wrong_numbers_cost_what_was_saved_after_them():
     """They come 1,000 s before they are noticed, 200 s after a checkpoint: two later checkpoints are lost too."""
     given = fleet(step_s=60.0, checkpoint_steps=10)

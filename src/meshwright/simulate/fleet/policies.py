@@ -69,8 +69,8 @@ def _keep_going(fleet: TrainingFleet, run: FleetRun, fault: Fault) -> bool:
     times = fleet.times
     if fault.kind not in ("straggler", "planned"):
         return False
-    if not run.phases and fault.kind == "straggler":
-        run.phases = [(OTHER, times.straggler_s * (1 - 1 / times.slowdown))]
+    if fault.kind == "straggler":
+        run.slow_until_s, run.slow_loss = fault.time_s + times.straggler_s, 1 - 1 / times.slowdown
     elif not run.phases:
         run.stop([(SAVE, times.save_s), *_start(fleet, fault, 0.0, times.restore_s)])
     return True

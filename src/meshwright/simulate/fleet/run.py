@@ -23,10 +23,11 @@ class FleetRun:
         self.work_s, self.cycle_s, self.share, self.save_word = work_s, work_s + save_s, share, save_word
         self.spent = [0.0] * len(WORDS)
         self.now = self.offset = self.unsaved = self.ready_s = 0.0
+        self.slow_until_s = self.slow_loss = 0.0  # until then, of all time in which work goes on
         self.phases: Phases = []
         self.lost_hosts: set[int] = set()
         self.trained: list[tuple[float, float, float]] | None = None
-        # (time, offset, work, of it unsaved) at each return to work, to know what was saved before wrong numbers came
+        # (time, offset, work, of it unsaved) at each return to full speed: what was saved before wrong numbers came
         self._returns: deque[tuple[float, float, float, float]] = deque([(0.0, 0.0, 0.0, 0.0)], maxlen=256)
 
     def settle(self, time_s: float) -> None:
@@ -47,6 +48,10 @@ class FleetRun:
         self.now = time_s
         if left_s <= 0:
             return
+        if (slow_s := min(left_s, self.slow_until_s - time_s + left_s)) > 0:
+            spent[OTHER] += slow_s * self.slow_loss * self.share
+            left_s -= slow_s * self.slow_loss
+            self._returns.append((time_s - left_s, self.offset, spent[WORK], self.unsaved))
         if self.trained is not None:
             self.trained.append((time_s - left_s, time_s, self.share))
         end_s = self.offset + left_s
