@@ -123,6 +123,14 @@ def test_a_straggler_prolongs_what_another_began_and_outlives_a_restart():
     assert found.seconds["other"] == pytest.approx((1500 - 100) / 3)
 
 
+def test_no_seconds_are_negative():
+    """Also where saving takes none, and rounding makes the work of a cycle larger than the time that passed."""
+    given = fleet("straggler", times={"straggler_s": 60.0, "slowdown": 1.5}, step_s=0.1)
+    for seed in range(10):
+        found = simulate_faults(given, "stop", drawn_faults(given, DAY_S, seed), duration_s=DAY_S)
+        assert 0 <= found.seconds["checkpoint_save"] < 1e-6
+
+
 def test_wrong_numbers_cost_what_was_saved_after_them():
     """They come 1,000 s before they are noticed, 200 s after a checkpoint: two later checkpoints are lost too."""
     given = fleet(step_s=60.0, checkpoint_steps=10)

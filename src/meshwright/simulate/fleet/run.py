@@ -60,7 +60,7 @@ class FleetRun:
         into_s = min(offset, self.work_s)
         work_s = cycles * self.work_s + into_s - min(self.offset, self.work_s)
         spent[WORK] += work_s * self.share
-        spent[self.save_word] += (left_s - work_s) * self.share
+        spent[self.save_word] += max(0.0, left_s - work_s) * self.share
         self.unsaved = into_s * self.share if cycles else self.unsaved + work_s * self.share
         self.offset = offset
 
