@@ -131,6 +131,14 @@ def test_no_seconds_are_negative():
         assert 0 <= found.seconds["checkpoint_save"] < 1e-6
 
 
+@pytest.mark.parametrize(("policy", "outer_s"), [("elastic", 0), ("memory", 0), ("diloco", 24 * 5)])
+def test_all_save_to_disk_once_in_disk_s_of_work(policy, outer_s):
+    """Also where copies to memory are rare as nothing fails; outer steps are no part of it."""
+    given = fleet(times={"save_s": 60.0, "disk_s": 3600.0, "outer_s": 5.0}, num_replicas=4, memory_steps=10**6)
+    seconds = simulate_faults(given, policy, [], duration_s=10 * 3660.0 + outer_s).seconds
+    assert (seconds["checkpoint_save"], seconds["other"]) == pytest.approx((600, outer_s))
+
+
 def test_wrong_numbers_cost_what_was_saved_after_them():
     """They come 1,000 s before they are noticed, 200 s after a checkpoint: two later checkpoints are lost too."""
     given = fleet(step_s=60.0, checkpoint_steps=10)

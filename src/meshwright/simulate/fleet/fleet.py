@@ -19,8 +19,8 @@ POLICIES: tuple[FleetPolicy, ...] = get_args(FleetPolicy)
 class TrainingFleet(msgspec.Struct, frozen=True, kw_only=True):
     """``num_replicas`` equal parts of a cluster, and ``spares``, a share of its hosts, beside it.
 
-    ``step_s`` is a step without faults. A checkpoint follows every ``checkpoint_steps``; the policy ``memory`` copies
-    states to neighbours every ``memory_steps``, ``diloco`` makes an outer step every ``outer_every``.
+    ``step_s`` is a step without faults. A checkpoint follows every ``checkpoint_steps``; ``memory`` copies states to
+    neighbours every ``memory_steps``, `disk_steps` at most, ``diloco`` makes an outer step every ``outer_every``.
     """
 
     num_chips: int
@@ -38,6 +38,11 @@ class TrainingFleet(msgspec.Struct, frozen=True, kw_only=True):
     def num_spares(self) -> int:
         """Hosts that wait to take a place."""
         return math.ceil(self.spares * self.num_hosts)
+
+    @property
+    def disk_steps(self) -> int:
+        """Steps between saves to disk of policies that need none to recover."""
+        return max(1, round(self.times.disk_s / self.step_s))
 
     @property
     def mtbf_s(self) -> float:

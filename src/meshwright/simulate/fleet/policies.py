@@ -83,10 +83,12 @@ def _apart(
     times, spares = fleet.times, _Spares(fleet)
     num_runs = fleet.num_replicas if policy == "diloco" else 1
     steps = {"stop": fleet.checkpoint_steps, "memory": fleet.memory_steps, "diloco": fleet.outer_every}[policy]
+    if policy == "memory":
+        steps = min(steps, fleet.disk_steps)
     work_s = steps * fleet.step_s
-    copy_s = {"memory": times.memory_s, "diloco": times.outer_s}.get(policy, 0.0)
-    save_s = times.save_s if policy == "stop" else copy_s + times.save_s * work_s / times.disk_s
-    runs = [FleetRun(work_s, save_s, 1 / num_runs, OTHER if policy == "diloco" else SAVE) for _ in range(num_runs)]
+    save_s = times.save_s * (1.0 if policy == "stop" else work_s / times.disk_s) + times.memory_s * (policy == "memory")
+    outer_s = times.outer_s * (policy == "diloco")
+    runs = [FleetRun(work_s, save_s, 1 / num_runs, outer_s) for _ in range(num_runs)]
     for run in runs:
         run.trained = trained
     for fault in faults:
@@ -128,7 +130,7 @@ def _elastic(
     state that it copies from another, at once where it lost its connections alone.
     """
     times, spares, num_replicas = fleet.times, _Spares(fleet), fleet.num_replicas
-    work_s = max(1, round(times.disk_s / fleet.step_s)) * fleet.step_s
+    work_s = fleet.disk_steps * fleet.step_s
     living = FleetRun(work_s, times.save_s, 1.0)
     living.trained = trained
     down: dict[int, FleetRun] = {}

@@ -14,13 +14,14 @@ Phases = list[tuple[int, float]]
 
 
 class FleetRun:
-    """Cycles of ``work_s`` of steps and ``save_s`` that keep them, on a ``share`` of the fleet.
+    """Cycles of ``work_s`` of steps, ``save_s`` and an ``outer_s`` that keep them, on a ``share`` of the fleet.
 
-    ``spent`` has seconds by word, those of the whole fleet. ``save_word`` is what a cycle's end is spent on.
+    ``spent`` has seconds by word, those of the whole fleet.
     """
 
-    def __init__(self, work_s: float, save_s: float, share: float, save_word: int = SAVE) -> None:
-        self.work_s, self.cycle_s, self.share, self.save_word = work_s, work_s + save_s, share, save_word
+    def __init__(self, work_s: float, save_s: float, share: float, outer_s: float = 0.0) -> None:
+        self.work_s, self.cycle_s, self.share = work_s, work_s + save_s + outer_s, share
+        self.outer_share = outer_s and outer_s / (save_s + outer_s)
         self.spent = [0.0] * len(WORDS)
         self.now = self.offset = self.unsaved = self.ready_s = 0.0
         self.slow_until_s = self.slow_loss = 0.0  # until then, of all time in which work goes on
@@ -60,7 +61,9 @@ class FleetRun:
         into_s = min(offset, self.work_s)
         work_s = cycles * self.work_s + into_s - min(self.offset, self.work_s)
         spent[WORK] += work_s * self.share
-        spent[self.save_word] += max(0.0, left_s - work_s) * self.share
+        saving_s = max(0.0, left_s - work_s) * self.share
+        spent[SAVE] += saving_s * (1 - self.outer_share)
+        spent[OTHER] += saving_s * self.outer_share
         self.unsaved = into_s * self.share if cycles else self.unsaved + work_s * self.share
         self.offset = offset
 

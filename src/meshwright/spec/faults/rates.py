@@ -36,7 +36,7 @@ class FaultTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     devices, ``prep_s``, ``startup_s`` with compilation, ``restore_s`` and ``data_s``, or ``restart_s`` where only a
     total is known. Saving blocks steps for ``save_s``, a copy to a neighbour's memory for ``memory_s``, an outer step
     for ``outer_s``, a new group for ``regroup_s``; ``copy_s`` brings a state from memory to where it is needed.
-    Policies that need no disk to recover save to it every ``disk_s``.
+    Policies that need no disk to recover save to it once per ``disk_s`` of work.
     """
 
     detect_s: float = 10.0
