@@ -102,6 +102,16 @@ def test_what_is_refused(call, plan_file, wrong, code, said):
     call("simulate", "fleet", plan_file, *wrong).assert_refused(code, said)
 
 
+@pytest.mark.parametrize("kind", ["host", "straggler"])
+def test_days_that_have_too_many_faults(call, plan_file, tmp_path, kind):
+    """Of any kind; as many as the refusal says are taken."""
+    path = tmp_path / "rates.toml"
+    path.write_text(RATES.replace("1e-4", "1e9").replace('"host"', f'"{kind}"'))
+    given = ("simulate", "fleet", plan_file, "--rates", str(path), "--seeds", "1", "--policy", "stop")
+    call(*given).assert_refused(2, "--days 54 have over 5,000,000 faults. Give at most 4.06e-07.")
+    assert call(*given, "--days", "4.06e-07", "--json").json["policies"][0]["faults"] == pytest.approx(5e6, rel=0.01)
+
+
 def test_files_of_rates_that_are_wrong(call, plan_file, tmp_path):
     path = tmp_path / "rates.toml"
     path.write_text(RATES.replace("per_node_hour", "per_hour"))

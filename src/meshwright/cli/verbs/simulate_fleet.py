@@ -100,8 +100,10 @@ def _fleet(given: Given, plan: Plan) -> tuple[TrainingFleet, str]:
     }
     times = rates.times_at(0.5, {key: parse_seconds(text, what=f"--time {key}") for key, text in texts.items()})
     mesh, mtbf_s = plan.strategy.mesh, rates.mtbf_s(plan.cluster.num_chips, hosts)
-    if given.days > (most_days := MOST_FAULTS * mtbf_s / DAY_S):
-        raise InputError(f"--days {given.days:g} have over {MOST_FAULTS:,} faults. Give at most {most_days:,.0f}.")
+    hourly = sum(rates.per_hour(plan.cluster.num_chips, hosts))
+    if given.days * hourly * 24 > MOST_FAULTS:
+        most_text = f"{0.999 * MOST_FAULTS / hourly / 24:.3g}"
+        raise InputError(f"--days {given.days:g} have over {MOST_FAULTS:,} faults. Give at most {most_text}.")
     replicas = given.replicas or max(mesh.get("islands", 1), mesh.get("data", 1), plan.cluster.num_slices)
     if given.replicas and hosts % replicas:
         raise InputError(f"--replicas {replicas:,} do not divide the {hosts:,} hosts. Give a number that does.")
