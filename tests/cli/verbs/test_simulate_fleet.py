@@ -48,6 +48,21 @@ def test_the_text_says_whose_rates(call, plan_file):
     assert "elastic" not in text.split("policy")[1]
 
 
+def test_a_plan_of_outer_steps_has_their_period_and_their_time(call, plan_file, tmp_path):
+    """Its steps have the exchange already, which is added to those of other plans; --time adds more."""
+    asked = ("llama3-8b", "--on", "4*h100:8x16@100Gbit/s", "--batch", "4Mi", "--seq", "4096")
+    path = str(tmp_path / "outer.toml")
+    outer = ("--set", "strategy.islands_sync=diloco", "--set", "strategy.outer_every=30")
+    assert call("plan", *asked, *outer, "--top", "1", "-o", path).code == 0
+    brief = ("--days", "1", "--seeds", "1")
+    for plan, more, said in (
+        (plan_file, (), "diloco adds 1 s to every 100 steps"),
+        (path, (), "diloco adds 0 s to every 30 steps"),
+        (path, ("--outer-every", "50", "--time", "outer_s=2"), "diloco adds 2 s to every 50 steps"),
+    ):
+        assert said in " ".join(call("simulate", "fleet", plan, *brief, *more).out.split())
+
+
 def test_rates_of_a_file_times_and_intervals(call, plan_file, tmp_path):
     path = tmp_path / "rates.toml"
     path.write_text(RATES)
@@ -108,8 +123,8 @@ def test_days_that_have_too_many_faults(call, plan_file, tmp_path, kind):
     path = tmp_path / "rates.toml"
     path.write_text(RATES.replace("1e-4", "1e9").replace('"host"', f'"{kind}"'))
     given = ("simulate", "fleet", plan_file, "--rates", str(path), "--seeds", "1", "--policy", "stop")
-    call(*given).assert_refused(2, "--days 54 have over 5,000,000 faults. Give at most 4.06e-07.")
-    assert call(*given, "--days", "4.06e-07", "--json").json["policies"][0]["faults"] == pytest.approx(5e6, rel=0.01)
+    call(*given).assert_refused(2, "--days 54 have over 5,000,000 faults. Give at most 4.07e-07.")
+    assert call(*given, "--days", "4.07e-07", "--json").json["policies"][0]["faults"] == pytest.approx(5e6, rel=0.01)
 
 
 def test_files_of_rates_that_are_wrong(call, plan_file, tmp_path):

@@ -37,7 +37,7 @@ class Given(PlanOptions):
     policies: tuple[FleetPolicy, ...] = option("What to do about failures [default: all].", "--policy")
     replicas: Count | None = option("Parts that elastic and diloco lose alone [default: the plan's islands or data].")
     memory_steps: Count | None = option("Steps between copies to a neighbour's memory [default: the best].")
-    outer_every: Count = option("Inner steps of diloco.", default="100")
+    outer_every: Count | None = option("Inner steps of diloco [default: the plan's, or 100].")
     times: tuple[str, ...] = option("A time, such as save_s=5.", "--time", metavar="NAME=SECONDS")
     seeds: Count = option("Random runs, of which means and 5-95% are given.", default="20")
     price: float | None = option("Dollars a chip-hour, instead of the catalogue's.")
@@ -98,12 +98,13 @@ def _fleet(given: Given, plan: Plan) -> tuple[TrainingFleet, str]:
         for pair in given.times
         for key, text in split_pairs(pair, "a time. Write save_s=5", what="--time").items()
     }
-    times = rates.times_at(0.5, {key: parse_seconds(text, what=f"--time {key}") for key, text in texts.items()})
+    is_outer = plan.strategy.islands_sync != "gradients"  # a step of the plan then has its part of the exchange
+    changes = {key: parse_seconds(text, what=f"--time {key}") for key, text in texts.items()}
+    times = rates.times_at(0.5, {**({"outer_s": 0.0} if is_outer else {}), **changes})
     mesh, mtbf_s = plan.strategy.mesh, rates.mtbf_s(plan.cluster.num_chips, hosts)
-    hourly = sum(rates.per_hour(plan.cluster.num_chips, hosts))
-    if given.days * hourly * 24 > MOST_FAULTS:
-        most_text = f"{0.999 * MOST_FAULTS / hourly / 24:.3g}"
-        raise InputError(f"--days {given.days:g} have over {MOST_FAULTS:,} faults. Give at most {most_text}.")
+    most_days = MOST_FAULTS / 24 / (sum(rates.per_hour(plan.cluster.num_chips, hosts)) or 1e-9)
+    if given.days > (most_days := float(f"{most_days:.3g}")):
+        raise InputError(f"--days {given.days:g} have over {MOST_FAULTS:,} faults. Give at most {most_days:g}.")
     replicas = given.replicas or max(mesh.get("islands", 1), mesh.get("data", 1), plan.cluster.num_slices)
     if given.replicas and hosts % replicas:
         raise InputError(f"--replicas {replicas:,} do not divide the {hosts:,} hosts. Give a number that does.")
@@ -117,7 +118,7 @@ def _fleet(given: Given, plan: Plan) -> tuple[TrainingFleet, str]:
         num_replicas=min(replicas, hosts),
         spares=_share(given.spares),
         memory_steps=given.memory_steps or exact_steps(step_s, checkpoint_s=times.memory_s, mtbf=mtbf_s),
-        outer_every=given.outer_every,
+        outer_every=given.outer_every or (plan.strategy.outer_every if is_outer else 100),
     )
     return fleet, name if of_chip else f"{name}, as none of {plan.cluster.chip.name} are published"
 
@@ -180,7 +181,8 @@ def _text(fleet: TrainingFleet, facts: Facts) -> Iterator[Piece]:
         f"{facts['recovery_steps']:,.1f}, Daly {facts['daly_steps']:,.1f}, exact {facts['exact_steps']:,}",
     )
     yield Fact("closed form", f"stop keeps {facts['goodput']:.1%} of the time; {facts['ettr']:.1%} by Meta's ETTR")
-    replicas_text = f"{fleet.num_replicas:,} that elastic and diloco lose alone"
+    outer_text = f"diloco adds {fleet.times.outer_s:g} s to every {counted(fleet.outer_every, 'step')}"
+    replicas_text = f"{fleet.num_replicas:,} that elastic and diloco lose alone; {outer_text}"
     yield Fact("replicas", replicas_text if fleet.num_replicas > 1 else "one: elastic and diloco need --replicas")
     rows = facts["policies"]
     yield ""
