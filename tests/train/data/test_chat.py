@@ -163,7 +163,7 @@ def test_a_template_may_lie_in_the_configuration_one_of_several(tmp_path):
 
 def test_chats_need_a_tokenizer(tmp_path):
     data = write_records(tmp_path / "chats.jsonl", CHATS)
-    with pytest.raises(InputError, match=r"needs train\.tokenizer: chats are rendered by its template"):
+    with pytest.raises(InputError, match=r"needs train\.tokenizer: it says how chats and pairs become tokens"):
         open_data(TrainSettings(data=data), vocab_size=300, folder=tmp_path)
 
 

@@ -143,6 +143,12 @@ def _run(plan: Plan, settings: Facts, given: Given, *, resume: Path | None = Non
             f"{format_count(plan.job.tokens_per_step)} tokens a step, remat {plan.strategy.remat}, "
             f"predicted {format_seconds(plan.predicted.step_s)} a step"
         )
+        if identity and 1 < plan.strategy.num_islands != identity.count:
+            each = plan.job.batch_seqs // plan.strategy.num_islands
+            say(
+                f"{identity.count} islands of {each} sequences train, and the plan has {plan.strategy.num_islands}: "
+                f"{identity.count * each} a step"
+            )
     if given.profiled is None:
         result, profile = run_training(plan, settings, runs=given.runs, resume=resume), None
     else:

@@ -39,7 +39,7 @@ from meshwright.train.data.tokenizer import TextTokenizer, open_tokenizer
 from meshwright.train.settings import TrainSettings, data_sources
 
 READ_AHEAD = 2
-NEEDS_TOKENIZER = {True: "chats are rendered by its template", False: "the data before it came as tokens"}
+NEEDS_TOKENIZER = {True: "it says how chats and pairs become tokens", False: "the data before it came as tokens"}
 
 
 class Ahead:
