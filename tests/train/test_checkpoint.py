@@ -307,6 +307,12 @@ def test_the_newer_of_checkpoints_and_states_on_this_machine_is_taken(tmp_path):
         same(store.restore(shapes(), shardings(a=4, b=2)), numbers())
         assert "from the state of step 3" in store.passed_over[-1]
         folder = store.near.folder
+    shutil.copytree(tmp_path / "run" / "checkpoints" / "2", tmp_path / "whole")
+    flip(largest(tmp_path / "run" / "checkpoints" / "2"))
+    with Checkpoints(tmp_path / "run", near=near) as store:
+        assert store.position().step == 3, "no checkpoint is whole"
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    shutil.move(tmp_path / "whole", tmp_path / "run" / "checkpoints" / "2")
     flip(largest(folder / "3"))
     with Checkpoints(tmp_path / "run", near=near) as store:
         assert store.position().step == 2, "what was damaged there is passed over"

@@ -134,13 +134,20 @@ class Checkpoints:
         """Returns who has the newest whole state."""
         if not (self.near and self.near.steps()):
             return self
-        own, near = self._stored(), None
+        own, fault = None, None
+        try:
+            own = self._stored()
+        except CannotRunError as error:
+            fault = error
         try:
             near = self.near._stored()
         except CannotRunError:
             self.passed_over.append(f"the state in {self.near.folder.parent} is damaged, and passed over")
             for step in self.near.steps():
                 self.near._manager.delete(step)
+            if fault:
+                raise fault from None
+            return self
         return self.near if near and (own is None or near.position.step > own.position.step) else self
 
     def forget_near(self) -> None:
