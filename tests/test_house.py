@@ -24,7 +24,7 @@ KERNELS = {
 
 BUDGETS = {
     "core": 1_176, "masks": 1_235, "spec": 4_849, "algebra": 8_107, "cost": 6_521, "plan": 5_943, "nn": 10_153,
-    "parallel": 3_852, "hlo": 2_025, "train": 6_126, "serve": 5_739, "verify": 1_740, "profile": 1_800,
+    "parallel": 3_852, "hlo": 2_025, "train": 6_127, "serve": 5_739, "verify": 1_740, "profile": 1_800,
     "accuracy": 2_008, "bench": 3_018, "report": 3_516, "api": 738, "cli": 5_703, "calculators": 9_498,
     "batching": 1_532, "simulate": 719, "islands": 2_042,
 }  # fmt: skip

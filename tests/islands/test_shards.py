@@ -1,5 +1,6 @@
 """Islands of several processes with weights sharded inside: one that loses a process is lost as a whole."""
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,21 @@ def test_an_island_that_lost_a_shard_is_dropped_and_started_again(tmp_path: Path
         assert "is not that of the others" not in run.text(), "shards were taken over bit by bit"
         alone = [record for record in run.records() if len(record["islands"]) == 1]
         assert alone
+
+
+@pytest.mark.slow
+def test_islands_of_two_processes_leave_when_one_is_asked_and_end_when_all_are(tmp_path: Path):
+    write_plan(tmp_path, "--on", "2*cpu:2@10Gbit/s", "--axes", "islands=2,fsdp=2", "--batch", "8seq")
+    with TrainedRun(tmp_path, ["-n", "4", "--islands", "2"], steps=100000) as run:
+        run.until_step(25)
+        run.kill(1, process=1, number=signal.SIGTERM)
+        run.until("island 1 was asked to stop, and leaves")
+        run.until("island 1 is in; 2 of 2 islands train", timeout_s=120)
+        run.child.send_signal(signal.SIGTERM)
+        assert run.child.wait(60) == 75, run.text()
+        steps = [record["step"] for record in run.records()]
+        assert steps == list(range(1, len(steps) + 1))
+        assert (run.run / "checkpoints" / str(steps[-1])).is_dir()
 
 
 @pytest.fixture(scope="module")

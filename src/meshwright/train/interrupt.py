@@ -16,7 +16,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.many = jax.process_count() > 1
-        self.asked = False
+        self.asked = self._is_agreed = False
 
     def ask(self) -> None:
         """Asks to stop after the current step, or after the first step that all processes can agree on."""
@@ -26,8 +26,9 @@ class StopRequest:
         self.asked = True
 
     def stops_after(self, step: int) -> bool:
-        """True if the run ends with this step. Every process calls it once a step, in order."""
-        return stop_is_agreed(step) if self.many else self.asked
+        """True if the run ends with this step, or an earlier one. Every process calls it once a step, in order."""
+        self._is_agreed = self._is_agreed or (stop_is_agreed(step) if self.many else self.asked)
+        return self._is_agreed
 
 
 @contextmanager
