@@ -14,6 +14,9 @@ HAS_TORCH   := $(VENV)/.has-torch-trl-peft
 HAS_TPU     := $(VENV)/.has-tpu-compiler
 HAS_GPU     := $(VENV)/.has-gpu-compiler
 
+# Extras in the lock: what tests run. wandb is only asked for by name.
+LOCKED := draw serve gguf parquet tensorboard
+
 # Programs that only tests of the server run, with versions of their own of what they need.
 CLIENTS     := .clients
 HAS_CLIENTS := $(CLIENTS)/.has-clients
@@ -74,7 +77,7 @@ format: $(HAS_PACKAGE) ## rewrite the sources in the house format
 setup: $(HAS_PACKAGE) ## only set up .venv
 
 lock: $(HAS_UV) ## resolve requirements.lock again (UPGRADE=1 takes the newest versions)
-	$(UV) pip compile pyproject.toml --group dev --output-file requirements.lock $(if $(UPGRADE),--upgrade) \
+	$(UV) pip compile pyproject.toml --group dev $(LOCKED:%=--extra %) --output-file requirements.lock $(if $(UPGRADE),--upgrade) \
 		--universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
 		--custom-compile-command "make lock" --quiet
 

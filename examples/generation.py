@@ -2,28 +2,26 @@
 
 from beside_one_device import MODEL, print_steps
 
+import meshwright as mw
 from meshwright.algebra.generation.program import Storage
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.nn.weights import init_params
-from meshwright.parallel.generation.packed_step import PackedStep
-from meshwright.serve.engine import Engine
 from meshwright.serve.offline.generate import as_requests, generate
-from meshwright.spec.strategy import Strategy, make_mesh
 
 PROMPTS = [[5, 9, 60, 2, 7], [3], [11, 12, 13], [200, 100]]
 STORAGE = Storage(cache_dtype="fp32", page_len=8, num_pages=16)
 
 
-def tokens(step: PackedStep) -> list[list[int]]:
+def tokens(step: mw.PackedStep) -> list[list[int]]:
     """What the likeliest tokens after each prompt are."""
     limits = SchedulerLimits(max_requests=step.max_seqs, token_budget=64, page_len=8, num_pages=16)
-    engine = Engine(step, step.place(init_params(MODEL, seed=0)), limits)
+    engine = mw.Engine(step, step.place(init_params(MODEL, seed=0)), limits)
     return [list(one.tokens) for one in generate(engine, as_requests(PROMPTS, max_tokens=12)).completions]
 
 
-def make_step(axes: dict[str, int]) -> PackedStep:
-    strategy = Strategy(mesh=make_mesh(axes), state="fp32")
-    return PackedStep(MODEL, strategy, max_len=32, max_seqs=len(PROMPTS), storage=STORAGE)
+def make_step(axes: dict[str, int]) -> mw.PackedStep:
+    strategy = mw.Strategy(mesh=mw.make_mesh(axes), state="fp32")
+    return mw.PackedStep(MODEL, strategy, max_len=32, max_seqs=len(PROMPTS), storage=STORAGE)
 
 
 split = make_step({"data": 2, "tensor": 2})

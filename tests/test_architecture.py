@@ -264,7 +264,7 @@ def test_no_import_rings():
         ("meshwright.parallel.step", "from meshwright.cost.memory import total", "runtime half"),
         ("meshwright", "from meshwright.spec.model import Model", "package itself"),
         ("meshwright.report.figure", "from meshwright.cli.main import main", "above it"),
-        ("meshwright.cli.verbs.plan", "from meshwright.calculators.sweeps import points", "above it"),
+        ("meshwright.cli.verbs.plan", "from meshwright.calculators.links import routes", "above it"),
     ],
 )
 def test_a_forbidden_import_is_found(module, source, reason):

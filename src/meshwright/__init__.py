@@ -26,6 +26,10 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "meshwright.plan.serving.service": ("Service",),
     "meshwright.plan.why.explain": ("explain",),
     "meshwright.plan.why.explain_service": ("explain_service",),
+    "meshwright.serve.engine": ("Engine",),
+    "meshwright.serve.opening": ("open_engine",),
+    "meshwright.serve.options": ("EngineOptions",),
+    "meshwright.serve.request": ("TokenRequest",),
     "meshwright.serve.offline.slots": ("SlotEngine",),
     "meshwright.spec.calibration": ("load_calibration",),
     "meshwright.spec.catalogue": ("load_model",),
@@ -46,7 +50,10 @@ __all__ = [*_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    found = getattr(import_module(_HOME[name]), name)
+    try:
+        found = getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"meshwright.{name} needs {error.name}: pip install 'meshwright[run]'") from error
     if isfunction(found):
         found = import_module(_BORDER).checked(found)
     globals()[name] = found

@@ -24,7 +24,11 @@ from meshwright.plan.serving.planner import plan_service as plan_service
 from meshwright.plan.serving.service import Service as Service
 from meshwright.plan.why.explain import explain as explain
 from meshwright.plan.why.explain_service import explain_service as explain_service
+from meshwright.serve.engine import Engine as Engine
 from meshwright.serve.offline.slots import SlotEngine as SlotEngine
+from meshwright.serve.opening import open_engine as open_engine
+from meshwright.serve.options import EngineOptions as EngineOptions
+from meshwright.serve.request import TokenRequest as TokenRequest
 from meshwright.spec.calibration import load_calibration as load_calibration
 from meshwright.spec.catalogue import load_model as load_model
 from meshwright.spec.cluster import parse_cluster as parse_cluster

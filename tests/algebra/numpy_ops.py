@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from meshwright.algebra.blocks import block_of, execute, groups, num_devices, split
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.attention import AttentionArrays
 from meshwright.algebra.steps import Step
-from meshwright.calculators.sharding.blocks import block_of, execute, groups, num_devices, split
 
 Values = dict[ShardedArray, Sequence[np.ndarray]]
 """Array -> its block on every device."""

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.algebra.blocks import execute, join, split
 from meshwright.algebra.derive import derive
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.transformer import parse_block
-from meshwright.calculators.sharding.blocks import execute, join, split
 from meshwright.spec.strategy import Strategy, assign
 
 PROGRAMS = {

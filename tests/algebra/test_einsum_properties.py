@@ -11,9 +11,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.algebra.blocks import execute, join, split
 from meshwright.algebra.einsum import einsum_steps, reshard
 from meshwright.algebra.notation import ShardedArray
-from meshwright.calculators.sharding.blocks import execute, join, split
 from meshwright.calculators.sharding.einsum_cost import all_ways
 
 SIZES = (1, 2, 3, 4)

@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from meshwright.algebra.blocks import join
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import layer_kinds, transformer
-from meshwright.calculators.sharding.blocks import join
 from meshwright.spec import catalogue
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 from tests.algebra.numpy_ops import run_block

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.algebra.blocks import bytes_per_device, bytes_total, local_shape
 from meshwright.algebra.notation import ShardedArray, local_elements, parse_array
-from meshwright.calculators.sharding.parsing import bytes_per_device, bytes_total, local_shape, parse_einsum
+from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.core.errors import InputError
 from meshwright.core.notation import parse_axes

@@ -71,7 +71,7 @@ def test_the_tour_runs(capsys):
     assert "times the memory" in said
 
 
-FORMULAS = ("accounting", "failures", "limits", "limit_table", "roofline", "serving", "training_budget")
+FORMULAS = (*("accounting", "anatomy", "failures", "limits", "limit_table", "roofline", "serving", "training_budget"),)
 
 
 @pytest.mark.parametrize("name", FORMULAS)

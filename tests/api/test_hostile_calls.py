@@ -179,6 +179,18 @@ CALLS = {
         (lambda: packed(max_seqs=0), "max_seqs=0"),
         (lambda: packed(storage=Storage(weights="fp4")), "planned, not executed"),
     ],
+    "open_engine": [
+        (lambda: mw.open_engine(None), "open_engine: folder is None"),
+        (lambda: mw.open_engine("/", 3), "open_engine: options is 3"),
+        (lambda: mw.open_engine("/"), "has no config.json"),
+    ],
+    "EngineOptions": [(lambda: mw.EngineOptions(max_len=-1), "EngineOptions max_len is -1")],
+    "Engine": [(lambda: mw.Engine(3, {}, None), "Engine: step is 3")],
+    "TokenRequest": [
+        (lambda: mw.TokenRequest(prompt="ab", max_tokens=1), "TokenRequest.prompt is 'ab'. Give a tuple."),
+        (lambda: mw.TokenRequest(prompt=("a",), max_tokens=1), "has a str. Give the numbers of its tokens"),
+        (lambda: mw.TokenRequest(prompt=(1,), max_tokens=None), "max_tokens is None. Give a int"),
+    ],
     "SlotEngine": [(lambda: mw.SlotEngine(3), "SlotEngine: step is 3")],
 }
 """Public name -> calls, and what each says."""

@@ -95,7 +95,7 @@ def test_a_run_that_stopped_on_request_ends_with_75(call, monkeypatch):
     def stopped(name):
         raise StoppedError("stopped after step 3; train --resume runs/x goes on.")
 
-    monkeypatch.setattr("meshwright.calculators.verbs.show.chip", stopped)
+    monkeypatch.setattr("meshwright.cli.verbs.show.chip", stopped)
     said = call("show", "v5e")
     assert (said.code, said.err) == (75, "meshwright: stopped after step 3; train --resume runs/x goes on.\n")
 
@@ -143,7 +143,7 @@ def test_our_own_fault_is_one_line_and_code_1(call, monkeypatch):
     def broken(name):
         raise RuntimeError("something\nwith two lines")
 
-    monkeypatch.setattr("meshwright.calculators.verbs.show.chip", broken)
+    monkeypatch.setattr("meshwright.cli.verbs.show.chip", broken)
     said = call("show", "v5e")
     assert said.code == 1
     assert said.out == ""
@@ -155,7 +155,7 @@ def test_a_full_disk_is_one_line_and_code_3(call, monkeypatch):
     def full(name):
         raise OSError(errno.ENOSPC, "No space left on device", "runs/tiny-001/metrics.jsonl")
 
-    monkeypatch.setattr("meshwright.calculators.verbs.show.chip", full)
+    monkeypatch.setattr("meshwright.cli.verbs.show.chip", full)
     said = call("show", "v5e")
     assert (said.code, said.out) == (3, "")
     assert said.err == (
@@ -172,9 +172,9 @@ def test_a_closed_pipe_ends_quietly():
         assert (process.stderr.read(), process.wait()) == (b"", 0)
 
 
-@pytest.mark.parametrize("args", [(), ("sweep",)])
-def test_without_a_verb_the_help_is_shown_in_its_lines(call, args):
+@pytest.mark.parametrize(("args", "heading"), [((), "Run"), (("sweep",), "Verbs")])
+def test_without_a_verb_the_help_is_shown_in_its_lines(call, args, heading):
     said = call(*args)
     assert said.code == 2
     assert said.err.startswith("Usage: meshwright")
-    assert "\nVerbs:\n" in said.err
+    assert f"\n{heading}:\n" in said.err

@@ -22,11 +22,11 @@ from meshwright.algebra.schedules.file import format_schedule, read_schedule
 from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.calculators.sharding.parsing import parse_asked
-from meshwright.calculators.sweeps.fields import read_fields, sweep_clusters
-from meshwright.calculators.verbs.schedule import read_times
 from meshwright.cli.fields import dim_sizes, job_of, parse_fields, parse_mesh, split_values, take_axes, with_fields
 from meshwright.cli.group import VerbGroup
 from meshwright.cli.main import cli
+from meshwright.cli.sweeps.fields import read_fields, sweep_clusters
+from meshwright.cli.verbs.schedule import read_times
 from meshwright.core.toml_file import dump_toml, load_toml
 from meshwright.core.units import parse_bytes, parse_count
 from meshwright.nn.hf.files import Entry, write_checkpoint

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from meshwright.calculators.chips.anatomy import pod_totals
+from meshwright.cost.formulas.anatomy import pod_totals
 from meshwright.spec.chip import chip
 from meshwright.spec.cluster import parse_cluster
 from tests.oracles.worked import Answers

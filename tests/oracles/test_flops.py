@@ -1,8 +1,8 @@
 """Worked answers on FLOPs: of products, whole and per device, of training, and of attention against the matrices."""
 
+from meshwright.algebra.blocks import num_devices
 from meshwright.algebra.einsum import einsum_steps
 from meshwright.algebra.sizes import OpSizes
-from meshwright.calculators.sharding.blocks import num_devices
 from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.cost.formulas.accounting import attention_equal_len, projection_equal_len, train_flops_per_param
 from meshwright.cost.formulas.roofline import Operand, einsum_work

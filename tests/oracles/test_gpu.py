@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.calculators.chips.anatomy import (
+from meshwright.cost.formulas.anatomy import (
     GpuAnatomy,
     full_die,
     gpu_anatomy,

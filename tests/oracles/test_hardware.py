@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.calculators.chips.anatomy import mxu_flops_per_cycle, tpu_peak_from_anatomy
 from meshwright.calculators.sharding.parsing import parse_einsum
+from meshwright.cost.formulas.anatomy import mxu_flops_per_cycle, tpu_peak_from_anatomy
 from meshwright.cost.formulas.roofline import Operand, channel_rate, einsum_work
 from meshwright.spec.chip import chip, known, peak
 from tests.oracles.worked import Answers, Inputs, row

@@ -1,8 +1,7 @@
 """Worked answers on memory: training state, activations kept, caches, and tiles."""
 
+from meshwright.algebra.blocks import local_shape
 from meshwright.algebra.notation import parse_array
-from meshwright.calculators.chips.anatomy import tile_expansion
-from meshwright.calculators.sharding.parsing import local_shape
 from meshwright.cost.formulas.accounting import (
     bytes_per_param,
     kv_cache_bytes,
@@ -12,6 +11,7 @@ from meshwright.cost.formulas.accounting import (
     state_bytes,
     zero_bytes,
 )
+from meshwright.cost.formulas.anatomy import tile_expansion
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip, known
 from meshwright.spec.model import Model

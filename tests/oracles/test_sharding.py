@@ -1,13 +1,13 @@
 """Worked answers on sharding: local shapes, bytes, and the collectives that a product or a change of sharding needs."""
 
+from meshwright.algebra.blocks import bytes_per_device, bytes_total, local_shape, num_devices
 from meshwright.algebra.derive import derive
 from meshwright.algebra.einsum import einsum_steps, local_product, reshard
 from meshwright.algebra.notation import ShardedArray, local_elements, parse_array
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import parse_block
-from meshwright.calculators.sharding.blocks import num_devices
-from meshwright.calculators.sharding.parsing import bytes_per_device, bytes_total, local_shape, parse_einsum
+from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.spec.strategy import Strategy
 from tests.oracles.worked import Answers, Inputs
 

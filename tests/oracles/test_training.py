@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from meshwright.algebra.blocks import local_shape
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.sizes import OpSizes
-from meshwright.calculators.chips.anatomy import pod_totals
-from meshwright.calculators.sharding.parsing import local_shape
 from meshwright.cost.formulas import limits
+from meshwright.cost.formulas.anatomy import pod_totals
 from meshwright.cost.formulas.roofline import channel_rate
 from meshwright.cost.formulas.training_budget import (
     available_flops,

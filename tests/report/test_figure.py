@@ -37,7 +37,7 @@ def test_the_title_the_theme_and_the_rows_are_said():
 
 def test_altair_is_loaded_for_pictures_alone():
     """Planning and printing start without it, though their modules import those that draw."""
-    code = "import sys; import meshwright.cli.verbs.plan, meshwright.calculators.verbs.sweep, meshwright.report.marks;"
+    code = "import sys; import meshwright.cli.verbs.plan, meshwright.cli.verbs.sweep, meshwright.report.marks;"
     code += "print('altair' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from meshwright.calculators.chips.anatomy import gpu_peak_from_anatomy, tpu_peak_from_anatomy
-from meshwright.calculators.sweeps.fields import sweep_clusters
+from meshwright.cli.sweeps.fields import sweep_clusters
 from meshwright.core.errors import InputError
+from meshwright.cost.formulas.anatomy import gpu_peak_from_anatomy, tpu_peak_from_anatomy
 from meshwright.spec.chip import (
     Chip,
     GivenOptions,

@@ -2,25 +2,44 @@
 
 from collections.abc import Mapping
 from importlib import import_module
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import click
 
 from meshwright.core.errors import nearest, path_errors
 
+HEADINGS = ("Plan and prove", "Run", "Measure")
+"""The first headings of `--help`; those that packages add follow."""
+VerbRow = tuple[str, str, str]
+"""A verb's module, its heading in `--help`, its line there."""
+
+
+def verb_tables() -> dict[str, VerbRow]:
+    """Returns the verbs of every package that has some, as its ``VERBS`` say, by headings; no verb is imported."""
+    rows: dict[str, VerbRow] = {}
+    for path in sorted(Path(__file__).parents[1].glob("*/verbs/__init__.py")):
+        home = f"meshwright.{path.parts[-3]}.verbs"
+        rows |= {name: (f"{home}.{name}", *row) for name, row in import_module(home).VERBS.items()}
+    headings = [*HEADINGS, *(heading for _, heading, _ in rows.values())]
+    return dict(sorted(rows.items(), key=lambda item: headings.index(item[1][1])))
+
+
+def subverbs(verb: str, lines: Mapping[str, str]) -> dict[str, VerbRow]:
+    """Returns the verbs below ``verb``, whose modules lie beside its own and begin with its name."""
+    return {name: (f"meshwright.cli.verbs.{verb}_{name}", "Verbs", line) for name, line in lines.items()}
+
 
 class VerbGroup(click.Group):
-    """A verb made of ``verbs``: name -> (package of its module, its line in `--help`).
+    """A verb made of ``verbs``, each the function `command` of its module, imported when it runs.
 
-    Each is the function `command` of ``PACKAGE.verbs.PREFIX + NAME``, imported when it runs. A first word that names
-    none of them goes to the verb ``otherwise``; without an ``otherwise`` it is a UsageError.
+    A first word that names none of them goes to the verb ``otherwise``; without an ``otherwise`` it is a UsageError.
     """
 
-    def __init__(
-        self, *, verbs: Mapping[str, tuple[str, str]], prefix: str = "", otherwise: str = "", **settings: Any
-    ) -> None:
+    def __init__(self, *, verbs: Mapping[str, VerbRow], otherwise: str = "", **settings: Any) -> None:
         super().__init__(**settings)
-        self.verbs, self.prefix, self.otherwise = verbs, prefix, otherwise
+        self.verbs, self.otherwise = verbs, otherwise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.verbs)
@@ -28,7 +47,7 @@ class VerbGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.verbs:
             return None
-        return import_module(f"meshwright.{self.verbs[cmd_name][0]}.verbs.{self.prefix}{cmd_name}").command
+        return import_module(self.verbs[cmd_name][0]).command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if self.otherwise and args and args[0] not in (*self.verbs, *ctx.help_option_names):
@@ -48,5 +67,6 @@ class VerbGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl([(name, text) for name, (_, text) in self.verbs.items()])
+        for heading, rows in groupby(self.verbs.items(), lambda item: item[1][1]):
+            with formatter.section(heading):
+                formatter.write_dl([(name, line) for name, (_, _, line) in rows])

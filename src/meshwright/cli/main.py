@@ -14,44 +14,11 @@ from typing import Any, TextIO, cast
 import click
 
 from meshwright import __version__
-from meshwright.cli.group import VerbGroup
+from meshwright.cli.group import VerbGroup, verb_tables
 from meshwright.core.errors import EX_TEMPFAIL, CannotRunError, FileWarning, InputError, StoppedError, one_line
 
-VERBS: dict[str, tuple[str, str]] = {
-    "plan": ("cli", "Find how to split a training job over a cluster."),
-    "service": ("cli", "Find how to serve a model on a cluster: engines, times, cost."),
-    "explain": ("cli", "Say why a plan is as it is, in the book's notation."),
-    "sweep": ("calculators", "Plans over many sizes: scaling curves, heatmaps, memory, crossovers."),
-    "limits": ("calculators", "When communication hides behind compute: closed forms without a plan."),
-    "serving": ("calculators", "What a slice serves: steps, batches, requests, cost: closed forms."),
-    "roofline": ("calculators", "What bounds one operation on one chip."),
-    "shard": ("calculators", "The steps of one sharded product, and what they cost."),
-    "chain": ("calculators", "The fastest shardings of a chain of products within a memory."),
-    "transfer": ("calculators", "How long bytes take over one or several legs, or a collective."),
-    "schedule": ("calculators", "A pipeline schedule: its time, idle devices, memory, timeline."),
-    "show": ("calculators", "Models, chips and clusters: what is known of them."),
-    "budget": ("calculators", "What a compute budget trains, and the days, energy and money it takes."),
-    "batch": ("calculators", "Share a step out over replicas and microbatches."),
-    "compare": ("calculators", "Models side by side: sizes, memory, chips that hold them."),
-    "formats": ("calculators", "Number formats: range, rounding, cost of a dot product."),
-    "systolic": ("calculators", "A systolic array, cycle by cycle."),
-    "stream": ("calculators", "Tiles of a product or of flash attention, from HBM to registers."),
-    "mask": ("calculators", "An attention mask: its blocks, their predicted time, a measurement."),
-    "bench": ("cli", "Measure the devices at hand, or a server on them: rates, latencies, a calibration."),
-    "simulate": ("cli", "A fleet that trains while its parts fail: goodput, lost hours, days, cost."),
-    "accuracy": ("cli", "Predictions beside published measurements."),
-    "verify": ("cli", "Compile the real step of a plan for hardware that is not there."),
-    "train": ("cli", "Train a model by a plan, beside its prediction."),
-    "profile": ("cli", "Where the time of a step goes, beside its prediction."),
-    "hlo": ("cli", "A compiled program read: collectives, layouts, graph."),
-    "convert": ("cli", "Weights of a run or a model as a Hugging Face folder."),
-    "launch": ("cli", "Run a verb in several processes on this machine."),
-    "generate": ("cli", "Go on from prompts with a trained or published model."),
-    "serve": ("cli", "Serve a trained or published model over HTTP, with OpenAI's routes."),
-    "compile": ("cli", "Compile what `serve` needs ahead of its start."),
-    "demo": ("calculators", "Measure this machine, plan for it, train, compare."),
-}
-"""Verb -> (package of its module, its line in `--help`). A verb's module is imported when it runs."""
+VERBS = verb_tables()
+"""Every verb, of all packages that have some."""
 
 
 @click.group(cls=VerbGroup, verbs=VERBS, context_settings={"help_option_names": ["-h", "--help"]})

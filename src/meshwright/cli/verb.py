@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.cli.output import answer_markdown, emit_json, say, width
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.extras import lacking, require
 from meshwright.core.fields import LARGEST
 from meshwright.core.units import parse_bytes, parse_count
 from meshwright.plan.serving.service import parse_load, parse_target
@@ -63,16 +64,18 @@ class Parameter(msgspec.Struct, frozen=True):
     flags: tuple[str, ...]
     settings: Facts
     needs: dict[str, str] = {}
+    extra: str = ""
 
 
-def option(help: str = "", *flags: str, needs: dict[str, str] | None = None, **settings: Any) -> Any:
+def option(help: str = "", *flags: str, needs: dict[str, str] | None = None, extra: str = "", **settings: Any) -> Any:
     """Declares an attribute of `Options` that is given as ``--name``, or as ``flags``.
 
     A bool is a flag, a tuple may be given several times, a Literal is a choice; an attribute that may not be None and
     has no ``default`` is required. ``needs`` maps other attributes or properties to their names in the error: if all
-    of them are empty, the option would change nothing and is refused. ``settings`` go to `click.Option`.
+    of them are empty, the option would change nothing and is refused. ``extra`` is what it needs of `EXTRAS`.
+    ``settings`` go to `click.Option`.
     """
-    return Parameter(click.Option, flags, {"help": help, **settings}, needs or {})
+    return Parameter(click.Option, flags, {"help": help, **settings}, needs or {}, extra)
 
 
 def argument(**settings: Any) -> Any:
@@ -126,12 +129,13 @@ _Given = TypeVar("_Given", bound=Options)
 
 
 def verb(
-    options: type[_Given], *, help: str | None = None, passes_on: bool = False
+    options: type[_Given], *, help: str | None = None, needs: str = "", passes_on: bool = False
 ) -> Callable[[Callable[[_Given], Answer | None]], click.Command]:
     """Returns a decorator that makes a click command of a function from options to an answer.
 
     The function's docstring is the default ``help``. The command also takes ``--json`` and ``--format``, and prints the
     answer as they say; a verb that prints for itself returns None. With ``passes_on`` unknown options are arguments.
+    ``needs`` names extras without which it says so before it does anything.
     """
     hints = get_type_hints(options, include_extras=True)
     hints = {name: hints[name] for name in [*options.__annotations__, *hints]}  # its own before those it shares
@@ -145,16 +149,21 @@ def verb(
         def callback(form: str | None = None, as_json: bool = False, **given: Any) -> None:
             if as_json and form not in (None, "json"):
                 raise InputError(f"--json and --format {form} both say how to print. Leave one of them out.")
-            option_set, ctx = options(**given, form="json" if as_json else form or "text"), click.get_current_context()
+            ctx = click.get_current_context()
+            for extra in needs.split():
+                require(extra, ctx.command_path.removeprefix("meshwright "))
+            option_set = options(**given, form="json" if as_json else form or "text")
             for name, param in zip(hints, params, strict=True):
                 value = given[name]
                 for item in value if isinstance(value, tuple) else (value,):
                     if isinstance(item, int | float) and not 0 <= item <= LARGEST:
                         raise InputError(f"{param.opts[0]} {item}: give a finite number that is not negative.")
-                needs = getattr(options, name).needs
+                needed, extra = getattr(options, name).needs, getattr(options, name).extra
                 is_given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-                if needs and is_given and not any(getattr(option_set, attribute) for attribute in needs):
-                    needs_text = " or ".join(needs.values())
+                if extra and is_given and value:
+                    require(extra, param.opts[0])
+                if needed and is_given and not any(getattr(option_set, attribute) for attribute in needed):
+                    needs_text = " or ".join(needed.values())
                     raise InputError(f"{param.opts[0]} changes nothing here: it is for {needs_text}.")
             try:
                 answer = function(option_set)
@@ -186,8 +195,10 @@ def _with_flags(text: str, params: Sequence[click.Parameter]) -> str:
 
 
 def emit(answer: Answer, form: str) -> None:
-    """Draws the pictures of an answer and prints it; CSV has its tables alone."""
-    draw_by_path = {path: draw for path, draw in answer.pictures.items() if path is not None}
+    """Draws the pictures of an answer and prints it; CSV has its tables alone. Raises InputError, after it has printed,
+    where nothing can be drawn."""
+    wanted = {path: draw for path, draw in answer.pictures.items() if path is not None}
+    draw_by_path = {} if lacking("draw") else wanted
     for path, draw in draw_by_path.items():
         say(f"wrote {save(draw(), path)}")
     if form == "json":
@@ -197,6 +208,8 @@ def emit(answer: Answer, form: str) -> None:
     else:
         block_texts = answer_markdown(answer.pieces) if form == "markdown" else map(as_csv, answer.tables())
         click.echo("\n".join(block_texts), nl=False)
+    if wanted:
+        require("draw", f"drawing {', '.join(map(str, wanted))}")
 
 
 def show(pieces: Iterable[Piece]) -> None:

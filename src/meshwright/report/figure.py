@@ -7,6 +7,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import InputError
+from meshwright.core.extras import require
 from meshwright.core.files import write_whole
 from meshwright.report.answer import Facts
 
@@ -25,6 +26,7 @@ class _Altair:
     """Imports Altair, which takes 0.4 s, at the first use of one of its names: tables and text do not need it."""
 
     def __getattr__(self, name: str) -> Any:
+        require("draw", "a picture")
         import altair
         from altair.utils import schemapi
 

@@ -21,6 +21,7 @@ from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.request import ActiveRequest, GenerationRequest
 from meshwright.batching.scheduler import EngineStep
 from meshwright.core.errors import InputError
+from meshwright.core.fields import fitted
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.host_pages import HostPages
 from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedShape, PackedStep, sizes_up_to
@@ -69,6 +70,7 @@ class Engine(TokenEngine):
         adapters: Sequence[str] = (),
         host_cache_bytes: float = 0,
     ) -> None:
+        step, limits = fitted(step, PackedStep, "Engine: step"), fitted(limits, SchedulerLimits, "Engine: limits")
         storage, self._drafter = step.storage, drafter or Drafter()
         if limits.num_drafts != self._drafter.num_drafts:
             raise InputError(f"the limits have num_drafts={limits.num_drafts}, not the drafter's. Give the same.")

@@ -3,11 +3,11 @@
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher
 from msgspec.structs import replace
 
 from meshwright.core.errors import InputError, nearest
@@ -15,6 +15,9 @@ from meshwright.core.units import counted
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 from meshwright.serve.step_sums import StepKey, StepSums
 from meshwright.spec.model import Model
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Finish = Literal["stop", "length"]
 
@@ -60,7 +63,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_tokens: frozenset[int] = frozenset()
     logprobs: int | None = None
     echo: bool = False
-    grammar: LLMatcher | None = None
+    grammar: "LLMatcher | None" = None
     adapter: str = ""
     source: tuple[int, ...] | SourceFeatures = ()
 
@@ -72,6 +75,11 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
         return cls(prompt=tuple(prompt), **fields)
 
     def __post_init__(self) -> None:
+        for name, kind in (("prompt", tuple), ("max_tokens", int), ("min_tokens", int), ("sampling", Sampling)):
+            if not isinstance(value := getattr(self, name), kind):
+                raise InputError(f"TokenRequest.{name} is {value!r:.80}. Give a {kind.__name__}.")
+        if wrong_kinds := [kind.__name__ for kind in set(map(type, self.prompt)) if not issubclass(kind, Integral)]:
+            raise InputError(f"TokenRequest.prompt has a {wrong_kinds[0]}. Give the numbers of its tokens.")
         if not self.prompt and not self.source:
             raise InputError("the prompt is empty. Give at least one word or token.")
         if self.max_tokens < (0 if self.echo else 1):

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from meshwright.algebra.blocks import execute, split
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.steps import Step
 from meshwright.calculators.links.ring_steps import collective_frames, gather_moves, leg_moves
-from meshwright.calculators.sharding.blocks import execute, split
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import ring_link_share
 from meshwright.cost.network.legs import Leg

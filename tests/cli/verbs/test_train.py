@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from meshwright.calculators.verbs import demo
 from meshwright.cli.asked import read_fields
 from meshwright.cli.main import run
-from meshwright.cli.verbs import train
+from meshwright.cli.verbs import demo, train
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.weights import save_hf
 from meshwright.nn.weights import init_params

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from meshwright.calculators.chips import anatomy
 from meshwright.core.errors import InputError
-from meshwright.cost.formulas import training_budget
+from meshwright.cost.formulas import anatomy, training_budget
 from meshwright.cost.formulas.roofline import (
     Operand,
     chip_roofline,

@@ -12,10 +12,10 @@ import msgspec
 from msgspec.structs import replace
 
 from meshwright.algebra.notation import ShardedArray, parse_array
-from meshwright.calculators.chips.anatomy import mxu_padding
 from meshwright.calculators.sharding.parsing import distinct_names, parse_einsum, refuse_unknown_dims
 from meshwright.core.errors import InputError
 from meshwright.core.notation import compact
+from meshwright.cost.formulas.anatomy import mxu_padding
 from meshwright.cost.formulas.roofline import Channel, Operand, Roofline, chip_roofline, einsum_work, vector_peak
 from meshwright.spec.chip import Chip, compute_dtype
 

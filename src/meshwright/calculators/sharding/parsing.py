@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from meshwright.algebra.einsum import einsum_steps, reshard
-from meshwright.algebra.notation import ShardedArray, Sizes, check, parse_array, product
+from meshwright.algebra.notation import ShardedArray, Sizes, parse_array
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import InputError
 from meshwright.core.notation import compact
@@ -97,19 +97,3 @@ def _typed(array: ShardedArray, dtype: str) -> ShardedArray:
     if not array.dtype:
         return array.replace(dtype=dtype)
     return array.replace(name="A") if array.name == array.dtype else array
-
-
-def local_shape(array: ShardedArray, dims: Sizes, mesh: Sizes) -> tuple[int, ...]:
-    """Returns the shape of the block that one device holds. Raises InputError if a split is uneven."""
-    check(array, dims, mesh)
-    return tuple(dims[d] // product(mesh[a] for a in axes) for d, axes in zip(array.dims, array.axes, strict=True))
-
-
-def bytes_per_device(array: ShardedArray, dims: Sizes, mesh: Sizes, *, element_bytes: float) -> float:
-    """Returns bytes of the block that one device holds."""
-    return product(local_shape(array, dims, mesh)) * element_bytes
-
-
-def bytes_total(array: ShardedArray, dims: Sizes, mesh: Sizes, *, element_bytes: float) -> float:
-    """Returns bytes over all devices of the mesh, copies counted (How to Scale Your Model, section 3.1)."""
-    return bytes_per_device(array, dims, mesh, element_bytes=element_bytes) * product(mesh.values())

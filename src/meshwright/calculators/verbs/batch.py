@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 
 from meshwright.calculators.training.scaling_laws import critical_batch_tokens
-from meshwright.calculators.verbs.show_chip import product_dtype
 from meshwright.cli.verb import SEQ_NEEDED, Count, Options, option, verb
+from meshwright.cli.verbs.show_chip import product_dtype
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_count, format_params
 from meshwright.cost.formulas.limits import data_parallel_min_tokens_per_chip, ici_intensity

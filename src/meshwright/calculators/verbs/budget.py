@@ -16,9 +16,9 @@ from meshwright.calculators.training.scaling_laws import (
     flops_for_loss,
     scaling_law,
 )
-from meshwright.calculators.verbs.show_chip import product_dtype
 from meshwright.cli.output import format_energy, format_power, three_digits
 from meshwright.cli.verb import Count, Options, argument, option, verb
+from meshwright.cli.verbs.show_chip import product_dtype
 from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.units import counted, format_flops, format_params, format_seconds, parse_count

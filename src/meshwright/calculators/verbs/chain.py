@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
+from meshwright.algebra.blocks import local_shape
 from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.api.rates import rates_for
 from meshwright.calculators.sharding.chain import Chain, parse_chain
 from meshwright.calculators.sharding.chain_search import Assignment, search_chain
 from meshwright.calculators.sharding.einsum_cost import einsum_rates
-from meshwright.calculators.sharding.parsing import local_shape
 from meshwright.cli.verb import CALIBRATION, DIMS, MESH, DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError

@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from meshwright.calculators.chips.anatomy import tile_expansion
 from meshwright.calculators.chips.local_op import LocalOp, parse_op
 from meshwright.calculators.verbs.roofline_attention import attention_answer
 from meshwright.calculators.verbs.roofline_sweep import parse_sweep, sweep_answer
@@ -14,6 +13,7 @@ from meshwright.cli.output import format_flop_count, four_digits, three_digits
 from meshwright.cli.verb import Count, DimSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
+from meshwright.cost.formulas.anatomy import tile_expansion
 from meshwright.cost.formulas.roofline import Channel, Roofline, critical_batch, critical_size, dtype_bytes, vector_peak
 from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.chip import Chip, chip

@@ -9,9 +9,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshwright.calculators.chips.local_op import LocalOp
-from meshwright.calculators.sweeps.fields import combinations
 from meshwright.cli.fields import dim_sizes, split_values
 from meshwright.cli.output import four_digits
+from meshwright.cli.sweeps.fields import combinations
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops
 from meshwright.cost.formulas.roofline import Roofline

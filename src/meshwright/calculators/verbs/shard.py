@@ -10,10 +10,18 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.algebra.blocks import (
+    bytes_per_device,
+    bytes_total,
+    execute,
+    join,
+    local_shape,
+    num_devices,
+    split,
+)
 from meshwright.algebra.notation import ShardedArray, check, product
 from meshwright.algebra.steps import BOOK_NAMES, Step
 from meshwright.api.rates import rates_for
-from meshwright.calculators.sharding.blocks import execute, holders, join, num_devices, split
 from meshwright.calculators.sharding.einsum_cost import (
     EinsumRates,
     all_ways,
@@ -22,14 +30,7 @@ from meshwright.calculators.sharding.einsum_cost import (
     price_einsum,
     total_time,
 )
-from meshwright.calculators.sharding.parsing import (
-    ShardQuestion,
-    bytes_per_device,
-    bytes_total,
-    local_shape,
-    parse_asked,
-    refuse_unknown_dims,
-)
+from meshwright.calculators.sharding.parsing import ShardQuestion, parse_asked, refuse_unknown_dims
 from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.cli.verb import CALIBRATION, DIMS, MESH, DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
@@ -72,7 +73,7 @@ class Given(Options):
     on: str | None = option("A cluster to price the steps on, such as v5e:4x4.")
     calibration: Path | None = CALIBRATION
     every: bool = option("Every way of doing the product, cheapest first.", "--all")
-    execute: bool = option("Execute on emulated devices and check the numbers.", "--run")
+    execute: bool = option("Execute on emulated devices and check the numbers.", "--run", extra="run")
     png: Path | None = option("Draw who holds which block (.png or .svg).")
 
 
@@ -350,12 +351,12 @@ def _text(title: str, result: Facts) -> Iterator[Piece]:
 
 
 def _figure(question: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:
-    from meshwright.report.arrays.sharding import sharding_figure
+    from meshwright.report.arrays.sharding import array_panel, sharding_figure
 
     # what was given, then the array that each step leaves
     arrays = question.arrays[:-1] if question.steps else question.arrays
-    panels = [panel(array, dims, mesh) for array in arrays]
-    panels += [panel(step.result, dims, mesh, by=_step_words(step)) for step in question.steps]
+    panels = [array_panel(array, dims, mesh) for array in arrays]
+    panels += [array_panel(step.result, dims, mesh, by=_step_words(step)) for step in question.steps]
     mesh_text = ", ".join(f"{a}={n}" for a, n in mesh.items())
     when_text = " Arrays as given and after each step;" if question.steps else ""
     subtitle = f"Mesh {mesh_text}.{when_text} {'n' if when_text else 'N'}umbers in blocks are devices."
@@ -366,28 +367,3 @@ def _step_words(step: Step) -> str:
     """Returns ``"after AllGather over Y: "``."""
     axes_suffix = f" over {','.join(step.axes)}" if step.axes else ""
     return f"after {BOOK_NAMES.get(step.op, 'the product')}{axes_suffix}: "
-
-
-def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int], *, by: str = "") -> Any:
-    """Returns the blocks of an array for the picture: its last dim to the right, all others flattened downwards.
-
-    ``by`` begins its note, such as the step that leaves it.
-    """
-    from meshwright.report.arrays.sharding import ShardingPanel
-
-    devices_by_block = holders(array, mesh)
-    row_indices = sorted({index[:-1] for index in devices_by_block})
-    col_indices = sorted({index[-1:] for index in devices_by_block})
-    block_shape = local_shape(array, dims, mesh)
-    # Dims that are whole have one block: naming it in every row says nothing.
-    split_dims = [i for i, axes in enumerate(array.axes[:-1]) if axes]
-    return ShardingPanel(
-        title=str(array),
-        cells=tuple(tuple(tuple(devices_by_block[r + c]) for c in col_indices) for r in row_indices),
-        row_labels=tuple(",".join(str(r[i]) for i in split_dims) for r in row_indices),
-        col_labels=tuple(str(c[0]) if c else "" for c in col_indices),
-        row_title=", ".join(array.dims[i] for i in split_dims),
-        col_title=array.dims[-1] if array.dims else "",
-        note=f"{by}{' x '.join(map(str, block_shape))} on each device" + (", partial sums" if array.unreduced else ""),
-        is_sum=bool(array.unreduced),
-    )

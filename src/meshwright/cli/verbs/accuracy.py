@@ -43,7 +43,7 @@ class Given(Options):
     datasheet: bool = option("Data-sheet rates alone, without the fitted numbers.")
     png: Path | None = option("Draw measured against predicted.")
     cross_validate: bool = option("Fit again, and predict the records that each fit has not seen (minutes).")
-    out: Path | None = option("Fit numbers on FILE and write them (TOML; minutes).", "-o", "--out")
+    out: Path | None = option("Fit numbers on FILE and write them (TOML; minutes).", "-o", "--out", extra="run")
     page: Path | None = option("Fit, and write the tables into this page.")
     kernels: bool = option("Measured kernels instead: FILE is a folder of tables, by default benchmarks/data/kernels.")
 

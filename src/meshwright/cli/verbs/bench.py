@@ -2,14 +2,14 @@
 
 import click
 
-from meshwright.cli.group import VerbGroup
+from meshwright.cli.group import VerbGroup, subverbs
 
-BENCHES: dict[str, tuple[str, str]] = {
-    "machine": ("cli", "Rates and knees of the devices, a calibration to plan with; the word may be left out."),
-    "serve": ("cli", "A server under load, beside a simulation of it."),
-    "drafts": ("cli", "Speculative decoding with several numbers of drafts, beside none."),
+BENCHES = {
+    "machine": "Rates and knees of the devices, a calibration to plan with; the word may be left out.",
+    "serve": "A server under load, beside a simulation of it.",
+    "drafts": "Speculative decoding with several numbers of drafts, beside none.",
 }
-"""What is measured -> (package of its module, its line in `--help`)."""
+"""What is measured -> its line in `--help`."""
 
 
 class BenchGroup(VerbGroup):
@@ -19,7 +19,7 @@ class BenchGroup(VerbGroup):
         return super().parse_args(ctx, args or [self.otherwise])
 
 
-@click.group(cls=BenchGroup, verbs=BENCHES, prefix="bench_", otherwise="machine")
+@click.group(cls=BenchGroup, verbs=subverbs("bench", BENCHES), otherwise="machine")
 def command() -> None:
     """Measure the devices at hand, or a server on them: tables, --json, --format csv, and pictures with --png.
 

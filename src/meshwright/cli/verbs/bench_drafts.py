@@ -42,7 +42,7 @@ def _counts(text: str) -> list[int]:
     return draft_counts
 
 
-@verb(Given)
+@verb(Given, needs="run")
 def command(given: Given) -> Answer:
     """Measure speculative decoding: the same prompts without drafts, then with each number of them.
 

@@ -38,7 +38,7 @@ class Given(Options):
     png: Path | None = option("Draw into this folder.", metavar="FOLDER")
 
 
-@verb(Given)
+@verb(Given, needs="run")
 def command(given: Given) -> Answer:
     """Measure the devices at hand: WHAT of matmul mlp elementwise contents distance copy batch collectives attention
     overhead, all by default. Every part has a share of the seconds; what does not fit is listed as not measured.

@@ -57,7 +57,7 @@ class Given(EngineGiven):
     png: Path | None = PNG
 
 
-@verb(Given)
+@verb(Given, needs="serve")
 def command(given: Given) -> Answer:
     """Measure a server under load: the model of a FOLDER in a process of its own, or the one at --url.
 

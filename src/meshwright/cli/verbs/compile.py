@@ -11,7 +11,7 @@ class Given(EngineGiven):
     pass
 
 
-@verb(Given)
+@verb(Given, needs="run")
 def command(given: Given) -> None:
     """Compile every program that serving the model of a FOLDER needs, so that `serve` starts at once.
 

@@ -23,7 +23,7 @@ class Given(Options):
     file_size: Bytes = option("Most bytes of one file of weights.", default="5GB")
 
 
-@verb(Given)
+@verb(Given, needs="run")
 def command(given: Given) -> Answer:
     """Write the weights of FROM as a Hugging Face folder TO, which transformers, train and generate read.
 

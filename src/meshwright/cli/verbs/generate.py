@@ -35,7 +35,7 @@ class Given(EngineGiven):
     seed: int = option("Seed of the draws.", default=0)
 
 
-@verb(Given)
+@verb(Given, needs="run")
 def command(given: Given) -> Answer:
     """Continue prompts with the model of a FOLDER: a finished run, or config.json with safetensors files, or GGUF.
 

@@ -33,7 +33,7 @@ class Given(PlanOptions):
     hlo: Path | None = option("The text of the program of --trace.")
 
 
-@verb(Given)
+@verb(Given, needs="run draw")
 def command(given: Given) -> Answer | None:
     """Run a few steps of a plan file, or of a MODEL planned on the way, and say where their time goes.
 

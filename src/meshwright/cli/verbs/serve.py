@@ -30,7 +30,7 @@ class Given(EngineGiven):
     no_log_stats: bool = option("Print no statistics line every 10 s.", "--no-log-stats", "--disable-log-stats")
 
 
-@verb(Given)
+@verb(Given, needs="serve")
 def command(given: Given) -> None:
     """Serve the model of a FOLDER over HTTP: a finished run, or config.json with safetensors files, or GGUF.
 

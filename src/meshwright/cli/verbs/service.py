@@ -25,9 +25,8 @@ from meshwright.cli.verbs.service_words import (
     why_not_text,
 )
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.extras import require
 from meshwright.core.units import counted, format_seconds, parse_count
-from meshwright.nn.hf.gguf import as_folder, open_files
-from meshwright.nn.hf.published import why_refused
 from meshwright.plan.plan_file import ServicePlan, save_plan
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.result import ServiceResult
@@ -157,6 +156,10 @@ def _stored(model: Model, given: Given, chip: Chip) -> tuple[Model, tuple[Stored
     """Returns the model as its folder stores it, the dtypes to try, and what is to be said of the folder."""
     weights_text, note = given.weights, ""
     if weights_text is None and (folder := weights_of(given.model)):
+        require("run", f"reading the weights of {folder}")
+        from meshwright.nn.hf.gguf import as_folder, open_files
+        from meshwright.nn.hf.published import why_refused
+
         with open_files(path := as_folder(Path(folder))) as tensors:
             on_disk = folder_weights(model, path, tensors)
             refusal = why_refused(model, tensors, on_disk.quantisation)

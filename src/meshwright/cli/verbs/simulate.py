@@ -2,15 +2,15 @@
 
 import click
 
-from meshwright.cli.group import VerbGroup
+from meshwright.cli.group import VerbGroup, subverbs
 
-SIMULATIONS: dict[str, tuple[str, str]] = {
-    "fleet": ("cli", "A plan's cluster that trains while its parts fail, under several policies."),
+SIMULATIONS = {
+    "fleet": "A plan's cluster that trains while its parts fail, under several policies.",
 }
-"""What is simulated -> (package of its module, its line in `--help`)."""
+"""What is simulated -> its line in `--help`."""
 
 
-@click.group(cls=VerbGroup, verbs=SIMULATIONS, prefix="simulate_")
+@click.group(cls=VerbGroup, verbs=subverbs("simulate", SIMULATIONS))
 def command() -> None:
     """Simulate training over weeks, with failures: tables, --json, --format csv, and pictures with --png.
 

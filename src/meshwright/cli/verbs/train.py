@@ -65,7 +65,7 @@ class Given(PlanOptions):
     )
 
 
-@verb(Given)
+@verb(Given, needs="run")
 def command(given: Given) -> Answer | None:
     """Train by a plan file, or a MODEL planned on the way, and compare each step with its prediction.
 

@@ -40,7 +40,7 @@ class Given(PlanOptions):
     keep: Path | None = option("Keep the compiler's files in this folder.")
 
 
-@verb(Given)
+@verb(Given, needs="run")
 def command(given: Given) -> Answer:
     """Compile the real step of a plan for its target and compare its memory and collectives with the prediction.
 

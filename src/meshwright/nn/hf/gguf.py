@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.errors import InputError
+from meshwright.core.extras import require
 from meshwright.core.files import cache_folder, write_json_whole, write_text_whole
 from meshwright.nn.hf.chat_template import TEMPLATE, read_chat_templates
 from meshwright.nn.hf.files import DTYPES, PICKLED, Tensor, open_checkpoint
@@ -129,13 +130,10 @@ def _published(model: Model, weight: Weight, stored: GgufTensor) -> GgufTensor:
 def _blocks(name: str, tensor: StoredBlocks, dtype: np.dtype) -> GgufTensor:
     """Returns a tensor of a file as it is stored. Raises InputError for a type that is not known, or a cut file, and
     without the package ``gguf``."""
-    try:
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError:
-        raise InputError(
-            "weights in GGUF need the package gguf, which is not installed. Write: pip install 'meshwright[gguf]'."
-        ) from None
+    require("gguf", f"reading the weights of {tensor.file}")
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
     file, shape = tensor.file, tensor.shape
     try:
         kind = GGMLQuantizationType(tensor.kind)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from meshwright.algebra.blocks import holders, local_shape
+from meshwright.algebra.notation import ShardedArray
 from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown, texts_of
 from meshwright.report.figure import INK, PALETTE, Encoding, Figure, Layer, alt, panel, themed
 from meshwright.report.marks import Datum, labels
@@ -36,6 +38,29 @@ class ShardingPanel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     col_title: str = ""
     note: str = ""
     is_sum: bool = False
+
+
+def array_panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int], *, by: str = "") -> ShardingPanel:
+    """Returns the blocks of an array for the picture: its last dim to the right, all others flattened downwards.
+
+    ``by`` begins its note, such as the step that leaves it.
+    """
+    devices_by_block = holders(array, mesh)
+    row_indices = sorted({index[:-1] for index in devices_by_block})
+    col_indices = sorted({index[-1:] for index in devices_by_block})
+    block_shape = local_shape(array, dims, mesh)
+    # Dims that are whole have one block: naming it in every row says nothing.
+    split_dims = [i for i, axes in enumerate(array.axes[:-1]) if axes]
+    return ShardingPanel(
+        title=str(array),
+        cells=tuple(tuple(tuple(devices_by_block[r + c]) for c in col_indices) for r in row_indices),
+        row_labels=tuple(",".join(str(r[i]) for i in split_dims) for r in row_indices),
+        col_labels=tuple(str(c[0]) if c else "" for c in col_indices),
+        row_title=", ".join(array.dims[i] for i in split_dims),
+        col_title=array.dims[-1] if array.dims else "",
+        note=f"{by}{' x '.join(map(str, block_shape))} on each device" + (", partial sums" if array.unreduced else ""),
+        is_sum=bool(array.unreduced),
+    )
 
 
 def sharding_figure(

@@ -3,25 +3,22 @@
 import json
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.numpy import (
-    allocate_token_bitmask,
-    fill_next_token_bitmask_par,
-    fill_next_token_bitmask_par_with_draft_tokens,
-)
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError, one_line
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 MOST_KEPT = 64
 """Grammars that are kept after their requests."""
 
-_LIMITS = LLParserLimits(verbose_errors=False, step_max_items=5_000)
-"""Masks of 100,000 tokens took 35 ms at most in seven hostile grammars, 770 ms with llguidance's own limit. What needs
-more ends there."""
+MOST_ITEMS = 5_000
+"""Of a parser's step: what needs more ends there. Masks of 100,000 tokens took 35 ms at most in seven hostile grammars,
+770 ms with llguidance's own limit."""
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
@@ -31,6 +28,8 @@ class GrammarReader:
     ``end_tokens``, without these where no more may follow."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> None:
+        from llguidance import LLTokenizer
+
         end_token_ids = sorted(end_tokens) or None
         self._tokenizer = LLTokenizer(_plain(tokenizer), n_vocab=vocab_size, eos_token=end_token_ids)
         self.read = lru_cache(MOST_KEPT)(self._read)
@@ -38,7 +37,9 @@ class GrammarReader:
         grammar: a schema, a list of choices in JSON, an expression in Rust's syntax, a grammar in Lark's. Raises
         InputError for one that is not valid, or that no text matches."""
 
-    def _read(self, kind: GrammarKind, text: str) -> LLMatcher:
+    def _read(self, kind: GrammarKind, text: str) -> "LLMatcher":
+        from llguidance import LLMatcher, LLParserLimits
+
         try:
             if kind == "json_schema":
                 grammar = LLMatcher.grammar_from_json_schema(text)
@@ -49,7 +50,8 @@ class GrammarReader:
                 grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(terms) if terms else text)
         except ValueError as error:
             raise _invalid(kind, str(error)) from None
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        limits = LLParserLimits(verbose_errors=False, step_max_items=MOST_ITEMS)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         # the first mask makes the most work, for which no step should wait, and shows what can never match
         can_begin = not matcher.is_error() and any(matcher.compute_bitmask())
         if not can_begin or matcher.is_error():
@@ -84,7 +86,7 @@ class MaskedRow(NamedTuple):
     """A row of logits by number, the state of its answer, and the tokens whose rows follow it."""
 
     row: int
-    matcher: LLMatcher
+    matcher: "LLMatcher"
     drafts: list[int]
 
 
@@ -92,13 +94,17 @@ class TokenMasks:
     """Makes masks of the tokens that may follow, on some of the host's threads."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._executor, self._vocab_size = LLExecutor(), vocab_size
+        self._executor: Any = None  # of llguidance, which only answers with a grammar need
+        self._vocab_size = vocab_size
 
     def of(self, size: int, rows: Sequence[MaskedRow]) -> np.ndarray:
         """Returns bits [size, V / 32]: 1 for a token that may be drawn, everywhere in rows without a grammar."""
-        masks = allocate_token_bitmask(size, self._vocab_size)
+        import llguidance.numpy as bits
+
+        self._executor = self._executor or bits.LLExecutor()
+        masks = bits.allocate_token_bitmask(size, self._vocab_size)
         if undrafted_rows := [(row.matcher, row.row) for row in rows if not row.drafts]:
-            fill_next_token_bitmask_par(self._executor, undrafted_rows, masks)
+            bits.fill_next_token_bitmask_par(self._executor, undrafted_rows, masks)
         if drafted_rows := [(row.matcher, row.row, row.drafts) for row in rows if row.drafts]:
-            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted_rows, masks)
+            bits.fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted_rows, masks)
         return masks

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.extras import require
 from meshwright.core.files import BOM, DAMAGED_JSON
 from meshwright.train.settings import PYDOC
 
@@ -332,11 +333,10 @@ def _unpacked(file: Path, raw_file: BinaryIO) -> Any:
 
 
 def _rows(file: Path, field: str) -> Iterator[tuple[Any, str, int]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise CannotRunError(f"{file} needs pyarrow. Install it: pip install 'meshwright[parquet]'.") from None
+    require("parquet", str(file))
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=PARQUET_BYTES) as table:
             names = table.schema_arrow.names

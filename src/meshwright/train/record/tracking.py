@@ -2,11 +2,10 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.errors import InputError
+from meshwright.core.extras import EXTRAS, require
 from meshwright.core.files import write_text_whole
 from meshwright.train.record.metrics import EvaluationRecord, StepRecord
 
@@ -85,9 +84,6 @@ class Tracking:
 
 def require_trackers(names: Sequence[str]) -> None:
     """Raises InputError for a tracker whose package is not installed, before anything is written."""
-    for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
-        if name in names and find_spec(package) is None:
-            raise InputError(
-                f"train.track={name} needs the package {package}, which is not installed. "
-                f"Install it with: pip install 'meshwright[{name}]', or leave {name} out."
-            )
+    for name in names:
+        if name in EXTRAS:
+            require(name, f"train.track={name}")

@@ -1,0 +1,29 @@
+"""What each `pip install 'meshwright[EXTRA]'` brings, and one line for those who lack it."""
+
+from importlib.util import find_spec
+
+from meshwright.core.errors import InputError
+
+_RUN = ("jax", "jaxtyping", "optax", "orbax", "grain", "safetensors", "tokenizers", "jinja2", "scipy")
+EXTRAS = {
+    "draw": ("altair", "vl_convert"),
+    "run": _RUN,
+    "serve": (*_RUN, "starlette", "uvicorn", "httptools", "llguidance", "prometheus_client"),
+    "gguf": ("gguf",),
+    "parquet": ("pyarrow",),
+    "tensorboard": ("tensorboardX",),
+    "wandb": ("wandb",),
+}
+"""Extra of `pyproject.toml` -> the packages that are imported of it."""
+
+
+def lacking(extra: str) -> str:
+    """Returns the first package of an extra that is not installed, "" if all are."""
+    name = next((name for name in EXTRAS[extra] if find_spec(name) is None), "")
+    return "JAX" if name == "jax" else name
+
+
+def require(extra: str, user: str) -> None:
+    """Raises InputError if a package of an extra is not installed; ``user`` is what needs it."""
+    if name := lacking(extra):
+        raise InputError(f"{user} needs {name}: pip install 'meshwright[{extra}]'")
