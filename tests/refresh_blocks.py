@@ -1,4 +1,4 @@
-"""`python -m tests.refresh_blocks docs/exercises.md`: write what the commands of a page print now into the page."""
+"""`python -m tests.refresh_blocks docs/serving.md`: write what the commands of a page print now into the page."""
 
 import sys
 import tempfile

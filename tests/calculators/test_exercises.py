@@ -1,7 +1,7 @@
 """The page of exercises: every exercise is on it; `test_pages` runs its blocks."""
 
 import re
-from pathlib import Path
+from importlib import resources
 
 import pytest
 from click import Context
@@ -9,7 +9,7 @@ from click import Context
 from meshwright.cli.main import cli
 from tests.blocks import read_sections
 
-PAGE = (Path(__file__).parents[1] / "docs" / "exercises.md").read_text(encoding="utf-8")
+PAGE = (resources.files("meshwright.calculators") / "exercises.md").read_text(encoding="utf-8")
 SECTIONS = read_sections(PAGE)
 NUMBERED = {1: 5, 2: 6, 3: 10, 4: 8, 5: 4, 6: 2, 7: 7, 8: 3, 10: 4}
 """Section of the book -> how many exercises it numbers."""
