@@ -28,7 +28,7 @@ BUDGETS = {
     "accuracy": 2_008, "bench": 3_018, "report": 3_543, "api": 738, "cli": 9_642, "calculators": 5_269,
     "batching": 1_532, "simulate": 719, "islands": 2_042,
 }  # fmt: skip
-"""Lines of each package at most; a larger number needs an entry in docs/decisions.md."""
+"""Lines of each package at most; a larger number needs an entry in docs/decisions/."""
 
 NOT_IMPORTED = {
     **{"vl-convert-python": "vl_convert", "orbax-checkpoint": "orbax", "tomli-w": "tomli_w"},
