@@ -15,10 +15,23 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import LONG_S, format_flops, format_seconds
 from meshwright.report.answer import Fact, Piece, Table, as_markdown
 
+RENAMED: dict[str, tuple[str, str]] = {}
+"""Old key of `--json` -> (its name now, the version that no longer prints the old one), see docs/api.md."""
+
 
 def emit_json(value: Mapping[str, Any]) -> None:
     """Prints one JSON object on standard output; values that are unknown or not finite are null."""
-    click.echo(msgspec.json.encode(value, enc_hook=_plain).decode())
+    encoded = msgspec.json.encode(value, enc_hook=_plain)
+    click.echo((msgspec.json.encode(_with_old_keys(msgspec.json.decode(encoded))) if RENAMED else encoded).decode())
+
+
+def _with_old_keys(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_old_keys(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    old = {key: value[new] for key, (new, _) in RENAMED.items() if new in value}
+    return {key: _with_old_keys(item) for key, item in (value | old).items()}
 
 
 def _plain(value: Any) -> Any:
