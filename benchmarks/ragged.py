@@ -56,7 +56,7 @@ def gathered(q, k, v, pages, lengths):
     return jax.nn.dot_product_attention(q[:, None], k, v, scale=WIDTH**-0.5, key_value_seq_lengths=lengths)[:, 0]
 
 
-def side_by_side(calls: dict, rounds: int = ROUNDS) -> dict[str, float]:
+def side_by_side(calls: dict[str, partial[jax.Array]], rounds: int = ROUNDS) -> dict[str, float]:
     """Returns the least seconds of each call; one of each runs in turn, so that a busy machine slows all alike."""
     for call in calls.values():
         jax.block_until_ready(call())

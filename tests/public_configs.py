@@ -174,7 +174,7 @@ def main() -> None:
         verdict, line = row(file)
         verdicts[verdict] += 1
         print(line, flush=True)
-    print("")
+    print()
     for verdict, count in verdicts.most_common():
         print(f"{count} {verdict}")
 

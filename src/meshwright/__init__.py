@@ -44,7 +44,7 @@ _BORDER = "meshwright.core.fields"
 """Has `checked`, which functions are wrapped in."""
 
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = [*_HOME]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ def test_each_mask_of_the_catalogue_is_made_from_its_example(name):
     assert len(arrays) == len(rule.data)
     assert all(len(array) == 2 for array in arrays)
     table = block_table(rule.make(*arrays), q_len=LENGTH, kv_len=LENGTH, batch=2, heads=2, block=4)
-    assert (table.sparsity() > 0) == (name not in ("noop",))
+    assert (table.sparsity() > 0) == (name != "noop")
     assert table.sparsity() < 1
 
 

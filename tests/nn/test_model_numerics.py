@@ -84,9 +84,9 @@ def test_loss_and_gradients_equal_the_formula(case, remat):
     assert float(loss) == pytest.approx(mean_loss(wide, tokens, labels), rel=1e-5)
 
     rng = np.random.default_rng(2)
-    for name in wide:
-        direction = rng.normal(size=wide[name].shape)
-        moved = [mean_loss({**wide, name: wide[name] + e * direction}, tokens, labels) for e in (1e-5, -1e-5)]
+    for name, weight in wide.items():
+        direction = rng.normal(size=weight.shape)
+        moved = [mean_loss({**wide, name: weight + e * direction}, tokens, labels) for e in (1e-5, -1e-5)]
         slope = (moved[0] - moved[1]) / 2e-5
         assert float(np.sum(np.asarray(grads[name], np.float64) * direction)) == pytest.approx(
             slope, rel=2e-4, abs=1e-6

@@ -475,8 +475,8 @@ def test_a_needle_is_the_same_bit_by_bit_in_any_batch(engine_of, data):
     engine._owners[0].pages.take(few)
     others, found = [], {}
     for _ in range(data.draw(st.integers(1, 5))):
-        for prompt in data.draw(st.lists(st.sampled_from([*PROMPTS, PROMPTS[3][:12]]), max_size=5)):
-            others.append(engine.submit(request(prompt, max_tokens=data.draw(st.integers(1, NUM_TOKENS)))))
+        prompts = data.draw(st.lists(st.sampled_from([*PROMPTS, PROMPTS[3][:12]]), max_size=5))
+        others += [engine.submit(request(p, max_tokens=data.draw(st.integers(1, NUM_TOKENS)))) for p in prompts]
         found[engine.submit(needle)] = []
         for _ in range(data.draw(st.integers(0, 8))):
             for output in engine.step():

@@ -138,7 +138,7 @@ def fit(
 
     def slopes(point: np.ndarray) -> np.ndarray:
         base_residuals, *moved_residuals = residuals(point, *(point + 1e-3 * np.eye(len(prior_names))))
-        return (np.array(moved_residuals) - base_residuals).T / 1e-3
+        return np.asarray((np.array(moved_residuals) - base_residuals).T / 1e-3)
 
     x0 = log_priors if start is None else np.log([start[name] for name in prior_names])
     solution = least_squares(lambda x: residuals(x)[0], x0, slopes, x_scale=log_spread, ftol=1e-4, max_nfev=rounds + 1)

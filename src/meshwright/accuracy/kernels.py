@@ -191,8 +191,9 @@ def read_kernels(folder: Path) -> tuple[tuple[KernelGroup, ...], dict[str, int]]
             time_column = COLUMNS[choice.source] if COLUMNS.get(choice.source) in rows[0] else "seconds"
             picked_rows = [row | {"seconds": row[time_column]} for row in picked_rows if row.get(time_column) != ""]
             chosen_lines |= {row["_line"] for row in picked_rows}
-            for chip_name in dict.fromkeys(row["chip"] for row in picked_rows):
-                kernel_groups.append(_group(choice, [row for row in picked_rows if row["chip"] == chip_name], path))
+            chip_names = dict.fromkeys(row["chip"] for row in picked_rows)
+            rows_by_chip = ([row for row in picked_rows if row["chip"] == name] for name in chip_names)
+            kernel_groups += [_group(choice, chip_rows, path) for chip_rows in rows_by_chip]
         num_left_by_reason.update(_reason(row) for row in rows if row["_line"] not in chosen_lines)
     return tuple(kernel_groups), dict(num_left_by_reason)
 

@@ -4,6 +4,7 @@ A device's number is its place in row-major order over the mesh's axes as they a
 This is the plainest possible execution of derived steps, against which faster ones are checked.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +26,12 @@ def local_shape(array: ShardedArray, dims: Mapping[str, int], mesh: Mesh) -> tup
 
 def bytes_per_device(array: ShardedArray, dims: Mapping[str, int], mesh: Mesh, *, element_bytes: float) -> float:
     """Returns bytes of the block that one device holds."""
-    return product(local_shape(array, dims, mesh)) * element_bytes
+    return element_bytes * math.prod(local_shape(array, dims, mesh))
 
 
 def bytes_total(array: ShardedArray, dims: Mapping[str, int], mesh: Mesh, *, element_bytes: float) -> float:
     """Returns bytes over all devices of the mesh, copies counted (How to Scale Your Model, section 3.1)."""
-    return bytes_per_device(array, dims, mesh, element_bytes=element_bytes) * product(mesh.values())
+    return bytes_per_device(array, dims, mesh, element_bytes=element_bytes) * math.prod(mesh.values())
 
 
 def num_devices(mesh: Mesh) -> int:
@@ -109,7 +110,7 @@ def join(blocks: BlockSet, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 
             addends[_region((addend_and_block[0], *addend_and_block[1]), (1, *blocks[device].shape))] = blocks[device]
         elif np.any(np.abs(blocks[holder] - blocks[device]) > rel_tol * np.abs(blocks[holder]).max(initial=0)):
             raise AssertionError(f"devices {holder} and {device} differ in block {addend_and_block[1]} of {array}")
-    return addends.sum(axis=0, dtype=addends.dtype)
+    return np.sum(addends, axis=0, dtype=addends.dtype)
 
 
 def execute(
@@ -143,7 +144,8 @@ def _einsum(step: Step, blocks: list[np.ndarray]) -> np.ndarray:
     for array, block in zip(step.inputs, blocks, strict=True):
         operands += [block, [label_of[d] for d in array.dims]]
     # The search for a contraction order brings in BLAS, and costs more than a small product.
-    return np.einsum(*operands, [label_of[d] for d in step.result.dims], optimize=max(b.size for b in blocks) > 4096)
+    operands.append([label_of[d] for d in step.result.dims])
+    return np.asarray(np.einsum(*operands, optimize=max(b.size for b in blocks) > 4096))
 
 
 _LOCAL: dict[str, Callable[[Step, list[np.ndarray]], np.ndarray]] = {

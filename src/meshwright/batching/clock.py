@@ -28,7 +28,7 @@ class Clock(Protocol):
         Every entry must equal `step_s` of that step to the last bit, for jumps to equal single steps.
         """
         cached_by_step = cached_tokens + num_decode * np.arange(num_steps)
-        return np.zeros(num_steps) + self.step_s(num_decode, cached_by_step, 0, 0.0)
+        return np.add(np.zeros(num_steps), self.step_s(num_decode, cached_by_step, 0, 0.0))
 
 
 def _grid(max_value: int, ratio: float) -> list[int]:

@@ -164,7 +164,7 @@ class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tr
         """Mean seconds of each request from one token to the next; NaN for one token."""
         num_gaps = self.traffic.output - 1
         spent_s = self.times.ended_s - self.times.first_token_s
-        return np.divide(spent_s, num_gaps, out=np.full(len(num_gaps), np.nan), where=num_gaps > 0)
+        return np.where(num_gaps > 0, spent_s / np.maximum(num_gaps, 1), np.nan)
 
     @cached_property
     def gaps(self) -> TokenGaps:
@@ -226,7 +226,7 @@ class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tr
 
     def _slots_to(self, n: Ints) -> Ints:
         """Returns the sum of the slots in the pages of 1, ..., n tokens."""
-        full_pages, rest_tokens = np.divmod(n, self.page_len)
+        full_pages, rest_tokens = n // self.page_len, n % self.page_len
         return self.page_len * (self.page_len * _sum_to(full_pages) + rest_tokens * (full_pages + 1))
 
 

@@ -98,7 +98,7 @@ def decode_toml(file: TomlFile, kind: type[T]) -> T:
     try:
         return msgspec.convert(file.data, kind)
     except msgspec.ValidationError as error:
-        # "... - at `$.levels[2].hop_s`"
+        # for example: Expected `float` - at `$.levels[2].hop_s`
         message, _, key_text = str(error).partition(" - at `")
         path_steps = re.findall(r"\.(\w+)|\[(\d+)\]", key_text)
         raise file.error(tuple(key or int(index) for key, index in path_steps), as_sentence(message)) from None

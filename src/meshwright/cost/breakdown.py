@@ -123,7 +123,7 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_s(self) -> float:
-        return sum(msgspec.structs.astuple(self))
+        return float(sum(msgspec.structs.astuple(self)))
 
     @property
     def parts(self) -> dict[str, float]:

@@ -113,13 +113,13 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     def mixed_most_chips(self) -> float:
         """Chips up to which some mixture is compute-bound; like `mixture`, for dense models on tori."""
         axis_counts = {"fsdp_axes": self.fsdp_axes, "tensor_axes": self.tensor_axes}
-        return self.batch_tokens / limits.mixed_min_tokens_per_chip(self.mixed_alpha, self.d_ff, **axis_counts)
+        return self.batch_tokens / float(limits.mixed_min_tokens_per_chip(self.mixed_alpha, self.d_ff, **axis_counts))
 
     @property
     def fsdp_most_chips(self) -> float:
         """Chips up to which FSDP alone is compute-bound, where `fsdp_alpha` is known."""
         num_links = 1 if self.alpha is None else self.num_axes  # that FSDP alone uses at once
-        return limits.fsdp_max_chips(self.batch_tokens / self.sparsity, self.fsdp_alpha, num_links)
+        return float(limits.fsdp_max_chips(self.batch_tokens / self.sparsity, self.fsdp_alpha, num_links))
 
     @property
     def mixture(self) -> limits.Mixture:

@@ -74,7 +74,7 @@ class BlockCodec:
     @property
     def levels(self) -> int:
         """The largest integer: 127 or 7."""
-        return 2 ** (self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
 
     def num_bytes(self, size: int) -> int:
         """Returns the bytes of whole blocks, the last one padded: 66 or 34 each."""

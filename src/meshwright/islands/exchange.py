@@ -187,7 +187,7 @@ class Links:
             if not self.decides:
                 send(self._star[other], Spoken(msgspec.Raw(msgspec.msgpack.encode(own))), self.timeouts.sum_s)
                 # the leader may wait as long for others
-                return self._heard(self._star[other], list[type(own)], 2 * wait_s)  # type: ignore[misc]
+                return self._heard(self._star[other], list[type(own)], 2 * wait_s)  # type: ignore[misc, no-any-return]
             for other, connection in self._star.items():
                 said[other] = self._heard(connection, type(own), wait_s)
             in_order = [said[place] for processes in self.world.islands for place in processes]

@@ -127,7 +127,7 @@ class Spoken(msgspec.Struct, frozen=True, tag=True):
 
 
 MemberMessage = Join | IsReady | Beat | Lost | Leave | Note | Watch | Event | Refused | Dropped | Hello | Spoken | World
-_DECODER = msgspec.msgpack.Decoder(MemberMessage)
+_DECODER: msgspec.msgpack.Decoder[MemberMessage] = msgspec.msgpack.Decoder(MemberMessage)
 
 
 def packed(message: MemberMessage) -> bytes:

@@ -49,7 +49,8 @@ class Ranges:
     @property
     def dtype(self) -> np.dtype:
         """The element type."""
-        return self.low.dtype
+        element_type: np.dtype = self.low.dtype
+        return element_type
 
     def astype(self, dtype: DTypeLike) -> "Ranges":
         """Returns values of another type, to which conversion keeps the order: a float or a wide integer."""

@@ -75,7 +75,7 @@ def load_user(spec: str) -> Mask:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise InputError(f"{spec}: there is no module {error.name!r} in this folder or the environment.") from None
-    function = getattr(module, attribute, None)
+    function: Mask | None = getattr(module, attribute, None)
     if not callable(function):
         suggestion = nearest(attribute, (name for name, value in vars(module).items() if callable(value)))
         raise InputError(f"{spec}: there is no function {attribute!r}.{suggestion}")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import DictKey
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.weights import Params
@@ -45,7 +45,7 @@ def state_specs(state: Tree, params: Params | Shapes, param_specs: Mapping[str, 
     1, over which a mean was taken, and counters are replicated.
     """
 
-    def spec(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+    def spec(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         weight_name = weight_of(path, param_specs)
         if weight_name is None or len(leaf.shape) != len(params[weight_name].shape):
             return PartitionSpec()
@@ -67,7 +67,7 @@ def plain_optimizer(transformation: optax.GradientTransformation, kind: str = "a
     return Optimizer(transformation.init, update, kind)
 
 
-def weight_of(path: KeyPath, names: Collection[str]) -> str | None:
+def weight_of(path: tuple[object, ...], names: Collection[str]) -> str | None:
     """Returns the weight to which an array of a state belongs: the last key on its path that names one, or None."""
     weight_names = [key.key for key in path if isinstance(key, DictKey) and key.key in names]
     return weight_names[-1] if weight_names else None

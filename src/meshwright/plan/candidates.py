@@ -120,7 +120,8 @@ def _legal_somewhere(space: Space, rows: Candidates, num_chips: int | None) -> n
     """True where the sizes divide in at least one pattern."""
     # policies of remat split nothing: one pattern stands for all that split alike
     by_split = {(pattern.splits, pattern.needs, pattern.tensor_split): pattern for pattern in space.patterns}
-    return np.logical_or.reduce([legal_in(space, pattern, rows, num_chips=num_chips) for pattern in by_split.values()])
+    is_legal = [legal_in(space, pattern, rows, num_chips=num_chips) for pattern in by_split.values()]
+    return np.asarray(np.logical_or.reduce(is_legal))
 
 
 def legal_in(

@@ -136,7 +136,8 @@ def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> np.ndarray:
     is_promising = _promising(seconds_by_mesh, meshes.mesh["pipeline"])
     if not is_promising.any():
         return np.ones(len(meshes), dtype=bool)
-    return is_promising | near(meshes, select(meshes, np.array([np.argmin(seconds_by_mesh)])).mesh)
+    is_promising |= near(meshes, select(meshes, np.array([np.argmin(seconds_by_mesh)])).mesh)
+    return is_promising
 
 
 def _promising(seconds: np.ndarray, num_stages: np.ndarray) -> np.ndarray:
@@ -146,7 +147,7 @@ def _promising(seconds: np.ndarray, num_stages: np.ndarray) -> np.ndarray:
     is_fastest[fastest_order[:KEPT_MESHES]] = True
     for stage_count in np.unique(num_stages):
         is_fastest[fastest_order[num_stages[fastest_order] == stage_count][:KEPT_PER_STAGES]] = True
-    return is_fastest & np.isfinite(seconds)
+    return np.asarray(is_fastest & np.isfinite(seconds))
 
 
 def _near_first(meshes: Candidates, best: Best) -> np.ndarray:
@@ -158,7 +159,7 @@ def _near_first(meshes: Candidates, best: Best) -> np.ndarray:
 def near(meshes: Candidates, mesh: Mapping[str, np.ndarray]) -> np.ndarray:
     """True for the neighbours of a mesh: one factor of two or three is on another axis."""
     ratios = np.stack([meshes.mesh[axis] / mesh[axis] for axis in ISLAND_AXES])
-    return (np.sum(ratios != 1, axis=0) == 2) & np.all(np.maximum(ratios, 1 / ratios) <= NEAR, axis=0)
+    return np.asarray((np.sum(ratios != 1, axis=0) == 2) & np.all(np.maximum(ratios, 1 / ratios) <= NEAR, axis=0))
 
 
 # -- pricing --------------------------------------------------------------------------------------------

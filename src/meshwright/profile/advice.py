@@ -1,10 +1,10 @@
 """Advice on the terms of a step that are furthest from their prediction, one line each."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import msgspec
 
-from meshwright.algebra.notation import product
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.cost.breakdown import LabelledStep
 from meshwright.cost.step_rates import StepRates
@@ -43,7 +43,7 @@ class AdviceCase(msgspec.Struct, frozen=True, kw_only=True):
     def seqs_per_device(self) -> float:
         """Sequences per device and microbatch."""
         batch_axes = self.strategy.assignment.get("input", {}).get("B", ())
-        num_devices = product(self.strategy.mesh.get(axis, 1) for axis in batch_axes)
+        num_devices = math.prod(self.strategy.mesh.get(axis, 1) for axis in batch_axes)
         return self.job.batch_seqs / num_devices / self.strategy.num_microbatches
 
     def of_class(self, kind: str) -> ClassRow | None:

@@ -33,7 +33,7 @@ class SourceFeatures:
         self.digest = hashlib.sha256(self.values.tobytes()).digest()
 
     def __len__(self) -> int:
-        return self.values.shape[1] // 2
+        return int(self.values.shape[1]) // 2
 
     def __hash__(self) -> int:
         return hash(self.digest)

@@ -1,4 +1,4 @@
-"""Makes spec/data/config_fields.json from the installed transformers: python -m tests.spec.hf.config_fields
+"""Makes spec/data/config_fields.json from the installed transformers: `python -m tests.spec.hf.config_fields`.
 
 It lists the fields of all configuration classes: which of them code of a model reads, family by family, and for the
 rest of transformers whether any does. A field that is only mentioned counts as read.

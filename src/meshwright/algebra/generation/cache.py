@@ -44,7 +44,7 @@ def pages_of_window(window: int, page_len: Number, rows: Number = 1) -> Number:
 def pages_of_windows(window: int, page_len: int, *, num_seqs: int, num_rows: int) -> int:
     """Returns the pages that windows of sequences need at most while a step writes so many rows, of any of them."""
     # those that write several rows fill whole pages, and a part of one more each
-    return num_seqs * pages_of_window(window, page_len) + num_rows // page_len + min(num_seqs, num_rows // 2)
+    return num_seqs * int(pages_of_window(window, page_len)) + num_rows // page_len + min(num_seqs, num_rows // 2)
 
 
 def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN, source_len: int = 0) -> dict[str, int]:

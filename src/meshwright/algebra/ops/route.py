@@ -35,6 +35,7 @@ def chosen_of(gates: ShardedArray) -> ShardedArray:
 
 
 def token_axes(tokens: ShardedArray) -> tuple[str, ...]:
+    """Returns the mesh axes that split tokens."""
     return tuple(axis for dim in ("B", "T") for axis in tokens.axes_of(dim))
 
 

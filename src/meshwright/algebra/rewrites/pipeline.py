@@ -104,8 +104,8 @@ def boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
         if dim and "tensor" in shardings.axes and "tensor" not in stream_array.spread:
             sent_array = stream_array.resharded({dim: (*stream_array.axes_of(dim), "tensor")})
         send = Step(op="permute", inputs=(sent_array,), result=sent_array, axes=("pipeline",))
-        for step in (send, *reshard(sent_array, stream_array)):
-            steps.append(replace(step, block="stage", phase=phase, critical=True))
+        moves = (send, *reshard(sent_array, stream_array))
+        steps += [replace(step, block="stage", phase=phase, critical=True) for step in moves]
     return tuple(steps)
 
 

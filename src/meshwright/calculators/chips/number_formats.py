@@ -51,7 +51,7 @@ class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
     def top_code(self) -> int:
         """The code of the largest finite number; codes of positive numbers are in the order of their values."""
         num_special = {"ieee": 2**self.mantissa_bits, "nan": 1, "none": 0}[self.specials]
-        return 2 ** (self.bits - 1) - 1 - num_special
+        return (1 << (self.bits - 1)) - 1 - int(num_special)
 
     def magnitude(self, code: int) -> Fraction:
         """Returns the exact value of a code without its sign; codes beyond ``top_code`` are read as numbers too."""
@@ -59,7 +59,7 @@ class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
             return Fraction(code)
         exponent, mantissa = divmod(code, 2**self.mantissa_bits)
         hidden_bit = 2**self.mantissa_bits if exponent else 0
-        return (hidden_bit + mantissa) * Fraction(2) ** (max(exponent, 1) - self.bias - self.mantissa_bits)
+        return Fraction((hidden_bit + mantissa) * Fraction(2) ** (max(exponent, 1) - self.bias - self.mantissa_bits))
 
     @property
     def figures(self) -> dict[str, float]:
@@ -145,7 +145,7 @@ def decode(form: NumberFormat, code: int) -> float:
     if form.kind == "integer":
         return float(code - is_negative * 2**form.bits)
     if magnitude_code <= form.top_code:
-        return (-1.0) ** is_negative * float(form.magnitude(magnitude_code))
+        return (-1 if is_negative else 1) * float(form.magnitude(magnitude_code))
     is_infinite = form.specials == "ieee" and magnitude_code == form.top_code + 1
     return (-1.0) ** is_negative * math.inf if is_infinite else math.nan
 

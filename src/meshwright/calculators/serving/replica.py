@@ -153,8 +153,8 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
     def critical_batch(self) -> float:
         """Sequences from which products with weights, of which all experts' are read, are bound by FLOPs."""
         sparsity = num_params(self.model) / self.active_params if self.model and self.model.num_experts else 1
-        bytes_per_param = dtype_bytes(self.weights)
-        return critical_batch(self.peak_flops, self.hbm_bytes_per_s, weight_bytes=bytes_per_param, num_experts=sparsity)
+        bounds = {"weight_bytes": dtype_bytes(self.weights), "num_experts": sparsity}
+        return float(critical_batch(self.peak_flops, self.hbm_bytes_per_s, **bounds))
 
     def usd_per_million_tokens(self, tokens_per_s: float) -> float | None:
         """Returns the dollars of a million tokens at this rate of all chips; None where a chip has no price."""

@@ -23,10 +23,12 @@ def trains_in(derived: Derived) -> bool:
 
 
 def is_weight(array: ShardedArray, derived: Derived) -> bool:
+    """True for weights and vectors."""
     return role_of(array, derived) in ("weight", "vector")
 
 
 def role_of(array: ShardedArray, derived: Derived) -> str:
+    """Returns what the program uses an array for, "" if it has none of that name."""
     variable = derived.program.variables.get(array.name)
     return variable.role if variable else ""
 

@@ -72,7 +72,7 @@ def _softmax(scores: RouterScores) -> tuple[RouterScores, Float[Array, "B T 1"]]
 
 
 def routing_metrics(routing: RoutingCounts, *, experts_per_token: int) -> dict[str, Float[Array, "*layers"]]:
-    """Returns metrics of the counts over all devices; leading dims (layers, microbatches) are kept:
+    """Returns metrics of the counts over all devices; leading dims (layers, microbatches) are kept.
 
     - balance_loss: E sum_e (load_e / N) (importance_e / N); Ea at equal load, at most E. Source: Fedus et al., Switch
       Transformers (2021), eq. 4, with the choices of all Ea experts of a token, as Mixtral counts them.

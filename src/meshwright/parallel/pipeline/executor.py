@@ -33,6 +33,7 @@ Stream = Tree
 
 
 def as_it_is(value: Tree) -> Tree:
+    """Returns the value."""
     return value
 
 

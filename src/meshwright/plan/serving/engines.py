@@ -69,7 +69,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def token_s(self) -> np.ndarray:
         """Seconds per token of each sequence."""
-        return self.step_s / self.tokens
+        return np.asarray(self.step_s / self.tokens)
 
 
 class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
 
 def sum_of(parts: dict[str, np.ndarray]) -> np.ndarray:
     """Returns the sum of the arrays of a dictionary."""
-    return np.sum(list(parts.values()), axis=0)
+    return np.asarray(np.sum(list(parts.values()), axis=0))
 
 
 def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequence[StoredDtypes]) -> PricedFleet:

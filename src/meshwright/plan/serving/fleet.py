@@ -84,7 +84,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def decodes(self) -> np.ndarray:
         """True for engines that do not split prompts: these only prefill."""
-        return ~np.isin(self.layout, PREFILL_LAYOUTS) | (self.mesh["context"] == 1)
+        return np.asarray(~np.isin(self.layout, PREFILL_LAYOUTS) | (self.mesh["context"] == 1))
 
     def strategy(self, number: int, precision: str) -> Strategy:
         """Returns the strategy of an engine."""

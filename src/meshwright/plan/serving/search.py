@@ -71,7 +71,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     def meets(self, service: Service) -> np.ndarray:
         """True where all targets are met."""
         is_met = [getattr(self, TARGETS[name]) <= target for name, target in service.targets.items()]
-        return np.all([np.ones(len(self), dtype=bool), *is_met], axis=0)
+        return np.asarray(np.all([np.ones(len(self), dtype=bool), *is_met], axis=0))
 
 
 def all_services(priced: PricedFleet) -> Services:
@@ -159,7 +159,7 @@ def _chunked(priced: PricedFleet, decode_rows: np.ndarray, fill_rows: np.ndarray
 def together(prompts: np.ndarray, devices: np.ndarray) -> np.ndarray:
     """Returns the part of a prefill step that each prompt costs, if so many come at random for each step of decode."""
     num_prompts = np.maximum(prompts, 1e-9)
-    return np.maximum(-np.expm1(-num_prompts) / num_prompts, 1 / devices)
+    return np.asarray(np.maximum(-np.expm1(-num_prompts) / num_prompts, 1 / devices))
 
 
 def _pools(priced: PricedFleet) -> Iterator[Services]:

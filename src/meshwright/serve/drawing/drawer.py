@@ -41,7 +41,7 @@ class Drawn(NamedTuple):
 
     def on_host(self) -> "Drawn":
         """Waits for the step and returns the same as NumPy's arrays."""
-        return jax.tree.map(np.asarray, self)
+        return Drawn(*jax.tree.map(np.asarray, self))
 
     def logprob_of(self, row: int, token: int, num_top: int) -> TokenLogprob:
         """Returns the log-probability of a row's token or target, with the likeliest tokens."""
@@ -154,7 +154,7 @@ class TokenDrawer:
         self.latest, self._history, drawn_rows = program(
             logits, self.latest, self._history or self._no_history(), *settings
         )
-        return drawn_rows
+        return Drawn(*drawn_rows)
 
     def _mask_shape(self, num_rows: int) -> tuple[int, int]:
         return num_rows, -(-self._size[1] // 32)

@@ -98,9 +98,9 @@ def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B
     The argmax of logit / temperature plus Gumbel noise is a sample of the softmax.
     """
     top_tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return lax.cond(  # no noise is made where nobody draws at random
-        jnp.any(rows["temperature"] > 0), lambda: _sample(logits, rows, counts, top_tokens), lambda: top_tokens
-    )
+    is_random = jnp.any(rows["temperature"] > 0)  # no noise is made where nobody draws at random
+    tokens: Array = lax.cond(is_random, lambda: _sample(logits, rows, counts, top_tokens), lambda: top_tokens)
+    return tokens
 
 
 def _sample(logits: Array, rows: SamplingRows, counts: HostOrDeviceArray, top_tokens: Array) -> Array:

@@ -80,8 +80,7 @@ class ChatTokenizer(NamedTuple):
                 f"{where} has no message of the assistant, but of {', '.join(roles)}. Mend or leave out the record, or "
                 "leave out train.loss_on=assistant."
             )
-        id_array = np.array(token_ids, np.int64)
-        return np.where(is_counted, id_array, ~id_array).tolist()
+        return [token_id if counts else ~token_id for token_id, counts in zip(token_ids, is_counted, strict=True)]
 
     def _rendered(
         self, record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, **render_flags: bool

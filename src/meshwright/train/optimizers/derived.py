@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import GetAttrKey, KeyPath
+from jax.tree_util import GetAttrKey
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.rewrites.split_backward import state_of_layer, weight_updates
@@ -136,7 +136,7 @@ class DerivedUpdate:
         return new_params, jax.tree.unflatten(structure, new_leaves)
 
 
-def state_name(path: KeyPath, params: Params) -> str:
+def state_name(path: tuple[Any, ...], params: Params) -> str:
     """Returns the name of an array of a state in the derived steps, "" for a counter."""
     weight_name = weight_of(path, params)
     field = next((key.name for key in reversed(path) if isinstance(key, GetAttrKey)), "")

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import KeyPath
 from jaxtyping import Array
 
 from meshwright.core.errors import InputError, nearest
@@ -69,7 +68,7 @@ def in_state(
     keeps_master = state.startswith("bf16-master")
 
     def init(params: Params) -> OptState:
-        def narrow(path: KeyPath, leaf: Array) -> Array:
+        def narrow(path: tuple[Any, ...], leaf: Array) -> Array:
             is_moment = weight_of(path, params) is not None and leaf.dtype == jnp.float32
             return leaf.astype(jnp.bfloat16) if is_moment else leaf
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath
 from jaxtyping import Array
 
 from meshwright.algebra.transformer import rows
@@ -59,7 +58,7 @@ def non_finite(tree: Any, model: Model) -> str | None:
     return None
 
 
-def _words(path: KeyPath, name: str | None, weight: Weight | None, index: int) -> str:
+def _words(path: tuple[Any, ...], name: str | None, weight: Weight | None, index: int) -> str:
     """Returns ``inner.mu: layers.wq of layer 3``; without a prefix for a weight at the root."""
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
     prefix = ".".join(key for key in keys if key != name)

@@ -149,7 +149,6 @@ def score_cotangents(
 
 def _with_reads(score: Callable[..., Array], tile: Tile, raw_scores: Array, learned: Learned) -> Array:
     """Returns scores by a rule, from the arrays that it learns."""
-
     arrays_by_field: dict[str, Any] = {
         name: tuple(x if y is None else y for x, y in zip(getattr(tile, name), values, strict=True))
         for name, values in learned.items()
