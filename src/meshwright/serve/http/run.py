@@ -28,7 +28,6 @@ KEEP_ALIVE_S = 75
 """How long a connection may be idle: longer than clients keep theirs (httpx and openai's package: 5 s), which would
 otherwise send requests into connections that the server closes."""
 
-
 MOST_HEAD_BYTES = 65_536
 """Bytes of a request's line and headers: as many as h11 takes, and eight times what nginx does."""
 
@@ -66,8 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """Answers a request whose line and headers are longer than `MOST_HEAD_BYTES`, all of which httptools keeps, with
     431, and one that is not HTTP with 400, as the app answers, and ends its connection."""
 
-    _head_bytes = _num_ended = 0
-    _in_head = True
+    _head_bytes, _num_ended, _in_head = 0, 0, True
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -139,6 +137,8 @@ class DrainingServer(uvicorn.Server):
         if self.config.timeout_graceful_shutdown is not None:  # clients are told before their connections are closed
             asyncio.get_running_loop().call_later(self.config.timeout_graceful_shutdown, self.frontend.cut_off)
             self.config.timeout_graceful_shutdown += 1
+        while self.servers:  # whose `wait_closed` lasts, from Python 3.12 on, as long as their connections
+            self.servers.pop().close()
         await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
