@@ -24,7 +24,7 @@ KERNELS = {
 
 BUDGETS = {
     "core": 1_205, "masks": 1_236, "spec": 4_849, "algebra": 8_287, "cost": 6_657, "plan": 5_945, "nn": 10_150,
-    "parallel": 3_853, "hlo": 2_025, "train": 6_120, "serve": 5_755, "verify": 1_740, "profile": 1_800,
+    "parallel": 3_853, "hlo": 2_045, "train": 6_120, "serve": 5_755, "verify": 1_740, "profile": 1_800,
     "accuracy": 2_009, "bench": 3_018, "report": 3_545, "api": 738, "cli": 9_655, "calculators": 5_270,
     "batching": 1_532, "simulate": 719, "islands": 2_042,
 }  # fmt: skip

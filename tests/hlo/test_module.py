@@ -1,11 +1,13 @@
 """The parser of HLO text, and loops whose counts it reads, on texts as XLA writes them."""
 
+import re
+
 import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.hlo.collectives import collectives
 from meshwright.hlo.loops import times_run, trip_count
-from meshwright.hlo.module import Module, parse_module
+from meshwright.hlo.module import Module, parse_module, require_readable
 from tests.speed import took
 
 LOOP = """
@@ -71,6 +73,20 @@ def test_counts_of_loops_that_state_none(start, bound, step, direction, direct):
     module = looping(start, bound, step, direction)
     loop = module.find("loop")
     assert trip_count(module, loop) == times_run(module, "body") == len(direct)
+
+
+def test_elements_of_tuples_without_an_instruction_of_their_own():
+    """As XLA writes unoptimised programs since jax 0.11."""
+    short = LOOP.replace("copy(%j)", "copy(%q#0)").replace("all-reduce(%x)", "all-reduce(%q#1)")
+    short = short.replace("tuple(%next, %ar, %m)", "tuple(%next, %ar, %q#2)").replace("(%i, %n)", "(%p#0, %p#2)")
+    short = "".join(line for line in short.splitlines(True) if not re.search(r"(%[pq]\)), index", line))
+    for word, value in {"START": "1", "BOUND": "9", "STEP": "2", "DIRECTION": "LT"}.items():
+        short = short.replace(word, value)
+    module = require_readable(parse_module(short))
+    assert trip_count(module, module.find("loop")) == 4
+    assert [element.shape for element in module.computations["body"].instructions if "#" in element.name] == [
+        "s32[]{:T(128)}", "f32[4]{0:T(128)}", "s32[]",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

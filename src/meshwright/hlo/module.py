@@ -1,7 +1,7 @@
 """HLO text as data: a module, its computations, their instructions."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import Any
@@ -10,14 +10,14 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.labels import StepLabel, find_label
-from meshwright.hlo.shapes import Shape, parse_shapes
+from meshwright.hlo.shapes import Shape, element_shape, parse_shapes
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
 _END = re.compile(r"^\s*\}(, execution_thread=.*)?\s*$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*([^\s(]\S*)?")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]()]')
-_OPERAND = re.compile(r"%([\w.\-]+)")
+_OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)?)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
 _SOURCE = re.compile(r'\bsource_file="([^"]*)"(?:\s+source_line=(\d+))?')
@@ -234,7 +234,7 @@ def parse_module(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry_name, lines = "", text.splitlines()
     for name, is_entry, body_lines in _bodies(lines):
-        if body := tuple(i for line in body_lines if (i := _instruction(line, name))):
+        if body := tuple(_with_elements(i for line in body_lines if (i := _instruction(line, name)))):
             computations[name] = Computation(name, body)
         entry_name = name if is_entry else entry_name
     if not computations and (instructions := [i for line in lines if (i := _instruction(line, LINES)) and i.shapes]):
@@ -367,6 +367,20 @@ def _instruction(line: str, computation: str) -> Instruction | None:
         is_root=bool(head_match[1]),
         literal="" if has_operands else operands_text,
     )
+
+
+def _with_elements(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    """Yields the instructions, and before the first reader of an element that newer texts write as ``%state#2`` the
+    get-tuple-element that it abbreviates."""
+    shape_of = dict[str, str]()
+    for instruction in instructions:
+        for element in (name for name in instruction.operands if "#" in name and name not in shape_of):
+            source, index = element.split("#")
+            shape_of[element] = element_shape(shape_of.get(source, ""), int(index))
+            attributes, computation = f"index={index}", instruction.computation
+            yield Instruction(element, "get-tuple-element", shape_of[element], (source,), attributes, computation)
+        shape_of[instruction.name] = instruction.shape
+        yield instruction
 
 
 def _closing(text: str, start: int) -> int:

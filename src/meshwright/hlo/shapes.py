@@ -3,6 +3,7 @@
 import math
 import re
 from functools import lru_cache
+from itertools import islice
 
 import msgspec
 
@@ -91,6 +92,11 @@ class Shape(msgspec.Struct, frozen=True):
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """Parses a shape such as ``f32[2,16]{1,0:T(8,128)}``, or all shapes of a tuple, in order."""
     return tuple(_shape(*parts) for parts in _SHAPE.findall(_COMMENT.sub("", text)))
+
+
+def element_shape(text: str, index: int) -> str:
+    """Returns the text of one array of a flat tuple's shape; empty if it has no such array."""
+    return next((match[0] for match in islice(_SHAPE.finditer(_COMMENT.sub("", text)), index, None)), "")
 
 
 def shape_bytes(text: str) -> int:
