@@ -82,7 +82,7 @@ lock: $(HAS_UV) ## resolve requirements.lock again (UPGRADE=1 takes the newest v
 		--custom-compile-command "make lock" --quiet
 
 clean: ## remove .venv and the caches; runs/ stays
-	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax_cache dist
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax_cache .matrix dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # uv comes from its own hashed lines of the lock, by pip, since nothing else is there yet.
@@ -133,3 +133,29 @@ $(HAS_VLLM): $(HAS_CLIENTS)
 		&& $(PY) tests/clients/vllm_bench.py $(CLIENTS)/vllm --unpack $(CLIENTS)/wheel/vllm-*.whl || true
 	rm -rf $(CLIENTS)/wheel
 	touch $@
+
+# What is released, and what it runs on. Pythons that PATH lacks are passed over by wheel-test: PYTHONS="/path/to/python3.13 ..."
+PYTHONS      ?= python3.11 python3.12 python3.13
+MATRIX       ?= python3.11/0.10.2 python3.12/0.11.2 python3.12/0.12.0.1
+MATRIX_TESTS := tests/core tests/plan/test_planner.py tests/plan/test_search.py tests/plan/test_plan_file.py tests/cost/test_train_step.py \
+	tests/cli/verbs/test_plan.py tests/cli/verbs/test_train.py::test_a_model_planned_on_the_way \
+	tests/cli/verbs/test_verify.py::test_a_step_on_emulated_devices tests/cli/test_serve.py::test_the_verbs_compile_serve_and_drain
+
+.PHONY: wheel wheel-test matrix release
+wheel: $(HAS_UV) ## build the wheel and the source distribution in dist/
+	rm -rf dist
+	$(UV) build --quiet --build-constraints requirements.lock --require-hashes
+
+wheel-test: wheel ## install the wheel in a new environment of each of PYTHONS, plan, and look at what that took
+	$(PY) .ci/wheel.py dist/*.whl $(PYTHONS)
+
+matrix: wheel-test ## then plan, train, verify and serve with each pair of MATRIX, a Python and a JAX (under 25 minutes; not in CI)
+	set -e; for pair in $(MATRIX); do \
+		env=.matrix/$${pair%/*}-jax$${pair#*/}; \
+		$(UV) venv --quiet --clear --python $${pair%/*} $$env; \
+		$(UV) pip install --quiet --python $$env/bin/python --group dev "$$(echo dist/*.whl)[all]" jax==$${pair#*/}; \
+		echo "$$pair:"; JAX_COMPILATION_CACHE_DIR=$$env/cache $$env/bin/python -m pytest $(MATRIX_TESTS); \
+	done
+
+release: wheel ## check versions, changelog and what is built, and print the commands that tag and upload it
+	$(PY) .ci/release.py
