@@ -2,8 +2,8 @@
 
 A block begins with ```console and holds commands, each after "$ ", and what they print. A command is a call of
 `meshwright`, which may go on behind a backslash and may be piped into grep, sed, head or tail. A block that begins
-with ```json NAME is a file of that name for the blocks of its section. Blocks of one section share a folder. A listing
-is a block ```python, before a block ```text with what it prints.
+with ```toml title="NAME" is a file of that name for the blocks of its section. Blocks of one section share a folder. A
+listing is a block ```python, before a block ```text with what it prints. The page of verbs is written from click.
 """
 
 import io
@@ -16,11 +16,13 @@ from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.cli.main import run
+import click
+
+from meshwright.cli.main import cli, run
 
 WIDTH = "80"
 FILTERS = ("grep", "sed", "head", "tail")
-_FENCE = re.compile(r"^```(console|json (?P<name>\S+))\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r'^```(console|\w+ (title=")?(?P<name>[\w.-]+)"?)\n(?P<text>.*?)^```$', re.DOTALL | re.MULTILINE)
 _LISTING = re.compile(
     r"^```python\n(?P<code>(?:(?!```).*\n)*)```\n\n```text\n(?P<said>(?:(?!```).*\n)*)```$", re.MULTILINE
 )
@@ -85,6 +87,20 @@ def _calls(page: str, start: int, end: int) -> Iterator[Call]:
     ends = [m.start() for m in commands[1:]] + [end]
     for match, stop in zip(commands, ends, strict=True):
         yield Call(command=match.group(1), said=page[match.end() : stop].rstrip("\n"), start=match.end(), end=stop)
+
+
+def verbs_page(command: click.Command = cli, name: str = "meshwright") -> str:
+    """What click knows of a verb and of those under it: its line of use, its help and its options."""
+    context = click.Context(command, info_name=name, terminal_width=80, **cli.context_settings)
+    told = command.get_help(context).partition("\nOptions:")[0].removeprefix("Usage: ").rstrip()
+    records = filter(None, (param.get_help_record(context) for param in command.get_params(context)))
+    rows = ["| `{}` | {} |".format(*(text.replace("|", "/") for text in record)) for record in records if record[1]]
+    table = "\n".join(["| option | meaning |", "| --- | --- |", *rows])
+    parts = [f"## {name.removeprefix('meshwright ')}", f"```text\n{told}\n```", table]
+    if isinstance(command, click.Group):
+        verbs = ((verb, command.get_command(context, verb)) for verb in command.list_commands(context))
+        parts += [verbs_page(child, f"{name} {verb}").rstrip() for verb, child in verbs if child]
+    return "\n\n".join(parts) + "\n"
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 # The devices and the environment of the tests, before anything starts JAX.
 import tests.conftest  # noqa: F401
-from tests.blocks import read_sections, run_listings, run_section
+from tests.blocks import read_sections, run_listings, run_section, verbs_page
 
 
 def refreshed(page: str) -> str:
@@ -28,4 +28,7 @@ def refreshed(page: str) -> str:
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         path = Path(name)
-        path.write_text(refreshed(path.read_text(encoding="utf-8")), encoding="utf-8")
+        page = refreshed(path.read_text(encoding="utf-8"))
+        if path.name == "verbs.md":
+            page = page.partition("## meshwright\n")[0] + verbs_page()
+        path.write_text(page, encoding="utf-8")
