@@ -23,6 +23,11 @@ HAS_CLIENTS := $(CLIENTS)/.has-clients
 HAS_VLLM    := $(CLIENTS)/.has-vllm
 VLLM        := vllm==0.33.0
 
+# What builds the documentation and checks its links, apart from what meshwright needs.
+SITE        := .docs
+HAS_SITE    := $(SITE)/.has-site
+LYCHEE      := $(SITE)/bin/lychee --offline --no-progress --include-fragments
+
 # Idle workers take tests over from the others; a worker's own tests stay in order, so that fixtures are shared.
 WORKERS     ?= 2
 IN_PARALLEL := -n $(WORKERS) --dist worksteal
@@ -35,7 +40,7 @@ unexport VIRTUAL_ENV
 # Byte code kept on disk is most of what makes the second start of JAX faster than the first.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-elastic test-aot test-aot-tpu test-clients same check format lock setup clean
+.PHONY: help demo test test-slow test-elastic test-aot test-aot-tpu test-clients same check docs format lock setup clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -74,6 +79,21 @@ format: $(HAS_PACKAGE) ## rewrite the sources in the house format
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
 
+# zensical keeps pages in .cache beside what `make demo` keeps there, and does not see that a docstring has changed. Links
+# from docs/ to other files find them beside the pages; the theme's loaders of what no page uses lose their hosts; links
+# are checked in a copy, from which none leads back into this folder.
+docs: $(HAS_SITE) ## build the documentation into site/, and check its links and those of all Markdown
+	rm -rf site $(SITE)/site .cache/[0-9]* .cache/*.json
+	$(SITE)/bin/zensical build --strict
+	mkdir site/benchmarks && cp -r benchmarks/results site/benchmarks && cp -r examples site
+	find site -name '*.html' -exec sed -i -E 's#href="(\.\./)+docs/#href="../#; s#href="\.\./((\.\./)*(benchmarks|examples)/)#href="\1#' {} +
+	find site -name '*.js' -exec sed -i -E 's#https://(unpkg\.com|cdn\.jsdelivr\.net|api\.github\.com)/#/#g' {} +
+	! grep -rnE '<(script|img|iframe|source|video)[^>]* src="?(https?:)?//|<link[^>]* href="?(https?:)?//|@import|url\(.?(https?:)?//' \
+		site --include='*.html' --include='*.css'
+	cp -r site $(SITE)
+	$(LYCHEE) --index-files index.html --root-dir "$(CURDIR)/$(SITE)/site" '$(SITE)/site/**/*.html'
+	git ls-files -z '*.md' | xargs -0 $(LYCHEE)
+
 setup: $(HAS_PACKAGE) ## only set up .venv
 
 lock: $(HAS_UV) ## resolve requirements.lock again (UPGRADE=1 takes the newest versions)
@@ -82,7 +102,7 @@ lock: $(HAS_UV) ## resolve requirements.lock again (UPGRADE=1 takes the newest v
 		--custom-compile-command "make lock" --quiet
 
 clean: ## remove .venv and the caches; runs/ stays
-	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax_cache .matrix dist
+	rm -rf $(VENV) $(CLIENTS) $(SITE) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax_cache .matrix dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # uv comes from its own hashed lines of the lock, by pip, since nothing else is there yet.
@@ -132,6 +152,12 @@ $(HAS_VLLM): $(HAS_CLIENTS)
 	$(CLIENTS)/bin/python -m pip download --quiet --no-deps --only-binary :all: --dest $(CLIENTS)/wheel $(VLLM) \
 		&& $(PY) tests/clients/vllm_bench.py $(CLIENTS)/vllm --unpack $(CLIENTS)/wheel/vllm-*.whl || true
 	rm -rf $(CLIENTS)/wheel
+	touch $@
+
+$(HAS_SITE): docs/requirements.txt | $(HAS_UV)
+	test -x $(SITE)/bin/python || $(PY) -m venv $(SITE)
+	$(UV) pip install --quiet --python $(SITE)/bin/python --requirement $< \
+		|| $(SITE)/bin/python -m pip install --quiet --requirement $<
 	touch $@
 
 # What is released, and what it runs on. Pythons that PATH lacks are passed over by wheel-test: PYTHONS="/path/to/python3.13 ..."
