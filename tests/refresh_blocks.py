@@ -30,5 +30,5 @@ if __name__ == "__main__":
         path = Path(name)
         page = refreshed(path.read_text(encoding="utf-8"))
         if path.name == "verbs.md":
-            page = page.partition("## meshwright\n")[0] + verbs_page()
+            page = page.partition("## meshwright\n")[0] + verbs_page() + "\n"
         path.write_text(page, encoding="utf-8")

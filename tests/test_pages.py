@@ -40,7 +40,7 @@ def test_reference_pages_are_whole():
     pages = {
         name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("verbs", "python", "cluster")
     }
-    assert pages["verbs"].endswith(verbs_page())
+    assert pages["verbs"].endswith(f"\n\n{verbs_page()}\n")
     assert [name for name in meshwright.__all__ if f"::: meshwright.{name}\n" not in pages["python"]] == []
     tables = (Chip, LibtpuTarget, XlaGpuTarget, _LevelsFile, _ShapeFile)
     keys = [key for table in tables for key in table.__struct_fields__]
