@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from meshwright.spec.chip import Chip, LibtpuTarget, XlaGpuTarget
-from meshwright.spec.cluster import _LevelsFile, _ShapeFile, _SizedLevel
 from tests.blocks import read_sections, run_section, verbs_page
 
 ROOT = Path(__file__).parents[1]
@@ -37,12 +35,6 @@ def test_the_blocks_print_what_they_say(name, tmp_path):
 
 
 def test_reference_pages_are_whole():
-    pages = {
-        name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("verbs", "python", "cluster")
-    }
-    assert pages["verbs"].endswith(f"\n\n{verbs_page()}\n")
-    assert [name for name in meshwright.__all__ if f"::: meshwright.{name}\n" not in pages["python"]] == []
-    tables = (Chip, LibtpuTarget, XlaGpuTarget, _LevelsFile, _ShapeFile)
-    keys = [key for table in tables for key in table.__struct_fields__]
-    keys += [f"levels.{key}" for key in _SizedLevel.__struct_fields__]
-    assert [key for key in keys if f"`{key}`" not in pages["cluster"]] == []
+    assert (ROOT / "docs/verbs.md").read_text(encoding="utf-8").endswith(f"\n\n{verbs_page()}\n")
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    assert [name for name in meshwright.__all__ if f"::: meshwright.{name}\n" not in page] == []

@@ -52,7 +52,7 @@ def often_ending(tmp_path_factory):
 
 @pytest.fixture
 def questions(tmp_path):
-    chance, words = random.Random(3), (ROOT / "docs" / "running.md").read_text().split()
+    chance, words = random.Random(3), (ROOT / "docs" / "train.md").read_text().split()
     rows = []
     for _ in range(NUM_QUESTIONS):
         start = chance.randrange(len(words) - 20)

@@ -12,6 +12,8 @@ from meshwright.cost.formulas.anatomy import gpu_peak_from_anatomy, tpu_peak_fro
 from meshwright.spec.chip import (
     Chip,
     GivenOptions,
+    LibtpuTarget,
+    XlaGpuTarget,
     chip,
     chip_from_table,
     chip_of_kind,
@@ -22,7 +24,7 @@ from meshwright.spec.chip import (
     options_of,
     peak,
 )
-from meshwright.spec.cluster import parse_cluster, parse_clusters
+from meshwright.spec.cluster import _LevelsFile, _ShapeFile, _SizedLevel, parse_cluster, parse_clusters
 
 UNSOURCED = {
     "name", "aliases", "family", "device_kind", "full_name", "vendor", "variant", "topology", "sources",
@@ -304,9 +306,12 @@ def test_refused_options_are_one_line():
     ]
 
 
-def test_the_page_names_every_field_of_a_chip_file():
-    page = (Path(__file__).parents[2] / "docs" / "chips.md").read_text(encoding="utf-8")
-    assert {field for field in Chip.__struct_fields__ if f"`{field}`" not in page} == set()
+def test_the_page_names_every_key_of_chip_and_cluster_files():
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
+    tables = (Chip, LibtpuTarget, XlaGpuTarget, _LevelsFile, _ShapeFile)
+    keys = {*(key for table in tables for key in table.__struct_fields__)}
+    keys |= {f"levels.{key}" for key in _SizedLevel.__struct_fields__}
+    assert {key for key in keys if f"`{key}`" not in page} == set()
 
 
 def test_tpu_v2_and_a_core_of_it():
