@@ -67,7 +67,7 @@ test-aot-tpu: $(HAS_PACKAGE) $(HAS_TPU) ## the same for TPUs alone, which CI run
 test-clients: $(HAS_PACKAGE) $(HAS_CLIENTS) $(HAS_VLLM) ## meshwright serve under openai, guidellm, lm-eval, vLLM's client, schemathesis, routers; a real model (2.2 GB)
 	CLIENTS="$(CURDIR)/$(CLIENTS)" $(PY) -m pytest $(wildcard tests/clients/check_*.py)
 
-same: $(HAS_PACKAGE) ## print every difference from the golden files (KINDS="help steps plans losses commands proofs")
+same: $(HAS_PACKAGE) ## print every difference from the golden files (KINDS="steps plans losses commands proofs")
 	$(PY) -m tests.golden.compare $(KINDS)
 
 check: $(HAS_PACKAGE) ## what CI runs first: format, lint, types

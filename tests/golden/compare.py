@@ -20,7 +20,6 @@ from tests.golden.differences import Difference, compare, judge, read_accepted
 from tests.golden.files import Golden, as_read, read, write
 
 KINDS: dict[str, tuple[str, str]] = {
-    "help": ("tests.golden.kind_help", "make"),
     "steps": ("tests.golden.kind_steps", "make"),
     "plans": ("tests.golden.kind_plans", "make"),
     "losses": ("tests.golden.kind_losses", "make"),

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import msgspec
 
 Plain = Any
@@ -36,13 +35,6 @@ def call(arguments: Sequence[str]) -> Said:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run(list(arguments))
     return Said(code, out.getvalue(), err.getvalue())
-
-
-def command_line() -> click.Group:
-    """The whole command line as click holds it."""
-    from meshwright.cli.main import cli
-
-    return cli
 
 
 # -- what is planned -----------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_a_digest_is_the_same_on_another_processor():
 def test_an_entry_that_takes_nothing_is_stale_where_its_kind_was_compared(tmp_path):
     entry = '[[accepted]]\nwhere = ["plans/none/*"]\nreason = "It was so once."\n'
     assert told(OLD, entry, tmp_path=tmp_path)[1][0] == "stale: nothing differs at plans/none/* (It was so once.)"
-    assert len(told(OLD, entry, tmp_path=tmp_path, kinds=("help",))[1]) == 1
+    assert len(told(OLD, entry, tmp_path=tmp_path, kinds=("steps",))[1]) == 1
 
 
 def test_losses_move_within_a_share_too():
