@@ -92,16 +92,16 @@ def _calls(page: str, start: int, end: int) -> Iterator[Call]:
 def verbs_page(command: click.Command = cli, name: str = "meshwright") -> str:
     """The help of a verb, with its options as a table, and then of the verbs under it."""
     context = click.Context(command, info_name=name, terminal_width=80, **cli.context_settings)
-    told, children = command.get_help(context).removeprefix("Usage: "), list[str]()
+    text, children = command.get_help(context).removeprefix("Usage: "), list[str]()
     if isinstance(command, click.Group):
         verbs = ((verb, command.get_command(context, verb)) for verb in command.list_commands(context))
         children = [verbs_page(child, f"{name} {verb}") for verb, child in verbs if child]
     else:
-        told = told.partition("\n\nOptions:")[0]
+        text = text.partition("\n\nOptions:")[0]
         records = filter(None, (param.get_help_record(context) for param in command.get_params(context)))
-        rows = ["| `{}` | {} |".format(*(text.replace("|", "/") for text in record)) for record in records if record[1]]
+        rows = ["| `{}` | {} |".format(*(cell.replace("|", "/") for cell in record)) for record in records if record[1]]
         children = ["\n".join(["| option | meaning |", "| --- | --- |", *rows])]
-    return "\n\n".join([f"## {name.removeprefix('meshwright ')}", f"```text\n{told}\n```", *children])
+    return "\n\n".join([f"## {name.removeprefix('meshwright ')}", f"```text\n{text}\n```", *children])
 
 
 @contextmanager
