@@ -192,8 +192,7 @@ def read_kernels(folder: Path) -> tuple[tuple[KernelGroup, ...], dict[str, int]]
             picked_rows = [row | {"seconds": row[time_column]} for row in picked_rows if row.get(time_column) != ""]
             chosen_lines |= {row["_line"] for row in picked_rows}
             chip_names = dict.fromkeys(row["chip"] for row in picked_rows)
-            rows_by_chip = ([row for row in picked_rows if row["chip"] == name] for name in chip_names)
-            kernel_groups += [_group(choice, chip_rows, path) for chip_rows in rows_by_chip]
+            kernel_groups += [_group(choice, [r for r in picked_rows if r["chip"] == c], path) for c in chip_names]
         num_left_by_reason.update(_reason(row) for row in rows if row["_line"] not in chosen_lines)
     return tuple(kernel_groups), dict(num_left_by_reason)
 

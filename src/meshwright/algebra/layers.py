@@ -295,7 +295,7 @@ def written(model: Model, text: str, **names: str | bool) -> str:
         "x4": "x2" if not model.layer_scale else "x4" if model.layer_embed_dim else "x3",
         "half": f"{2**-0.5}",
         "vl": "Vl" if model.layer_vocab_size else "V",
-        "activation": _activation(model),
+        "activation": "silu" if model.activation == "silu" else "gelu",  # the others stream as many bytes as gelu
         "cross_h": "cross_h" if model.pre_norms else "x0",
         "zero": "0" * model.qkv_bias,
         "zero_k": "0" * (model.qkv_bias and model.key_bias),
@@ -523,11 +523,6 @@ def _dense(model: Model, joins: bool, *, sparse: bool = False) -> str:
 def sums(model: Model, result_name: str) -> dict[str, str]:
     """Returns the name of a stream, x1, and of the sum that it is: another if its norm follows."""
     return {"x1": result_name, "sum": f"{result_name}s" if model.sum_norms else result_name}
-
-
-def _activation(model: Model) -> str:
-    """Returns the prefix of the activation's op: gelu for all but silu, as they stream the same bytes."""
-    return "silu" if model.activation == "silu" else "gelu"
 
 
 def given_attributes(**attributes: float | bool | str | None) -> str:

@@ -211,13 +211,6 @@ CONVOLUTIONS = """
 """Two convolutions over three neighbours, as products of unfolded arrays: Radford et al., Whisper (2022)."""
 
 
-def _encoder_embed_text(model: Model) -> str:
-    """Returns the lines from what an encoder reads to its stream, named as in a decoder."""
-    if not (model.encoder and model.encoder.features):
-        return embed_text(model)
-    return written(model, CONVOLUTIONS) + embed_text(model).partition("\n")[2]
-
-
 def _encoder(
     model: Model, variables: dict[str, Variable], options: ProgramOptions
 ) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:
@@ -232,11 +225,11 @@ def _encoder(
     first_name, layer_name, last_name, x_name = (f"{ENCODER}{name}" for name in ("embed", "layer", "end", "x"))
     bias_blocks, bias_stacks = _bias_table(model, variables, ENCODER)
     shared_bias = _shared_bias(model, ENCODER)
-    depth, texts = (
-        model.encoder.num_layers,
-        (_encoder_embed_text(model), encoder_layer_text(model, options), written(model, FINAL_NORM)),
-    )
-    embed_lines, layer_lines, end_lines = (_of_encoder(model, text) for text in texts)
+    embed_lines, depth = embed_text(model), model.encoder.num_layers
+    if model.encoder.features:
+        embed_lines = written(model, CONVOLUTIONS) + embed_lines.partition("\n")[2]
+    decoder_texts = (embed_lines, encoder_layer_text(model, options), written(model, FINAL_NORM))
+    embed_lines, layer_lines, end_lines = (_of_encoder(model, text) for text in decoder_texts)
     blocks = (
         *bias_blocks,
         parse_block(first_name, embed_lines, variables),

@@ -1,23 +1,9 @@
 """Parts that measure matrix products: sizes, partial tiles, contents, MLPs, attention and layers."""
 
 from meshwright.algebra.ops.attention import keys_per_query
+from meshwright.bench import results
 from meshwright.bench.devices import Bench, Runner
 from meshwright.bench.fit import fit_knee
-from meshwright.bench.results import (
-    AttentionPart,
-    AttentionTime,
-    BatchPart,
-    Contents,
-    ContentsPart,
-    CopyPart,
-    Edge,
-    LayerTime,
-    MatmulPart,
-    Mlp,
-    MlpPart,
-    Product,
-    Timing,
-)
 from meshwright.bench.timing import rounds_for
 from meshwright.bench.workloads import (
     attention_workload,
@@ -38,22 +24,22 @@ PROBE_SIDE = 128
 MAX_MEMORY_SHARE = 0.6
 CALLS = 5
 """Calls that must fit into the seconds left: compiling, warming up and three that count."""
-CONTENTS: tuple[Contents, ...] = ("zeros", "ones", "uniform", "normal")
+CONTENTS: tuple[results.Contents, ...] = ("zeros", "ones", "uniform", "normal")
 
 
-def measure_matmul(runner: Runner) -> MatmulPart:
+def measure_matmul(runner: Runner) -> results.MatmulPart:
     """Measures the sizes of the main element type, then partial tiles, then the sizes of other element types."""
     main_dtype, *other_dtypes = runner.bench.dtypes
     sweep_products = _sweep(runner.share(0.45), main_dtype)
     edges = _edges(runner.share(0.35), max((p.flops_per_s for p in sweep_products), default=None))
     for dtype, dtype_runner in runner.each(other_dtypes):
         sweep_products += _sweep(dtype_runner, dtype)
-    return MatmulPart(sweep=tuple(sweep_products), edges=tuple(edges))
+    return results.MatmulPart(sweep=tuple(sweep_products), edges=tuple(edges))
 
 
-def _sweep(runner: Runner, dtype: str) -> list[Product]:
+def _sweep(runner: Runner, dtype: str) -> list[results.Product]:
     """Measures increasing sizes of one element type, up to what memory and budget allow."""
-    products: list[Product] = []
+    products: list[results.Product] = []
     flops_per_s = _probed_rate(runner, dtype, f"{dtype} products")
     if flops_per_s is None:
         return products
@@ -93,15 +79,17 @@ def _too_large(runner: Runner, dtype: str, side: int, product_s: float) -> str:
     return ""
 
 
-def _product(bench: Bench, dtype: str, side: int, timing: Timing, contents: Contents = "normal") -> Product:
+def _product(
+    bench: Bench, dtype: str, side: int, timing: results.Timing, contents: results.Contents = "normal"
+) -> results.Product:
     flops_per_s = product_flops(side, side, side) / timing.median_s
-    return Product(
+    return results.Product(
         dtype=dtype, m=side, k=side, n=side, contents=contents, seconds=timing, flops_per_s=flops_per_s,
         share_of_peak=bench.share_of_peak(flops_per_s, dtype),
     )  # fmt: skip
 
 
-def _edges(runner: Runner, flops_per_s: float | None) -> list[Edge]:
+def _edges(runner: Runner, flops_per_s: float | None) -> list[results.Edge]:
     """Measures products of sides n - 1, n and n + 1 in alternation, with n a multiple of the tile."""
     if flops_per_s is None:
         runner.left_out.append("tile edges: no product was measured")
@@ -118,7 +106,7 @@ def _edges(runner: Runner, flops_per_s: float | None) -> list[Edge]:
     timings = runner.time({n: product_workload(bench, dtype, n, rounds) for n in tile_of}, "side {}", max_repeats=15)
     product_by_side = {n: _product(bench, dtype, n, timing) for n, timing in timings.items()}
     return [
-        Edge(
+        results.Edge(
             product=product_by_side[n],
             tile=tile,
             relative=product_by_side[n].flops_per_s / product_by_side[whole_n].flops_per_s,
@@ -134,7 +122,7 @@ def filled_share(n: int, tile: int) -> float:
     return float((n / (-(-n // tile) * tile)) ** 3)
 
 
-def measure_contents(runner: Runner) -> ContentsPart:
+def measure_contents(runner: Runner) -> results.ContentsPart:
     """Measures many consecutive products per call, so that a chip at its power limit has time to slow down."""
     bench, products, side = runner.bench, [], runner.bench.sizes.contents
     for dtype, dtype_runner in runner.each(bench.dtypes[: bench.sizes.contents_dtypes]):
@@ -144,28 +132,28 @@ def measure_contents(runner: Runner) -> ContentsPart:
             workload_by_fill = {fill: product_workload(bench, dtype, side, rounds, contents=fill) for fill in CONTENTS}
             timings = dtype_runner.time(workload_by_fill, f"{dtype} of {{}}")
             products += [_product(bench, dtype, side, timing, fill) for fill, timing in timings.items()]
-    return ContentsPart(products=tuple(products))
+    return results.ContentsPart(products=tuple(products))
 
 
-def measure_mlp(runner: Runner) -> MlpPart:
+def measure_mlp(runner: Runner) -> results.MlpPart:
     """Measures every shape forward and backward, smallest first."""
     dtype, mlps = runner.bench.main_dtype, []
-    best = (runner.found.get("matmul") or MatmulPart()).best(dtype)
+    best = (runner.found.get("matmul") or results.MatmulPart()).best(dtype)
     for shape, mlp_runner in runner.each(runner.bench.sizes.mlps):
         workload = mlp_workload(shape, dtype)
         timing = mlp_runner.time_one(workload, f"MLP of {' x '.join(map(str, shape))}")
         if timing:
             rate = workload.work / timing.median_s
             mlps.append(
-                Mlp(
+                results.Mlp(
                     dtype=dtype, tokens=shape[0], d_model=shape[1], d_ff=shape[2], seconds=timing, flops_per_s=rate,
                     mfu=runner.bench.share_of_peak(rate, dtype), of_matmul=rate / best.flops_per_s if best else None,
                 )
             )  # fmt: skip
-    return MlpPart(mlps=tuple(mlps))
+    return results.MlpPart(mlps=tuple(mlps))
 
 
-def measure_attention(runner: Runner) -> AttentionPart:
+def measure_attention(runner: Runner) -> results.AttentionPart:
     """Measures each length, forward and both passes in alternation."""
     bench, dtype, attention_times = runner.bench, runner.bench.main_dtype, []
     for shape, attention_runner in runner.each(bench.sizes.attention):
@@ -176,37 +164,37 @@ def measure_attention(runner: Runner) -> AttentionPart:
             pair_share = float(keys_per_query(shape[1], causal=not bench.emulated)) / shape[1]
             forward_rate, both_rate = (programs[key].work * pair_share / timings[key].median_s for key in (False, True))
             attention_times.append(
-                AttentionTime(
+                results.AttentionTime(
                     batch=shape[0], length=shape[1], num_heads=shape[2], num_kv_heads=shape[3], head_dim=shape[4],
                     forward=timings[False], both=timings[True], forward_flops_per_s=forward_rate,
                     both_flops_per_s=both_rate, share_of_peak=bench.share_of_peak(both_rate, dtype),
                 )
             )  # fmt: skip
-    return AttentionPart(dtype=dtype, times=tuple(attention_times))
+    return results.AttentionPart(dtype=dtype, times=tuple(attention_times))
 
 
-def measure_batch(runner: Runner) -> BatchPart:
+def measure_batch(runner: Runner) -> results.BatchPart:
     """Measures doubling batches, and compares the knee of the layer's time with the critical batch."""
     bench, dtype = runner.bench, runner.bench.main_dtype
     sizes, batch_sizes = bench.sizes.layer, bench.sizes.batches
-    layer_times: list[LayerTime] = []
+    layer_times: list[results.LayerTime] = []
     for index, tokens in enumerate(batch_sizes):
         workload, batch_runner = layer_workload(sizes, tokens, dtype), runner.share(2 / (len(batch_sizes) - index + 1))
         timing = batch_runner.time_one(workload, f"batches of {tokens} tokens and more", max_repeats=10)
         if not timing:
             break
         layer_times.append(
-            LayerTime(
+            results.LayerTime(
                 tokens=tokens,
                 seconds=timing,
                 tokens_per_us=tokens / timing.median_s * 1e-6,
                 flops_per_s=workload.work / timing.median_s,
             )
         )
-    copy_part: CopyPart = runner.found.get("copy") or CopyPart()
+    copy_part: results.CopyPart = runner.found.get("copy") or results.CopyPart()
     weights_copy = copy_part.of_size(layer_flops(sizes, 1) / 2 * DTYPE_BYTES[dtype])
     chip_rates = runner.product_rate(dtype), weights_copy.bytes_per_s if weights_copy else bench.chip.hbm_bytes_per_s
-    return BatchPart(
+    return results.BatchPart(
         sizes=dict(sizes),
         dtype=dtype,
         layers=tuple(layer_times),

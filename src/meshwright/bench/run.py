@@ -12,16 +12,10 @@ import jax
 import msgspec
 
 from meshwright import __version__
+from meshwright.bench import products
 from meshwright.bench.devices import DEFAULT_DTYPES, JAX_DTYPES, Bench, Runner
 from meshwright.bench.elementwise import measure_copy, measure_distance, measure_elementwise
 from meshwright.bench.links import measure_collectives, measure_overhead
-from meshwright.bench.products import (
-    measure_attention,
-    measure_batch,
-    measure_contents,
-    measure_matmul,
-    measure_mlp,
-)
 from meshwright.bench.results import BenchReport, Part
 from meshwright.bench.timing import NO_TIME, budget_of
 from meshwright.core.errors import CannotRunError, InputError, nearest
@@ -31,15 +25,15 @@ from meshwright.spec.chip import chip_of_kind
 
 PARTS: dict[str, tuple[float, Callable[[Runner], Part]]] = {
     "overhead": (1, measure_overhead),
-    "matmul": (4, measure_matmul),
-    "mlp": (2, measure_mlp),
+    "matmul": (4, products.measure_matmul),
+    "mlp": (2, products.measure_mlp),
     "elementwise": (3, measure_elementwise),
-    "contents": (1, measure_contents),
+    "contents": (1, products.measure_contents),
     "distance": (1, measure_distance),
     "copy": (1.5, measure_copy),
-    "batch": (2, measure_batch),
+    "batch": (2, products.measure_batch),
     "collectives": (5, measure_collectives),
-    "attention": (2, measure_attention),
+    "attention": (2, products.measure_attention),
 }
 """Parts in the order of measuring, with their shares of the seconds. Later predictions use rates of earlier parts."""
 

@@ -184,7 +184,10 @@ class _Walk:
     def counts(self, one: Instruction) -> bool:
         """True for a collective, but no later piece of an asynchronous one, which may run in any loop."""
         computations = self.begun.get(one.async_key)
-        return _is_collective(one) and (computations is None or one.computation in computations)
+        is_collective = one.opcode.removesuffix("-start") in KINDS
+        if one.opcode == "send":
+            is_collective = "_xla_megascale_transfer_type" in one.attributes
+        return is_collective and (computations is None or one.computation in computations)
 
     def collective(self, one: Instruction, around: _Around) -> Iterator[CompiledCollective]:
         async_key = one.async_key
@@ -296,12 +299,6 @@ class _Walk:
         if "windowed_dot_general" in one.computation:
             return True
         return "dot_general" in one.op_name.rpartition("/")[2] and self.permutes[one.op_name] > 1
-
-
-def _is_collective(one: Instruction) -> bool:
-    if one.opcode == "send":
-        return "_xla_megascale_transfer_type" in one.attributes
-    return one.opcode.removesuffix("-start") in KINDS
 
 
 def _is_sliced(module: Module, one: Instruction) -> bool:

@@ -12,23 +12,8 @@ from contextlib import suppress
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError, StoppedError
+from meshwright.islands import messages
 from meshwright.islands.exchange import Links, Listener, LostIslandsError, Timeouts, WorldChangedError
-from meshwright.islands.messages import (
-    Beat,
-    Dropped,
-    IslandProcess,
-    IsReady,
-    Join,
-    Leave,
-    Lost,
-    MemberMessage,
-    Note,
-    Refused,
-    World,
-    host_and_port,
-    receive,
-    send,
-)
 
 SERVICE, ISLANDS, ISLAND, KEY = "MESHWRIGHT_SERVICE", "MESHWRIGHT_ISLANDS", "MESHWRIGHT_ISLAND", "MESHWRIGHT_KEY"
 BEAT_EVERY_S = 0.3
@@ -84,10 +69,10 @@ class Member:
         self._sending = threading.Lock()
         self._control = self._reach()
         self._listener = Listener(self._control.getsockname()[0], key=identity.key)
-        self.place = IslandProcess(identity.island, process, self._listener.address, uuid.uuid4().hex[:8])
+        self.place = messages.IslandProcess(identity.island, process, self._listener.address, uuid.uuid4().hex[:8])
         self.step = self._settled = 0
         self.links: Links | None = None
-        self._world: World | None = None  # the newest that this process belongs to
+        self._world: messages.World | None = None  # the newest that this process belongs to
         self._refused, self._out, self._is_ready, self._ended = "", "", False, False
         self._heard_at = time.monotonic()
         threading.Thread(target=self._speak, name="islands-member", daemon=True).start()
@@ -98,7 +83,7 @@ class Member:
         """Says that this process can train from the next boundary on."""
         with self._changed:
             self._is_ready, self._out = True, ""
-        self._tell(IsReady())
+        self._tell(messages.IsReady())
 
     @property
     def newest(self) -> int:
@@ -135,29 +120,29 @@ class Member:
     def lost(self, error: LostIslandsError) -> None:
         """Reports a failed exchange; `join` then returns the world that follows."""
         if self.links:
-            self._tell(Lost(self.links.world.generation, error.islands, error.late))
+            self._tell(messages.Lost(self.links.world.generation, error.islands, error.late))
 
     def settled(self) -> None:
         """Says that the present world trains; until all its members have, nobody new comes in."""
         if self.links:
             self._settled = self.links.world.generation
-        self._tell(Beat(self.step, self._settled))
+        self._tell(messages.Beat(self.step, self._settled))
 
     def note_run(self, run: str) -> None:
         """Lets those who join later know the folder of the run."""
-        self._tell(Note(run))
+        self._tell(messages.Note(run))
 
     def leave(self) -> None:
         """Ends the membership, after the last step."""
         self._ended = True
-        self._tell(Leave())
+        self._tell(messages.Leave())
         if self.links:
             self.links.close()
         self._listener.close()
 
     # -- the thread -----------------------------------------------------------------------------------
 
-    def _next_world(self, after: int, end: float) -> World:
+    def _next_world(self, after: int, end: float) -> messages.World:
         stops_at, told_at = time.monotonic() + STOP_S, time.monotonic() + PATIENCE_S
         with self._changed:
             while True:
@@ -204,14 +189,14 @@ class Member:
                 time.sleep(RECONNECT_S)
 
     def _connection(self) -> socket.socket:
-        connection = socket.create_connection(host_and_port(self.identity.service), 2.0)
+        connection = socket.create_connection(messages.host_and_port(self.identity.service), 2.0)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # a network that is gone says nothing
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
         return connection
 
-    def _tell(self, message: MemberMessage) -> None:
+    def _tell(self, message: messages.MemberMessage) -> None:
         with self._sending, suppress(OSError):
-            send(self._control, message)
+            messages.send(self._control, message)
 
     def _speak(self) -> None:
         while not self._ended:
@@ -228,12 +213,12 @@ class Member:
     def _present(self) -> None:
         with self._changed:
             world, is_ready = self._world, self._is_ready
-        join = Join(
+        join = messages.Join(
             place=self.place, processes=self._processes, settings=self._settings, key=self.identity.key, world=world
         )
         self._tell(join)
         if is_ready:
-            self._tell(IsReady())
+            self._tell(messages.IsReady())
 
     def _listen(self) -> None:
         """Obeys the service until the connection ends."""
@@ -241,23 +226,23 @@ class Member:
         while not self._ended:
             if time.monotonic() - beat_at >= BEAT_EVERY_S:
                 with self._sending:
-                    send(self._control, Beat(self.step, self._settled))
+                    messages.send(self._control, messages.Beat(self.step, self._settled))
                 beat_at = time.monotonic()
             if not select.select([self._control], [], [], BEAT_EVERY_S)[0]:
                 continue
-            message = receive(self._control, 5.0)
+            message = messages.receive(self._control, 5.0)
             with self._changed:
-                if isinstance(message, World):
+                if isinstance(message, messages.World):
                     is_newer = message.generation > self.newest
                     self._world = message if message.generation >= self.newest else self._world
-                elif isinstance(message, Refused):
+                elif isinstance(message, messages.Refused):
                     self._refused = message.reason
-                elif isinstance(message, Dropped):
+                elif isinstance(message, messages.Dropped):
                     self._out, self._world, self._is_ready, self._settled = message.reason, None, False, 0
                     self.place = msgspec.structs.replace(self.place, start=uuid.uuid4().hex[:8])
                 self._changed.notify_all()
-            if isinstance(message, Refused | Dropped):
+            if isinstance(message, messages.Refused | messages.Dropped):
                 self._abort()
                 raise ConnectionError  # joins anew, as another start
-            if isinstance(message, World) and message.urgent and is_newer:
+            if isinstance(message, messages.World) and message.urgent and is_newer:
                 self._abort()

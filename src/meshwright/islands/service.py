@@ -14,23 +14,7 @@ from contextlib import suppress
 
 import msgspec
 
-from meshwright.islands.messages import (
-    Beat,
-    Dropped,
-    Event,
-    IslandProcess,
-    IsReady,
-    Join,
-    Leave,
-    Lost,
-    MemberMessage,
-    Note,
-    Refused,
-    Watch,
-    World,
-    packed,
-    read,
-)
+from meshwright.islands import messages
 
 TICK_S = 0.05
 RETRY_S = 10.0
@@ -61,16 +45,16 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 class _Peer:
     """A connection of a process."""
 
-    def __init__(self, join: Join, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, join: messages.Join, writer: asyncio.StreamWriter) -> None:
         self.join, self.writer = join, writer
         self.beat_at = time.monotonic()
         self.is_ready = join.world is not None
         self.settled = 0  # the newest world in which it trains
         self.fault = ""  # why it is out, though it is connected
 
-    def tell(self, message: MemberMessage) -> None:
+    def tell(self, message: messages.MemberMessage) -> None:
         if not self.writer.is_closing():
-            self.writer.write(packed(message))
+            self.writer.write(messages.packed(message))
 
 
 class Membership:
@@ -78,10 +62,10 @@ class Membership:
 
     def __init__(self, bounds: Bounds, *, key: str, say: Callable[[str], None] = lambda line: None) -> None:
         self.bounds, self.key, self._say = bounds, key, say
-        self.world: World | None = None
+        self.world: messages.World | None = None
         self._peers: dict[tuple[int, int], _Peer] = {}
         self._watchers: list[asyncio.StreamWriter] = []
-        self._lost: list[tuple[float, int, Lost]] = []
+        self._lost: list[tuple[float, int, messages.Lost]] = []
         self._retried: dict[frozenset[int], float] = {}
         self._absent: dict[tuple[int, int], float] = {}  # members whose connection has ended: since when
         self._waits_since = time.monotonic()
@@ -107,14 +91,14 @@ class Membership:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = None
         try:
-            first = await asyncio.wait_for(read(reader), self.bounds.beat_s)
-            if isinstance(first, Watch) and first.key == self.key:
+            first = await asyncio.wait_for(messages.read(reader), self.bounds.beat_s)
+            if isinstance(first, messages.Watch) and first.key == self.key:
                 self._watchers.append(writer)
                 await reader.read()
-            elif isinstance(first, Join):
+            elif isinstance(first, messages.Join):
                 peer = self._joined(first, writer)
                 while peer:
-                    self._heard(peer, await read(reader))
+                    self._heard(peer, await messages.read(reader))
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, ValueError):
             pass
         finally:
@@ -125,31 +109,31 @@ class Membership:
                 self._absent[_number(peer.join.place)] = time.monotonic()
             writer.close()
 
-    def _joined(self, join: Join, writer: asyncio.StreamWriter) -> _Peer | None:
+    def _joined(self, join: messages.Join, writer: asyncio.StreamWriter) -> _Peer | None:
         peer = _Peer(join, writer)
         if self.world and not any(self.world.has(other.join.place) for other in self._peers.values()):
             self._is_done = False  # who had left was killed before it ended, and starts again
         reason = self._fault(join)
         if reason:
             self._tell_all(f"island {join.place.island} is refused: {reason}")
-            peer.tell(Refused(reason))
+            peer.tell(messages.Refused(reason))
             return None
         if join.world and (self.world is None or join.world.generation > self.world.generation):
             self.world, self._adopted_at = join.world, time.monotonic()
         if join.world and self.world and not self.world.has(join.place):
             peer.fault = "the others went on without it"
-            peer.tell(Dropped(peer.fault))
+            peer.tell(messages.Dropped(peer.fault))
         if join.world and self.world and self.world.has(join.place):
             peer.tell(self.world)
         if join.world and not self._peers:
             self._adopted_at = time.monotonic()  # all were cut off, and come back
         earlier = self._peers.get(_number(join.place))
         if earlier and earlier.join.place.address != join.place.address:
-            earlier.tell(Refused("a later process has its number"))
+            earlier.tell(messages.Refused("a later process has its number"))
         self._peers[_number(join.place)] = peer
         return peer
 
-    def _fault(self, join: Join) -> str:
+    def _fault(self, join: messages.Join) -> str:
         """Returns why a process may not join, "" if it may."""
         if join.key != self.key:
             return "it belongs to another run"
@@ -161,24 +145,24 @@ class Membership:
                     return f"its {name} is {own}, and that of island {other.join.place.island} is {theirs}"
         return ""
 
-    def _heard(self, peer: _Peer, message: MemberMessage) -> None:
+    def _heard(self, peer: _Peer, message: messages.MemberMessage) -> None:
         peer.beat_at = time.monotonic()
-        if isinstance(message, IsReady):
+        if isinstance(message, messages.IsReady):
             peer.is_ready = True
             self._review()
-        elif isinstance(message, Lost):
+        elif isinstance(message, messages.Lost):
             if self.world and message.generation == self.world.generation:
                 self._lost.append((peer.beat_at, peer.join.place.island, message))
-        elif isinstance(message, Note) and self.world:
+        elif isinstance(message, messages.Note) and self.world:
             self.world = msgspec.structs.replace(self.world, run=message.run)
             for other in self._peers.values():  # who tells the next service
                 if self.world.has(other.join.place):
                     other.tell(self.world)
             self._tell_all("")
-        elif isinstance(message, Leave):
+        elif isinstance(message, messages.Leave):
             self._is_done = True
             raise ConnectionError
-        elif isinstance(message, Beat):
+        elif isinstance(message, messages.Beat):
             peer.settled = message.generation
         else:
             raise ValueError(type(message).__name__)
@@ -212,18 +196,18 @@ class Membership:
 
     def _begin(
         self,
-        islands: Sequence[tuple[IslandProcess, ...]],
+        islands: Sequence[tuple[messages.IslandProcess, ...]],
         *,
-        new: Sequence[tuple[IslandProcess, ...]],
+        new: Sequence[tuple[messages.IslandProcess, ...]],
         gone: dict[int, str],
         apart: bool,
     ) -> None:
-        before = self.world or World(generation=0, islands=(), run=self.bounds.run)
+        before = self.world or messages.World(generation=0, islands=(), run=self.bounds.run)
         numbers = tuple(island[0].island for island in islands)
         new_numbers = tuple(island[0].island for island in new if island in islands)
         leads_on = before.leader in numbers and before.leader not in new_numbers
         first = next((number for number in numbers if number not in new_numbers), numbers[0])
-        self.world = World(
+        self.world = messages.World(
             generation=before.generation + 1,
             islands=tuple(islands),
             urgent=bool(gone) or apart,
@@ -241,16 +225,16 @@ class Membership:
             for peer in self._of(number):
                 if before.has(peer.join.place):  # not a new start of it, which has come at once
                     peer.fault = reason
-                    peer.tell(Dropped(reason))
+                    peer.tell(messages.Dropped(reason))
         for island in islands:
             for place in island:
                 peer_there = self._peers.get(_number(place))  # else it comes back, and gets the world then
                 if peer_there:
                     peer_there.tell(self.world)
 
-    def _present(self, now: float) -> tuple[list[tuple[IslandProcess, ...]], dict[int, str]]:
+    def _present(self, now: float) -> tuple[list[tuple[messages.IslandProcess, ...]], dict[int, str]]:
         """Returns the islands of the world that live, and why each other one does not."""
-        present, gone = list[tuple[IslandProcess, ...]](), dict[int, str]()
+        present, gone = list[tuple[messages.IslandProcess, ...]](), dict[int, str]()
         waits_for_return = now - self._adopted_at < self.bounds.beat_s
         for island in self.world.islands if self.world else ():
             reasons = []
@@ -279,7 +263,7 @@ class Membership:
         peers = [self._peers.get(_number(place)) for place in places]
         return all(peer and peer.settled == self.world.generation for peer in peers)
 
-    def _fresh(self, exclude: set[int], now: float) -> list[tuple[IslandProcess, ...]]:
+    def _fresh(self, exclude: set[int], now: float) -> list[tuple[messages.IslandProcess, ...]]:
         """Returns the islands outside the world, all of whose processes are ready and alive."""
         fresh = []
         for number in sorted({number for number, _ in self._peers} - exclude):
@@ -290,7 +274,7 @@ class Membership:
                 fresh.append(tuple(peer.join.place for peer in peers))
         return fresh
 
-    def _may_begin(self, fresh: Sequence[tuple[IslandProcess, ...]], now: float) -> bool:
+    def _may_begin(self, fresh: Sequence[tuple[messages.IslandProcess, ...]], now: float) -> bool:
         """True if a world of new islands alone may begin: all are there, or the time to wait for them is over."""
         waited_s = now - self._waits_since
         if self.bounds.restarted and self.world is None and waited_s < 2 * self.bounds.beat_s:
@@ -328,12 +312,12 @@ class Membership:
     def _tell_all(self, line: str, dropped: tuple[int, ...] = ()) -> None:
         if line:
             self._say(line)
-        world = self.world or World(generation=0, islands=(), run=self.bounds.run)
-        event = packed(Event(line, dropped, world.numbers, world.run))
+        world = self.world or messages.World(generation=0, islands=(), run=self.bounds.run)
+        event = messages.packed(messages.Event(line, dropped, world.numbers, world.run))
         for writer in self._watchers:
             with suppress(ConnectionError):
                 writer.write(event)
 
 
-def _number(place: IslandProcess) -> tuple[int, int]:
+def _number(place: messages.IslandProcess) -> tuple[int, int]:
     return place.island, place.process

@@ -49,8 +49,7 @@ class Ranges:
     @property
     def dtype(self) -> np.dtype:
         """The element type."""
-        element_type: np.dtype = self.low.dtype
-        return element_type
+        return self.low.dtype  # type: ignore[no-any-return]
 
     def astype(self, dtype: DTypeLike) -> "Ranges":
         """Returns values of another type, to which conversion keeps the order: a float or a wide integer."""

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import ENCODER, ENCODER_LENGTHS, FEATURES, PLAIN, ProgramOptions, mask_data
 from meshwright.algebra.notation import ShardedArray, check
-from meshwright.algebra.program import LOSSES, Variable
+from meshwright.algebra.program import LOSSES
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.rewrites.split_backward import counts_of, weight_updates
 from meshwright.algebra.transformer import transformer, weight_variables
@@ -323,18 +323,13 @@ class TrainStep:
         """Returns the batch if it has all arrays of the step, else the result of `place`."""
         return dict(batch) if set(batch) == set(self.batch_specs) else self.place(batch)
 
-    def _dtype_of(self, variable: Variable) -> Any:
-        """Returns the dtype of an array of a batch."""
-        return jnp.int32 if variable.is_whole_numbers else self.dtype
-
     def batch_shapes(self, batch_seqs: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the global shapes and dtypes of a batch."""
-        sizes = {**self.model.dims, "B": batch_seqs, "T": seq_len}
-        struct_by_name = {
-            variable.name: jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in variable.dims), self._dtype_of(variable))
-            for variable in self.program.of_role("input", "position")
-        }
-        return struct_by_name | dict.fromkeys(self.counts.values(), jax.ShapeDtypeStruct((), jnp.float32))
+        sizes, structs = {**self.model.dims, "B": batch_seqs, "T": seq_len}, dict[str, jax.ShapeDtypeStruct]()
+        for variable in self.program.of_role("input", "position"):
+            dtype = jnp.int32 if variable.is_whole_numbers else self.dtype
+            structs[variable.name] = jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in variable.dims), dtype)
+        return structs | dict.fromkeys(self.counts.values(), jax.ShapeDtypeStruct((), jnp.float32))
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
         """Lowers the step for a batch size without data; on an abstract mesh for ``platform``."""

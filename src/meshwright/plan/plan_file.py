@@ -277,7 +277,10 @@ def decode_plan(file: TomlFile, kind: Any = Plan) -> Any:
     file_kind = ServicePlan if SERVICE in file.data else Plan
     if not issubclass(file_kind, kind):
         raise file.error((SERVICE,), _OTHER_KIND[file_kind])
-    plan = _service_plan(file) if file_kind is ServicePlan else _training_plan(file)
+    if file_kind is Plan:
+        _move_assumptions(file)
+        _move_bound(file)
+    plan = decode_toml(file, Plan) if file_kind is Plan else _service_plan(file)
     file.refuse(_unknown_names(plan))
     if plan.calibration.chip != plan.cluster.chip.name:
         rates_text = f"rates of {plan.calibration.chip}, and the chips are {plan.cluster.chip.name}"
@@ -319,12 +322,6 @@ _OTHER_KIND: dict[type[PlanFile], str] = {
 
 
 # -- plans of training ------------------------------------------------------------------------------------
-
-
-def _training_plan(file: TomlFile) -> Plan:
-    _move_assumptions(file)
-    _move_bound(file)
-    return decode_toml(file, Plan)
 
 
 def _move_bound(file: TomlFile) -> None:

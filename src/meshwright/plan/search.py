@@ -136,8 +136,7 @@ def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> np.ndarray:
     is_promising = _promising(seconds_by_mesh, meshes.mesh["pipeline"])
     if not is_promising.any():
         return np.ones(len(meshes), dtype=bool)
-    is_promising |= near(meshes, select(meshes, np.array([np.argmin(seconds_by_mesh)])).mesh)
-    return is_promising
+    return np.asarray(is_promising | near(meshes, select(meshes, np.array([np.argmin(seconds_by_mesh)])).mesh))
 
 
 def _promising(seconds: np.ndarray, num_stages: np.ndarray) -> np.ndarray:

@@ -95,9 +95,7 @@ _THEME: Facts = {
 
 def themed(chart: Layer, title: str, subtitle: str = "", **properties: Any) -> Figure:
     """Returns the chart with its title and the theme of all pictures, ready for `save`."""
-    titled = chart.properties(title=headline(title, subtitle), background="white", **properties)
-    figure: Figure = titled.configure(**_THEME)
-    return figure
+    return chart.properties(title=headline(title, subtitle), background="white", **properties).configure(**_THEME)
 
 
 def headline(title: str, subtitle: str = "", **style: Any) -> Any:

@@ -80,11 +80,6 @@ SOURCE_PAGES = "source_pages"
 """The page table of sources, whose keys and values cross-attention reads; they are pages as others are."""
 
 
-def window_of(block: Block) -> int | None:
-    """Returns the window of a block's attention, which its cache keeps at most; None for every position."""
-    return next((int(value) for op in block.ops for name, value in op.attributes if name == "window"), None)
-
-
 def caches_of(block: Block) -> tuple[str, ...]:
     """Returns the names of the caches that a layer of a block writes and reads."""
     return tuple(op.inputs[0] for op in block.ops if op.kind == "cache_write")
@@ -242,7 +237,8 @@ class _Writer:
         if self.model.latent_attention:
             key_part, shared_key = maker_of[k].inputs
             source_by_letter = {"c": maker_of[key_part].inputs[0], "p": shared_key}
-        is_window = bool(self.storage.window_pages) and window_of(block) is not None
+        has_window = any(name == "window" for op in block.ops for name, _ in op.attributes)
+        is_window = has_window and bool(self.storage.window_pages)
         pages_name, slots_name, pool_dim = (WINDOW_PAGES, "window_slots", "Pw") if is_window else (PAGES, "slots", "Pg")
         sequence_names = ("first", "counts", "lengths")
         self.variables |= {name: Variable(name, ("Q",), "position") for name in sequence_names}

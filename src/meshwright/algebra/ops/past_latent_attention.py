@@ -53,7 +53,8 @@ def flops(step: Step, sizes: OpSizes) -> Number:
     queries, latents, shared = step.inputs[:3]
     num_rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
     latent_width, rotated_width, query_width = (sizes.dims[array.dims[-1]] for array in (latents, shared, queries))
-    num_met = sum(part.past_pairs for part in sizes.sequences) / sum(part.count * part.rows for part in sizes.sequences)
+    num_pairs = sum(part.count * part.rows * part.before for part in sizes.sequences)
+    num_met = num_pairs / sum(part.count * part.rows for part in sizes.sequences)
     projected_width = _share(sizes) * latent_width * (query_width - rotated_width + sizes.dims[step.result.dims[-1]])
     return 2.0 * num_rows * (projected_width + num_met * (2 * latent_width + rotated_width))
 

@@ -36,7 +36,8 @@ def flops(step: Step, sizes: OpSizes) -> Number:
     """Returns 2 B T N S (H + Hv), with S the rows of its sequence up to a query in the mean."""
     queries, _, values = step.inputs[:3]
     num_rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
-    n_keys = sum(part.fresh_pairs for part in sizes.sequences) / sum(part.count * part.rows for part in sizes.sequences)
+    num_pairs = sum(part.count * part.rows * (part.rows + 1) / 2 for part in sizes.sequences)
+    n_keys = num_pairs / sum(part.count * part.rows for part in sizes.sequences)
     return 2.0 * num_rows * n_keys * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
 
 

@@ -8,14 +8,7 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
-from meshwright.algebra.schedules.table import (
-    PLACEMENTS,
-    PlacementName,
-    Schedule,
-    StagePass,
-    StagePlacement,
-    microbatch_routes,
-)
+from meshwright.algebra.schedules import table
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 
@@ -30,7 +23,7 @@ for those of the weights. A schedule that does not split its backward pass runs 
 class PassOrder(Protocol):
     """A function that returns the passes of one device, first to last."""
 
-    def __call__(self, device: int, *, stages: int, microbatches: int, chunks: int) -> Iterable[StagePass]: ...
+    def __call__(self, device: int, *, stages: int, microbatches: int, chunks: int) -> Iterable[table.StagePass]: ...
 
 
 class Requirement(msgspec.Struct, frozen=True):
@@ -101,7 +94,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     year: int
     order: PassOrder
-    placement: PlacementName = "looped"
+    placement: table.PlacementName = "looped"
     chunks: int = 1
     more_chunks: bool = False
     requirements: tuple[Requirement, ...] = ()
@@ -111,9 +104,9 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
     published: PublishedBubble | None = None
 
     @property
-    def stage_placement(self) -> StagePlacement:
+    def stage_placement(self) -> table.StagePlacement:
         """The placement of the virtual stages on devices."""
-        return PLACEMENTS[self.placement]
+        return table.PLACEMENTS[self.placement]
 
     def is_legal(self, stages: Number, microbatches: Number, chunks: Number) -> Number:
         """True where the schedule exists for these sizes."""
@@ -141,7 +134,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
         )
         return self.requirements if self.more_chunks else (chunks_rule, *self.requirements)
 
-    def build(self, stages: int, microbatches: int, chunks: int) -> Schedule:
+    def build(self, stages: int, microbatches: int, chunks: int) -> table.Schedule:
         """Returns the rows of the schedule. Raises InputError for sizes that it does not exist for."""
         if refusal := self.refusal(stages, microbatches, chunks):
             raise InputError(refusal)
@@ -150,8 +143,8 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
             for device in range(stages)
         )
         routes = self.stage_placement.routes(stages, chunks)
-        route_of = microbatch_routes(orders, len(routes))
-        return Schedule(
+        route_of = table.microbatch_routes(orders, len(routes))
+        return table.Schedule(
             name=self.name,
             routes=routes,
             route_of=tuple(route_of.get(m, 0) for m in range(microbatches)),

@@ -11,13 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import (
-    LockstepForms,
-    PublishedBubble,
-    Requirement,
-    ScheduleDefinition,
-    StageForms,
-)
+from meshwright.algebra.schedules import definition
 from meshwright.algebra.schedules.table import StagePass
 from meshwright.algebra.sizes import Number
 
@@ -62,9 +56,9 @@ def dual_bubble_seconds(hops: Number, f: Number, b: Number, w: Number) -> Number
     return np.maximum(longest_s, hops * (b + np.maximum(b - w, 0)) - f)
 
 
-def published_bubble(formula: str, hops: Callable[[Number], Number]) -> PublishedBubble:
+def published_bubble(formula: str, hops: Callable[[Number], Number]) -> definition.PublishedBubble:
     """Returns the report's bubble of ``hops`` sends each way: F&B is one pass of both, F + B long, and B holds W."""
-    return PublishedBubble(
+    return definition.PublishedBubble(
         formula=formula,
         seconds=lambda p, m, v, f, b, w: hops(p) * ((f + b + w) + (b + w) - 3 * w),
         why="its F&B is one pass, F + B long, that hands both results on together; here each is sent when it is ready",
@@ -86,25 +80,25 @@ def _even_microbatches(stages: int, microbatches: int, chunks: int) -> str:
     )
 
 
-SCHEDULE = ScheduleDefinition(
+SCHEDULE = definition.ScheduleDefinition(
     name="dualpipe",
     year=2024,
     order=_order,
     placement="bidirectional",
     requirements=(
-        Requirement(
+        definition.Requirement(
             lambda p, m, v: p % 2 == 0,
             lambda p, m, v: f"dualpipe needs an even number of stages, not {p}. Use {p + 1}, or dualpipe-v.",
         ),
-        Requirement(lambda p, m, v: (m % 2 == 0) & (m >= 2 * p), _even_microbatches),
+        definition.Requirement(lambda p, m, v: (m % 2 == 0) & (m >= 2 * p), _even_microbatches),
     ),
-    forms=StageForms(
+    forms=definition.StageForms(
         bubble_s=lambda p, m, v, f, b, w: dual_bubble_seconds(np.divide(p, 2) - 1, f, b, w),
         stash=lambda p, m, v: np.add(p, 1),
         sends=lambda p, m, v: 2.5 * p - 3,
         split=lambda p, m, v: p - 1 + 0 * m,
     ),
-    lockstep=LockstepForms(
+    lockstep=definition.LockstepForms(
         bubble_s=lambda p, m, v, f, b, w: (p - 2) * (f + b) + (p - 2) * w,
         x=lambda p, m, v: 1 + (p > 2),
         stash=lambda p, m, v: p + 1,

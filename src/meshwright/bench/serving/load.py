@@ -133,8 +133,10 @@ class LoadClient:
         Prompts are random tokens; those that share a prefix begin alike. ITL counts events of the stream, which are
         tokens unless the server holds some back or joins them. Raises CannotRunError if no request is answered.
         """
+        body = {"model": facts.name, "temperature": 0, "stream": True, "ignore_eos": True}
+        body["skip_special_tokens"] = False  # a special token without text would make no event
         prompts_and_lens = zip(_prompts(traffic, facts), traffic.output.tolist(), strict=True)
-        bodies = [_body(facts, prompt, output_len) for prompt, output_len in prompts_and_lens]
+        bodies = [msgspec.json.encode(body | {"prompt": p, "max_tokens": n}) for p, n in prompts_and_lens]
         http_heads = [self._head("POST", "/v1/completions", body) for body in bodies]
         sent_s, events_s = traffic.arrival_s.copy(), list[list[float]]([] for _ in bodies)
         failures, free_slots = dict[int, str](), asyncio.Semaphore(int(min(concurrency, len(bodies))))
@@ -219,12 +221,6 @@ def _prompts(traffic: RequestTraffic, facts: ServerFacts) -> list[list[int]]:
             prompt_tokens[: request.prefix_len] = prefix_rng.integers(min_token, facts.vocab_size, request.prefix_len)
         prompts.append(prompt_tokens.tolist())
     return prompts
-
-
-def _body(facts: ServerFacts, prompt: list[int], max_tokens: int) -> bytes:
-    request_fields = {"model": facts.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    # a special token without text would make no event
-    return msgspec.json.encode({**request_fields, "stream": True, "ignore_eos": True, "skip_special_tokens": False})
 
 
 def _measured(traffic: RequestTraffic, events_s: list[list[float]], failure_by_index: dict[int, str]) -> MeasuredLoad:

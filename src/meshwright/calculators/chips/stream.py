@@ -81,8 +81,7 @@ class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def moved_bytes(self, arrays: Iterable[TiledArray]) -> NDArray[np.int64]:
         """Returns the bytes that these arrays move for each step."""
-        tile_bytes = [self.moves[array.name] * math.prod(array.tile) * array.itemsize for array in arrays]
-        return np.asarray(np.sum(tile_bytes, axis=0))
+        return np.asarray(sum(self.moves[array.name] * math.prod(array.tile) * array.itemsize for array in arrays))
 
     def titles(self, arrays: Iterable[TiledArray], step: int, *, moving: bool = False) -> list[str]:
         """Returns the names of the tiles of a step, or of those that move for it; none if there is no such step."""

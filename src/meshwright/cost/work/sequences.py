@@ -42,16 +42,6 @@ class LikeSequences(msgspec.Struct, frozen=True):
         in a chunk."""
         return (np.asarray(self.rows) < chunk) & (np.asarray(self.before) >= chunk)
 
-    @property
-    def fresh_pairs(self) -> Number:
-        """Pairs of a row and another of its step, or itself, that it sees without a window."""
-        return self.count * self.rows * (self.rows + 1) / 2
-
-    @property
-    def past_pairs(self) -> Number:
-        """Pairs of a row and a position before the step."""
-        return self.count * self.rows * self.before
-
     def positions(self, window: int | None, *, chunked: bool = False) -> Number:
         """Returns the positions of the cache that rows see."""
         positions_each = self.rows + self.before

@@ -20,10 +20,6 @@ def _width(context: Context, step: Step) -> int:
     return context.model.dims[step.inputs[0].dims[-1]]
 
 
-def _squares(context: Context, step: Step, gates: Array, sums: Array) -> Array:
-    return jnp.sum(jnp.square(offsets(gates, _width(context, step), sums)), axis=-1)
-
-
 def _above(context: Context, step: Step, gates: Array, sums: Array, squares: Array) -> tuple[Array, Array, Array]:
     """Returns gates less their bound, gates less their mean, and the deviation of the row."""
     width = _width(context, step)
@@ -53,7 +49,7 @@ def _backward(context: Context, step: Step, dout: Array, gates: Array, *sums: Ar
 
 STEPS = {
     "gate_sum": lambda context, step, gates: jnp.sum(gates.astype(jnp.float32), axis=-1),
-    "gate_squares": _squares,
+    "gate_squares": lambda c, step, gates, sums: jnp.sum(jnp.square(offsets(gates, _width(c, step), sums)), axis=-1),
     "sparse_gate": _forward,
     "sparse_gate_above": _sum_above,
     "sparse_gate_backward": _backward,

@@ -16,14 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from meshwright.algebra.schedules.ticks import (
-    BackwardColumns,
-    Columns,
-    ForwardColumns,
-    MessageChannel,
-    TickTables,
-    WeightColumns,
-)
+from meshwright.algebra.schedules import ticks
 from meshwright.parallel.gradients import at_most_once, barrier
 from meshwright.parallel.held import Tree
 
@@ -77,7 +70,7 @@ class StageWeights(NamedTuple):
 
 
 def run_schedule(
-    tables: TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree
+    tables: ticks.TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree
 ) -> tuple[Tree, StageWeights]:
     """Returns sums over this device's microbatches (the loss among them), and gradients of its weights in float32.
 
@@ -108,7 +101,7 @@ def run_schedule(
     return state.sums, state.grads._replace(layers=add(my_grads, _mirror(tables, their_grads)))
 
 
-def _mirror(tables: TickTables, tree: Tree) -> Tree:
+def _mirror(tables: ticks.TickTables, tree: Tree) -> Tree:
     last_device = tables.schedule.num_devices - 1
     return lax.ppermute(tree, AXIS, [(device, last_device - device) for device in range(last_device + 1)])
 
@@ -131,7 +124,7 @@ class TickState(NamedTuple):
 class TickExecutor:
     """Runs one tick on one device."""
 
-    def __init__(self, tables: TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree) -> None:
+    def __init__(self, tables: ticks.TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree) -> None:
         self.tables, self.stages, self.weights, self.inputs = tables, stages, weights, inputs
         self.num_chunks = tables.schedule.num_chunks
         batch, stage_layers = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, weights.layers, 0)
@@ -172,7 +165,7 @@ class TickExecutor:
             sums=zeros(self.sums),
         )
 
-    def tick(self, state: TickState, row: Columns) -> TickState:
+    def tick(self, state: TickState, row: ticks.Columns) -> TickState:
         """Runs F, B and W, each where the row names a microbatch, and exchanges the streams of all devices."""
         state, y = self._forward(state, row.forward)
         arriving_streams = self._exchange(y, self.tables.x_channels)
@@ -186,7 +179,7 @@ class TickExecutor:
             state = state._replace(x=write_if_named(state.x, slot, stream))
         return state
 
-    def _exchange(self, stream: Stream, channels: Sequence[MessageChannel]) -> list[Stream]:
+    def _exchange(self, stream: Stream, channels: Sequence[ticks.MessageChannel]) -> list[Stream]:
         return [lax.ppermute(stream, AXIS, channel.pairs) if channel.offset else stream for channel in channels]
 
     def _piece(self, weights: Tree, chunk: Array) -> Tree:
@@ -203,7 +196,7 @@ class TickExecutor:
         """
         return lax.optimization_barrier((self.weights.ends, read(self.inputs, microbatch)))
 
-    def _forward(self, state: TickState, row: ForwardColumns) -> tuple[TickState, Stream]:
+    def _forward(self, state: TickState, row: ticks.ForwardColumns) -> tuple[TickState, Stream]:
         stages, (ends, inputs) = self.stages, self._ends_and_inputs(row.microbatch)
         x = lax.switch(
             # idle, from another stage, or from the embedding
@@ -237,7 +230,7 @@ class TickExecutor:
             )
         return state._replace(stash=stash_buffer, head=head_buffer, sums=sums), stages.send(y)
 
-    def _backward(self, state: TickState, row: BackwardColumns) -> tuple[TickState, Stream]:
+    def _backward(self, state: TickState, row: ticks.BackwardColumns) -> tuple[TickState, Stream]:
         stages, (ends, inputs) = self.stages, self._ends_and_inputs(row.microbatch)
         state, dy = self._cotangent(state, row, ends, inputs)
 
@@ -266,7 +259,7 @@ class TickExecutor:
         return state._replace(grads=StageWeights(layer_grads, end_grads), handed=handed_buffer), stages.send_back(dx)
 
     def _cotangent(
-        self, state: TickState, row: BackwardColumns, ends: dict[str, Array], inputs: Tree
+        self, state: TickState, row: ticks.BackwardColumns, ends: dict[str, Array], inputs: Tree
     ) -> tuple[TickState, Stream]:
         """Returns the cotangent of a stage's result: received, or from the loss head, whose two passes run here."""
         stages = self.stages
@@ -287,7 +280,7 @@ class TickExecutor:
         dy, end_grads, sums = at_most_once(is_busy & ~has_dy, from_head, invariants, dy, state.grads.ends, state.sums)
         return state._replace(grads=state.grads._replace(ends=end_grads), sums=sums), dy
 
-    def _weight(self, state: TickState, row: WeightColumns) -> TickState:
+    def _weight(self, state: TickState, row: ticks.WeightColumns) -> TickState:
         if not self.tables.has_split:
             return state
 

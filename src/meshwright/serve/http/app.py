@@ -16,15 +16,8 @@ from starlette.routing import Route
 from meshwright import __version__
 from meshwright.core.errors import UserError
 from meshwright.serve.frontend import Frontend
+from meshwright.serve.http import asked
 from meshwright.serve.http.answers import ChatAnswer, ChatWriter, CompletionAnswer, CompletionWriter
-from meshwright.serve.http.asked import (
-    asked_of_chat,
-    asked_of_completion,
-    chat_text,
-    encoded,
-    require_tokens,
-    template_variables,
-)
 from meshwright.serve.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from meshwright.serve.http.border import Border
 from meshwright.serve.http.errors import RequestError, error_response
@@ -133,12 +126,12 @@ class Handlers:
         return Route(row.path.replace("{model}", "{model:path}"), endpoint, methods=[row.method.upper()])
 
     async def completions(self, request: Request, body: CompletionBody, served: ServedModel) -> Exchange:
-        asked_text = await asked_of_completion(body, served, self.frontend)
+        asked_text = await asked.asked_of_completion(body, served, self.frontend)
         writer = CompletionWriter(served, request.state.request_id)
         return Exchange(asked_text, writer, self.frontend, self.metrics, request.state.known)
 
     async def chat(self, request: Request, body: ChatBody, served: ServedModel) -> Exchange:
-        asked_text = await asked_of_chat(body, served, self.frontend)
+        asked_text = await asked.asked_of_chat(body, served, self.frontend)
         writer = ChatWriter(served, request.state.request_id)
         return Exchange(asked_text, writer, self.frontend, self.metrics, request.state.known)
 
@@ -147,15 +140,15 @@ class Handlers:
             raise RequestError("give a prompt or messages, one of the two.", param="prompt")
         text, adds_special = body.prompt, body.add_special_tokens is not False
         if text is None:
-            text = await chat_text(served, body.messages or [], body.tools, template_variables(body))
+            text = await asked.chat_text(served, body.messages or [], body.tools, asked.template_variables(body))
             adds_special = bool(body.add_special_tokens)
-        tokens = await encoded(served, text, adds_special)
+        tokens = await asked.encoded(served, text, adds_special)
         token_texts = [served.piece(token)[0] for token in tokens] if body.return_token_strs else None
         max_len = self.frontend.max_len
         return TokenizeAnswer(count=len(tokens), max_model_len=max_len, tokens=tokens, token_strs=token_texts)
 
     async def detokenize(self, _: Request, body: DetokenizeBody, served: ServedModel) -> DetokenizeAnswer:
-        require_tokens(body.tokens, self.frontend.vocab_size, "tokens")
+        asked.require_tokens(body.tokens, self.frontend.vocab_size, "tokens")
         return DetokenizeAnswer(served.whole.decode(body.tokens))
 
     async def models(self, _: Request) -> ModelCards:

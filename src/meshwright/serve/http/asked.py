@@ -15,15 +15,7 @@ from meshwright.nn.hf.features import read_features
 from meshwright.serve.drawing.grammar import GrammarKind
 from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.frontend import Frontend
-from meshwright.serve.http.bodies import (
-    ChatBody,
-    ChatMessage,
-    CompletionBody,
-    GenerationBody,
-    Json,
-    JsonObject,
-    TokenizeBody,
-)
+from meshwright.serve.http import bodies
 from meshwright.serve.http.errors import RequestError
 from meshwright.serve.http.served import ServedModel
 from meshwright.serve.request import Prompt, RequestBounds, SourceFeatures, TokenRequest
@@ -39,7 +31,7 @@ class AskedText(msgspec.Struct, kw_only=True):
     """A body to a model as requests for the engine, ``n`` for each prompt in turn. ``echoes`` are the texts of prompts
     that are repeated, ``is_from_source`` says that an encoder reads the prompts."""
 
-    body: GenerationBody
+    body: bodies.GenerationBody
     served: ServedModel
     requests: list[TokenRequest]
     echoes: list[str] | None = None
@@ -50,7 +42,7 @@ class AskedText(msgspec.Struct, kw_only=True):
         return self.body.n or 1
 
 
-async def asked_of_completion(body: CompletionBody, served: ServedModel, frontend: Frontend) -> AskedText:
+async def asked_of_completion(body: bodies.CompletionBody, served: ServedModel, frontend: Frontend) -> AskedText:
     """Returns what a completion asks for. Raises RequestError or InputError for what cannot be answered."""
     if body.suffix:
         raise RequestError("suffix is not supported: text is only generated after a prompt.", param="suffix")
@@ -76,7 +68,7 @@ async def asked_of_completion(body: CompletionBody, served: ServedModel, fronten
     return asked_text
 
 
-async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend) -> AskedText:
+async def asked_of_chat(body: bodies.ChatBody, served: ServedModel, frontend: Frontend) -> AskedText:
     """Returns what a chat asks for. Raises RequestError or InputError for what cannot be answered."""
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
@@ -91,9 +83,9 @@ async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend)
     return _asked(body, served, frontend, [prompt], num_logprobs, await _grammar(body, served))
 
 
-async def _grammar(body: GenerationBody, served: ServedModel) -> LLMatcher | None:
+async def _grammar(body: bodies.GenerationBody, served: ServedModel) -> LLMatcher | None:
     """Returns what the text may be, None if it may be anything. Raises RequestError for a form that is not valid."""
-    forms = list[tuple[str, GrammarKind, Json]]()
+    forms = list[tuple[str, GrammarKind, bodies.Json]]()
     if form := body.response_format:
         if (form.type == "json_schema") != (form.json_schema is not None):
             raise RequestError(
@@ -107,7 +99,7 @@ async def _grammar(body: GenerationBody, served: ServedModel) -> LLMatcher | Non
             forms.append(("response_format", "json_schema", {"type": "object"}))
     if (constraints := body.structured_outputs) is not None:
         any_object_schema = {"type": "object"} if constraints.json_object else None
-        form_by_kind: dict[GrammarKind, Json] = {
+        form_by_kind: dict[GrammarKind, bodies.Json] = {
             "regex": constraints.regex,
             "choice": constraints.choice,
             "lark": constraints.grammar,
@@ -131,7 +123,10 @@ async def _grammar(body: GenerationBody, served: ServedModel) -> LLMatcher | Non
 
 
 async def chat_text(
-    served: ServedModel, messages: list[ChatMessage], tools: list[JsonObject] | None, variables: JsonObject
+    served: ServedModel,
+    messages: list[bodies.ChatMessage],
+    tools: list[bodies.JsonObject] | None,
+    variables: bodies.JsonObject,
 ) -> str:
     """Returns the text of a chat; raises RequestError for what its template refuses, or a text that is not UTF-8."""
     render_args = messages, tools, variables
@@ -144,7 +139,7 @@ async def chat_text(
     return text
 
 
-def template_variables(body: ChatBody | TokenizeBody) -> JsonObject:
+def template_variables(body: bodies.ChatBody | bodies.TokenizeBody) -> bodies.JsonObject:
     """Returns the variables of a chat template that a body sets."""
     variables = dict(body.chat_template_kwargs or {})
     clashes = sorted({"messages", "tools"} & variables.keys())
@@ -181,7 +176,7 @@ def require_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
         raise RequestError(f"{param} has token {wrong_token}; the model has tokens 0 to {vocab_size - 1}.", param=param)
 
 
-def sampling_of(body: GenerationBody, vocab_size: int, *, seed: int, number: int) -> Sampling:
+def sampling_of(body: bodies.GenerationBody, vocab_size: int, *, seed: int, number: int) -> Sampling:
     """Returns how a body samples. Raises RequestError for a setting that samples cannot have."""
     logit_bias = list[tuple[int, float]]()
     for digits, bias in (body.logit_bias or {}).items():
@@ -236,14 +231,14 @@ def _features(prompt: str | list[int]) -> SourceFeatures:
 
 
 def _asked(
-    body: GenerationBody,
+    body: bodies.GenerationBody,
     served: ServedModel,
     frontend: Frontend,
     prompts: Sequence[Prompt],
     num_logprobs: int | None,
     grammar: LLMatcher | None,
 ) -> AskedText:
-    n, is_echoed = body.n or 1, isinstance(body, CompletionBody) and bool(body.echo)
+    n, is_echoed = body.n or 1, isinstance(body, bodies.CompletionBody) and bool(body.echo)
     vocab_size = frontend.vocab_size
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream. Set stream to true.", param="stream_options")
@@ -276,10 +271,10 @@ def _asked(
     return AskedText(body=body, served=served, requests=requests, is_from_source=frontend.bounds.source_len > 0)
 
 
-def _max_tokens(body: GenerationBody, prompt_len: int, bounds: RequestBounds) -> int:
+def _max_tokens(body: bodies.GenerationBody, prompt_len: int, bounds: RequestBounds) -> int:
     """Returns the most tokens after a prompt. Raises RequestError if they are more than the model's positions."""
     num_tokens, tokens_left = body.max_tokens, bounds.room(prompt_len)
-    if isinstance(body, ChatBody):
+    if isinstance(body, bodies.ChatBody):
         num_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else num_tokens
         num_tokens = max(1, tokens_left) if num_tokens is None else num_tokens
     elif num_tokens is None:
@@ -288,7 +283,7 @@ def _max_tokens(body: GenerationBody, prompt_len: int, bounds: RequestBounds) ->
         raise RequestError(
             f"the model has {bounds.max_len:,} positions; the prompt has {counted(prompt_len, 'token')} and "
             f"{num_tokens:,} more are asked for. Shorten the prompt, or lower max_tokens.",
-            param="messages" if isinstance(body, ChatBody) else "prompt",
+            param="messages" if isinstance(body, bodies.ChatBody) else "prompt",
             code="context_length_exceeded",
         )
     return num_tokens

@@ -127,20 +127,16 @@ def _scaling_table(scaling: RopeScaling | None) -> HfFields:
     return {ROPE_KEYS[name]: value for name, value in fields if name == "factor" or value != defaults[name]}
 
 
-def _only_global(model: Model) -> bool:
-    """True if the layers would rotate without a window in the config, which none of them has."""
-    return formats()[model.family].global_unrotated and len(model.unrotated_layers) == model.num_layers
-
-
 _COMPUTED: dict[str, Callable[[Model], Any]] = {
-    # These have a window as a number in every config, also where no layer uses it.
+    # These have a window as a number in every config, also where no layer uses it, or would rotate without one.
     "sliding_window": lambda m: (
-        m.sliding_window
-        or (
-            m.max_positions
-            if m.family in ("gemma2", "gemma3", "gemma3n", "gemma4", "olmo3") or _only_global(m)
-            else None
+        m.max_positions
+        if m.sliding_window is None
+        and (
+            m.family in ("gemma2", "gemma3", "gemma3n", "gemma4", "olmo3")
+            or (formats()[m.family].global_unrotated and len(m.unrotated_layers) == m.num_layers)
         )
+        else m.sliding_window
     ),
     "layer_types": lambda model: [
         f"{'chunked' if model.chunked_windows else 'sliding'}_attention"

@@ -11,13 +11,17 @@ import jax
 import numpy as np
 
 from meshwright.parallel.held import Tree
+from meshwright.train.outer.fragments import shard_key, shards_here
 
 _Index = tuple[slice, ...]
 
 
 def on_host(tree: Tree) -> list[np.ndarray]:
     """Returns the arrays of a tree; on CPU they may share memory with it."""
-    return [np.asarray(part) for leaf in jax.tree.leaves(tree) for part in _parts(leaf)]
+    parts: list[jax.Array] = []
+    for leaf in jax.tree.leaves(tree):
+        parts += [leaf] if leaf.is_fully_addressable else [shard.data for shard in shards_here(leaf)]
+    return [np.asarray(part) for part in parts]
 
 
 def empty(shapes: Tree, shardings: Tree) -> list[np.ndarray]:
@@ -39,12 +43,12 @@ def on_devices(arrays: Sequence[np.ndarray], shapes: Tree, shardings: Tree) -> A
 def _placed(arrays: Iterator[np.ndarray], shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(next(arrays).astype(shape.dtype), sharding)
-    value_at = {_key(index): next(arrays) for index in _indices(shape, sharding)}
+    value_at = {shard_key(index): next(arrays) for index in _indices(shape, sharding)}
     index_of = sharding.addressable_devices_indices_map(shape.shape)
     kind = sharding.memory_kind
     shards = [
         jax.device_put(
-            value_at[_key(index)].astype(shape.dtype), jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+            value_at[shard_key(index)].astype(shape.dtype), jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
         )
         for device, index in index_of.items()
         if index is not None
@@ -55,15 +59,6 @@ def _placed(arrays: Iterator[np.ndarray], shape: jax.ShapeDtypeStruct, sharding:
 def _indices(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> list[_Index]:
     if sharding.is_fully_addressable:
         return [(slice(None),) * len(shape.shape)]
-    index_by_key = {_key(i): i for i in sharding.addressable_devices_indices_map(shape.shape).values() if i is not None}
+    indices = sharding.addressable_devices_indices_map(shape.shape).values()
+    index_by_key = {shard_key(index): index for index in indices if index is not None}
     return [index for _, index in sorted(index_by_key.items())]
-
-
-def _parts(array: jax.Array) -> Sequence[jax.Array]:
-    if array.is_fully_addressable:
-        return [array]
-    return [data for _, data in sorted({_key(shard.index): shard.data for shard in array.addressable_shards}.items())]
-
-
-def _key(index: _Index) -> tuple[int, ...]:
-    return tuple(part.start or 0 for part in index)

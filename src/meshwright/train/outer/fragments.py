@@ -56,7 +56,7 @@ def read(weights: Params, fragment: Fragment) -> list[np.ndarray]:
         if isinstance(array, np.ndarray) or _is_here(array):
             blocks.append(array[piece.first :: piece.stride] if piece.stride else array)
         else:
-            blocks += [_rows(piece, shard.data, shard.index) for shard in _shards(array)]
+            blocks += [_rows(piece, shard.data, shard.index) for shard in shards_here(array)]
     return [np.asarray(block, np.float32) for block in blocks]
 
 
@@ -71,10 +71,10 @@ def written(weights: Params, fragment: Fragment, blocks: list[np.ndarray]) -> Pa
         elif _is_here(array):
             weights[piece.name] = _replaced(array, piece.first, piece.stride, next(left))
         else:
-            block_at = {_key(shard.index): (shard.index, next(left)) for shard in _shards(array)}
+            block_at = {shard_key(shard.index): (shard.index, next(left)) for shard in shards_here(array)}
             parts = []
             for shard in array.addressable_shards:
-                index, block = block_at[_key(shard.index)]
+                index, block = block_at[shard_key(shard.index)]
                 parts.append(_replaced(shard.data, _first(piece, index), piece.stride, block))
             weights[piece.name] = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
     return weights
@@ -116,12 +116,13 @@ def _replacing(sharding: jax.sharding.Sharding, first: int, stride: int) -> Any:
     return jax.jit(replaced, out_shardings=sharding)
 
 
-def _shards(array: Array) -> list[jax.Shard]:
+def shards_here(array: Array) -> list[jax.Shard]:
     """Returns the shards of this process, those that several of its devices have once, in the order of their index."""
-    return [shard for _, shard in sorted({_key(shard.index): shard for shard in array.addressable_shards}.items())]
+    return [shard for _, shard in sorted({shard_key(shard.index): shard for shard in array.addressable_shards}.items())]
 
 
-def _key(index: _Index) -> tuple[int, ...]:
+def shard_key(index: _Index) -> tuple[int, ...]:
+    """Returns where a shard begins: equal for equal shards."""
     return tuple(part.start or 0 for part in index)
 
 
