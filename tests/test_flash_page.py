@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.calculators.chips.stream import tiled_loop
 from tests.blocks import run_listings
+from tests.nn.attention.rules import equations
 from tests.verify.compiled import compiled_for
 
 ROOT = Path(__file__).parents[1]
@@ -81,17 +82,6 @@ def test_heads_of_a_group_share_keys(flash_attention):
         np.testing.assert_allclose(dv[:, head], sum(part[3] for part in parts), atol=1e-5)
 
 
-def pallas_calls(jaxpr):
-    """The kernels in a jaxpr, in order."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            yield eqn
-        else:
-            for part in eqn.params.values():
-                inner = getattr(part, "jaxpr", part)
-                yield from pallas_calls(inner) if hasattr(inner, "eqns") else ()
-
-
 def specified_bytes(eqn, table):
     """Bytes of (operands, results) that the block specs of a kernel move: a block moves when its start changes."""
     mapping, moved = eqn.params["grid_mapping"], [0, 0]
@@ -115,7 +105,8 @@ def test_the_block_specs_move_the_bytes_that_are_counted(flash_attention, causal
         o, pull = jax.vjp(lambda *args: flash_attention(*args, 16, causal, False), q, k, v)
         return o, pull(do)
 
-    kernels = list(pallas_calls(jax.make_jaxpr(both)(x, x, x, x).jaxpr))
+    traced = equations(jax.make_jaxpr(both)(x, x, x, x).jaxpr)
+    kernels = [equation for equation in traced if equation.primitive.name == "pallas_call"]
     for name, kernel in zip(("flash", "flash-backward"), kernels, strict=True):
         loop = tiled_loop(name, seq=64, width=32, block=16, causal=causal)
         assert kernel.params["grid_mapping"].grid == (loop.num_steps,)

@@ -3,19 +3,11 @@
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from meshwright.accuracy.kernels import (
-    CHOICES,
-    FEWEST_ROWS,
-    MOST_NUMBERS,
-    PRIORS,
-    fit_kernels,
-    kernel_errors,
-    predicted_s,
-    read_kernels,
-)
+from meshwright.accuracy import kernels
 from meshwright.core.errors import InputError
 from meshwright.spec.efficiency import KERNEL_NUMBERS, fitted_numbers
 
@@ -25,12 +17,12 @@ TABLES = ROOT / "benchmarks/data/kernels"
 
 @pytest.fixture(scope="module")
 def measured():
-    return read_kernels(TABLES)
+    return kernels.read_kernels(TABLES)
 
 
 def test_every_row_is_chosen_or_left_out_with_a_reason(measured):
     groups, left = measured
-    files = dict.fromkeys(choice.file for choice in CHOICES)
+    files = dict.fromkeys(choice.file for choice in kernels.CHOICES)
     rows = sum(len((TABLES / f"{name}.csv").read_text().splitlines()) - 1 for name in files)
     assert sum(len(one.measured_s) for one in groups) + sum(left.values()) == rows
     assert left["attention backward with heads of 256 on h100"] == 12
@@ -54,17 +46,16 @@ def test_one_shape_is_in_one_fold_on_all_chips(measured):
 
 def test_the_shipped_numbers_are_what_the_fit_finds(measured):
     shipped = fitted_numbers(KERNEL_NUMBERS).numbers
-    assert len(shipped) <= MOST_NUMBERS
-    assert set(shipped) == set(PRIORS)
-    assert fit_kernels(measured[0]) == pytest.approx(shipped, rel=0.02)
+    assert len(shipped) <= kernels.MOST_NUMBERS
+    assert set(shipped) == set(kernels.PRIORS)
+    assert kernels.fit_kernels(measured[0]) == pytest.approx(shipped, rel=0.02)
 
 
 def test_numbers_that_made_the_times_come_back(measured):
     """Times that the formulas made themselves, with other numbers than the fit starts at."""
-    true = PRIORS | {"compute.gpu": 0.6, "start_s": 8e-6, "softmax": 1000.0, "link": 0.6}
-    made = [type(one)(**{**{f: getattr(one, f) for f in one.__struct_fields__}, "measured_s": predicted_s(one, true)})
-            for one in measured[0]]  # fmt: skip
-    assert fit_kernels(made) == pytest.approx(true, rel=0.02)
+    true = kernels.PRIORS | {"compute.gpu": 0.6, "start_s": 8e-6, "softmax": 1000.0, "link": 0.6}
+    made = [msgspec.structs.replace(one, measured_s=kernels.predicted_s(one, true)) for one in measured[0]]
+    assert kernels.fit_kernels(made) == pytest.approx(true, rel=0.02)
 
 
 @pytest.mark.slow
@@ -72,11 +63,11 @@ def test_the_page_has_the_table_of_this_command(measured):
     """Held-out medians as they stand in the page, to a point; each due row is marked by whether it reaches the goal."""
     lines = (ROOT / "docs/accuracy.md").read_text().partition("<!-- table: kernels -->")[2].partition("<!-- end -->")[0]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines.strip().splitlines()[2:]]
-    found = kernel_errors(measured[0], fitted_numbers(KERNEL_NUMBERS).numbers)
+    found = kernels.kernel_errors(measured[0], fitted_numbers(KERNEL_NUMBERS).numbers)
     assert [row[:3] for row in cells] == [[one.operation, one.chip, str(one.rows)] for one in found]
     medians = np.array([float(row[3].rstrip("%")) for row in cells])
     assert medians == pytest.approx([100 * one.median for one in found], abs=1.0)
-    assert all((one.goal == "") == (one.rows < FEWEST_ROWS) for one in found)
+    assert all((one.goal == "") == (one.rows < kernels.FEWEST_ROWS) for one in found)
 
 
 def test_a_damaged_table_is_named_by_line(tmp_path):
@@ -86,12 +77,12 @@ def test_a_damaged_table_is_named_by_line(tmp_path):
     lines = table.read_text().splitlines()
     table.write_text("\n".join([lines[0], lines[1].replace("512", "wide", 1), *lines[2:]]))
     with pytest.raises(InputError, match=r"gemm_bf16.csv:2: could not convert string to float: 'wide'"):
-        read_kernels(folder)
+        kernels.read_kernels(folder)
     table.write_text("\n".join([lines[0], lines[1].replace("512", "-5", 1), *lines[2:]]))
     with pytest.raises(InputError, match=r"gemm_bf16.csv:2: a size or a time is not a positive number"):
-        read_kernels(folder)
+        kernels.read_kernels(folder)
 
 
 def test_a_folder_without_tables_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"gemm_bf16.csv"):
-        read_kernels(tmp_path)
+        kernels.read_kernels(tmp_path)

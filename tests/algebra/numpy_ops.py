@@ -58,29 +58,9 @@ def rope(x, positions, sign=1.0):
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def silu_mul(gate, up):
-    return gate / (1 + np.exp(-gate)) * up
-
-
 def silu_mul_backward(dout, gate, up):
     sigmoid = 1 / (1 + np.exp(-gate))
     return dout * up * sigmoid * (1 + gate * (1 - sigmoid)), dout * gate * sigmoid
-
-
-def gelu_mul(gate, up):
-    return np.tanh(gate) * up
-
-
-def gelu_mul_backward(dout, gate, up):
-    return dout * up * (1 - np.tanh(gate) ** 2), dout * np.tanh(gate)
-
-
-def gelu(x):
-    return np.tanh(x) * x
-
-
-def gelu_backward(dout, x):
-    return dout * (np.tanh(x) + x * (1 - np.tanh(x) ** 2))
 
 
 def token_gate(x, h, gate):
@@ -162,37 +142,24 @@ def _of_chosen(slots, chosen):
     return found.reshape(*chosen.shape, *slots.shape[2:])
 
 
-def dispatch(x, chosen, like):
+def _copies_in_slots(x, chosen, like):
     return _in_slots(np.repeat(x[:, :, None], chosen.shape[-1], 2), chosen, len(like))
 
 
-def dispatch_backward(dslots, chosen, *tokens):
-    return combine(dslots, chosen)
-
-
-def dispatch_gates_backward(dslots, chosen, *gates):
-    return _of_chosen(dslots, chosen)
-
-
-def weighted(rows, by):
-    return rows * by[..., None]
-
-
-def weighted_backward(dout, rows, by):
-    return dout * by[..., None], (dout * rows).sum(-1)
-
-
-def combine(slots, chosen):
-    return _of_chosen(slots, chosen).sum(2)
-
-
-def combine_backward(dout, chosen, like):
-    return dispatch(dout, chosen, like)
-
-
-def _narrow(dout, array: ShardedArray, out: ShardedArray):
-    """The sum of a cotangent over the dims that a broadcast input lacks."""
-    return dout.sum(tuple(i for i, dim in enumerate(out.dims) if dim not in array.dims))
+PLAIN = {
+    "silu_mul": lambda gate, up: gate / (1 + np.exp(-gate)) * up,
+    "gelu_mul": lambda gate, up: np.tanh(gate) * up,
+    "gelu_mul_backward": lambda dout, gate, up: (dout * up * (1 - np.tanh(gate) ** 2), dout * np.tanh(gate)),
+    "gelu": lambda x: np.tanh(x) * x,
+    "gelu_backward": lambda dout, x: dout * (np.tanh(x) + x * (1 - np.tanh(x) ** 2)),
+    "dispatch": _copies_in_slots,
+    "dispatch_backward": lambda dslots, chosen, *tokens: _of_chosen(dslots, chosen).sum(2),
+    "dispatch_gates_backward": lambda dslots, chosen, *gates: _of_chosen(dslots, chosen),
+    "weighted": lambda rows, by: rows * by[..., None],
+    "weighted_backward": lambda dout, rows, by: (dout * by[..., None], (dout * rows).sum(-1)),
+    "combine": lambda slots, chosen: _of_chosen(slots, chosen).sum(2),
+    "combine_backward": _copies_in_slots,
+}
 
 
 def run_local(step: Step, blocks: list[np.ndarray], sizes: Mapping[str, int], rows: range) -> tuple:
@@ -210,8 +177,13 @@ def run_local(step: Step, blocks: list[np.ndarray], sizes: Mapping[str, int], ro
         "embed": lambda: _look_up(*blocks, rows),
         "embed_backward": lambda: _add_rows(*blocks, rows),
     }
-    found = special[step.op]() if step.op in special else globals()[step.op](*blocks)
+    found = special[step.op]() if step.op in special else (PLAIN.get(step.op) or globals()[step.op])(*blocks)
     return found if isinstance(found, tuple) else (found,)
+
+
+def _narrow(dout, array: ShardedArray, out: ShardedArray):
+    """The sum of a cotangent over the dims that a broadcast input lacks."""
+    return dout.sum(tuple(i for i, dim in enumerate(out.dims) if dim not in array.dims))
 
 
 def _unjoin(dout, width):

@@ -4,23 +4,9 @@ import jax
 import msgspec
 import pytest
 
+from meshwright.bench import results
 from meshwright.bench.calibration import calibration_of
 from meshwright.bench.devices import EMULATED
-from meshwright.bench.results import (
-    AttentionPart,
-    AttentionTime,
-    BenchReport,
-    Collective,
-    CollectivesPart,
-    CollectiveTime,
-    Copy,
-    CopyPart,
-    Group,
-    MatmulPart,
-    Mlp,
-    MlpPart,
-    Product,
-)
 from meshwright.bench.run import make_bench, num_rows, run_bench
 from meshwright.bench.timing import timing_of
 from meshwright.cost.setting import Setting
@@ -40,7 +26,7 @@ SMALL = Model(
 
 
 def product(dtype, side, rate):
-    return Product(
+    return results.Product(
         dtype=dtype, m=side, k=side, n=side, contents="normal", seconds=SECOND, flops_per_s=rate, share_of_peak=None
     )
 
@@ -51,7 +37,7 @@ def report(**parts):
         "date": "2026-11-21T12:00:00+00:00", "versions": {"jax": "0"}, "seconds": 60.0, "took_s": 59.0,
         "memory_bytes": 1e11,
     }  # fmt: skip
-    return BenchReport(**(facts | parts))
+    return results.BenchReport(**(facts | parts))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +72,7 @@ def test_every_rate_says_what_it_is_and_when(measured):
 
 @pytest.mark.slow
 def test_a_run_keeps_what_it_measured(measured):
-    again = msgspec.json.decode(msgspec.json.encode(measured), type=BenchReport)
+    again = msgspec.json.decode(msgspec.json.encode(measured), type=results.BenchReport)
     assert again == measured
     assert measured.matmul is None
     assert measured.took_s < measured.seconds
@@ -98,24 +84,24 @@ def test_a_run_keeps_what_it_measured(measured):
 
 def test_rates_of_an_accelerator():
     sweep = (product("bf16", 4096, 6e14), product("bf16", 8192, 7e14), product("tf32", 8192, 3e14))
-    mlp = Mlp(
+    mlp = results.Mlp(
         dtype="bf16", tokens=4096, d_model=4096, d_ff=16384, seconds=SECOND, flops_per_s=6.5e14, mfu=0.6, of_matmul=0.9
     )
     times = tuple(
-        AttentionTime(
+        results.AttentionTime(
             batch=1, length=length, num_heads=32, num_kv_heads=8, head_dim=128, forward=SECOND, both=SECOND,
             forward_flops_per_s=rate, both_flops_per_s=rate, share_of_peak=None,
         )
         for length, rate in ((1024, 2e14), (8192, 4e14))
     )  # fmt: skip
     copies = tuple(
-        Copy(kind=kind, array_bytes=size, seconds=SECOND, bytes_per_s=rate)
+        results.Copy(kind=kind, array_bytes=size, seconds=SECOND, bytes_per_s=rate)
         for kind, size, rate in (("silu", 2**22, 9e12), ("copy", 2**22, 8e12), ("copy", 2**30, 4e12))
     )
     found = calibration_of(
         report(
-            matmul=MatmulPart(sweep=sweep), mlp=MlpPart(mlps=(mlp,)), copy=CopyPart(copies=copies),
-            attention=AttentionPart(dtype="bf16", times=times),
+            matmul=results.MatmulPart(sweep=sweep), mlp=results.MlpPart(mlps=(mlp,)),
+            copy=results.CopyPart(copies=copies), attention=results.AttentionPart(dtype="bf16", times=times),
         )
     )  # fmt: skip
     fitted = fitted_calibration(chip("h200"))
@@ -133,15 +119,15 @@ def test_rates_of_an_accelerator():
 
 
 def test_links_of_accelerators_are_their_largest_gather():
-    times = (CollectiveTime(array_bytes=2**20, seconds=SECOND, fitted_s=1.0, datasheet_s=None),)
+    times = (results.CollectiveTime(array_bytes=2**20, seconds=SECOND, fitted_s=1.0, datasheet_s=None),)
     gathers = tuple(
-        Collective(
-            kind="all_gather", group=Group(axis="group", size=size, mesh={"group": size}), times=times, fit_error=0.0,
-            rate=CollectiveRate(kind="all_gather", group_size=size, latency_s=latency, bytes_per_s=rate),
+        results.Collective(
+            kind="all_gather", group=results.Group(axis="group", size=size, mesh={"group": size}), times=times,
+            fit_error=0.0, rate=CollectiveRate(kind="all_gather", group_size=size, latency_s=latency, bytes_per_s=rate),
         )
         for size, latency, rate in ((8, 2e-5, 0.25 * chip("h200").nvlink_bytes_per_s), (2, 1e-5, 1e10))
     )  # fmt: skip
-    found = calibration_of(report(collectives=CollectivesPart(collectives=gathers)))
+    found = calibration_of(report(collectives=results.CollectivesPart(collectives=gathers)))
     assert found.efficiency.nvlink == pytest.approx(0.25)
     assert found.hop_s["nvlink"] == 2e-5
     assert found.hop_s["network"] == fitted_calibration(chip("h200")).hop_s["network"]

@@ -11,6 +11,7 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
+from meshwright.bench import workloads
 from meshwright.bench.devices import Bench, Shard, Workload
 from meshwright.bench.elementwise import _doubling, _fastest, doubling_repeats, predicted_seconds
 from meshwright.bench.fit import fit_line
@@ -18,24 +19,6 @@ from meshwright.bench.links import datasheet_seconds, rate_of
 from meshwright.bench.products import filled_share
 from meshwright.bench.results import BenchReport, ChainTime, Copy, CopyPart, Group, Timing
 from meshwright.bench.run import PARTS, make_bench
-from meshwright.bench.workloads import (
-    COLLECTIVE_FUNCTIONS,
-    DISTANCES,
-    LAYER_ROUNDS,
-    ROUNDS,
-    attention_workload,
-    chain_workload,
-    collective_workload,
-    copy_workload,
-    distance_workload,
-    groups_of,
-    layer_flops,
-    layer_workload,
-    mlp_workload,
-    product_flops,
-    product_workload,
-    weight_shards,
-)
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.roofline import vector_peak
 from meshwright.cost.work.ops import op_flops
@@ -58,18 +41,18 @@ def counted(body, *shapes):
 
 
 def test_flops_of_a_product_are_those_that_xla_counts():
-    assert counted(lambda a, b: a @ b, (64, 96), (96, 32)) == product_flops(64, 96, 32)
+    assert counted(lambda a, b: a @ b, (64, 96), (96, 32)) == workloads.product_flops(64, 96, 32)
 
 
 def test_flops_of_a_layer_are_those_of_its_products():
     sizes = {"D": 32, "F": 64, "N": 4, "K": 2, "H": 8}
-    shapes = [shard.shape for shard in weight_shards(sizes, "fp32")]
+    shapes = [shard.shape for shard in workloads.weight_shards(sizes, "fp32")]
     products = [counted(lambda a, b: a @ b, (16, shape[0]), shape) for shape in shapes]
-    workload = layer_workload(sizes, 16, "fp32")
-    assert workload.work == layer_flops(sizes, 16) == sum(products)
+    workload = workloads.layer_workload(sizes, 16, "fp32")
+    assert workload.work == workloads.layer_flops(sizes, 16) == sum(products)
     assert [shard.shape for shard in workload.shards] == [(16, 32), *shapes]
     assert jax.eval_shape(workload.body, *shaped(workload)).shape == (16, 32)
-    assert workload.rounds == LAYER_ROUNDS > 1
+    assert workload.rounds == workloads.LAYER_ROUNDS > 1
 
 
 def shaped(workload):
@@ -77,7 +60,7 @@ def shaped(workload):
 
 
 def test_an_mlp_gives_its_output_and_all_gradients():
-    workload = mlp_workload((16, 8, 32), "fp32")
+    workload = workloads.mlp_workload((16, 8, 32), "fp32")
     assert [one.shape for one in jax.eval_shape(workload.body, *shaped(workload))] == [
         (16, 8),
         (16, 8),
@@ -85,12 +68,12 @@ def test_an_mlp_gives_its_output_and_all_gradients():
         (8, 32),
         (32, 8),
     ]
-    assert workload.work == 9 * product_flops(16, 8, 32)
+    assert workload.work == 9 * workloads.product_flops(16, 8, 32)
 
 
 def test_attention_counts_what_cost_counts():
     shape = (2, 128, 8, 4, 32)
-    both, forward = (attention_workload(shape, "fp32", both=one) for one in (True, False))
+    both, forward = (workloads.attention_workload(shape, "fp32", both=one) for one in (True, False))
     assert both.work == 14 * 2 * 128 * 128 * 8 * 32
     sizes = OpSizes(dims=dict(zip("BTNKH", shape, strict=True)), mesh={}, state="fp32")
     q, k, positions = (parse_array(text) for text in ("q[B,T,N,H]", "k[B,T,K,H]", "positions[B,T]"))
@@ -103,7 +86,7 @@ def test_attention_counts_what_cost_counts():
 
 def test_rounds_of_a_product_stay_in_the_loop(two):
     """A product that the compiler takes out of the loop is made once, whatever the number of rounds."""
-    workload = product_workload(two, "fp32", 64, 5)
+    workload = workloads.product_workload(two, "fp32", 64, 5)
     text = jax.jit(workload.body).lower(*shaped(workload)).compile().as_text()
     inside = text[: text.index("ENTRY")]
     assert "while(" in text
@@ -112,7 +95,7 @@ def test_rounds_of_a_product_stay_in_the_loop(two):
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 def test_the_product_is_the_product(two, dtype):
-    call = two.call(product_workload(two, dtype, 32, 1))
+    call = two.call(workloads.product_workload(two, dtype, 32, 1))
     a, b = call.arguments(0)
     out = np.asarray(call.run(a, b)).reshape(2, 32, 32)
     wide = np.int64 if dtype == "int8" else np.float64
@@ -154,7 +137,7 @@ def test_large_blocks_repeat_what_was_drawn(two, emulated, monkeypatch):
 
 
 def test_results_in_place_are_the_next_arguments(two):
-    workload = chain_workload(8, 2, fused=False)
+    workload = workloads.chain_workload(8, 2, fused=False)
     kept: list = []
     call = two.call(workload, kept)
     x, ab = (np.asarray(one) for one in call.arguments(0))
@@ -170,15 +153,15 @@ def test_a_chain_is_that_many_multiply_adds():
     expected = np.arange(4.0)
     for _ in range(3):
         expected = expected * 0.5 + 3
-    np.testing.assert_allclose(chain_workload(4, 3).body(x, ab), expected, rtol=1e-6)
-    assert counted(chain_workload(1000, 7).body, (1000,), (2,)) == pytest.approx(7 * 2 * 1000, rel=0.01)
+    np.testing.assert_allclose(workloads.chain_workload(4, 3).body(x, ab), expected, rtol=1e-6)
+    assert counted(workloads.chain_workload(1000, 7).body, (1000,), (2,)) == pytest.approx(7 * 2 * 1000, rel=0.01)
 
 
 def test_copies_are_made_in_every_round():
     zeros = jnp.zeros(4)
-    np.testing.assert_array_equal(copy_workload("copy", 16, 5).body(zeros), np.full(4, 5.0))
-    assert copy_workload("copy", 16, 5).work == 2 * 16
-    assert copy_workload("silu", 16, 5).arrays == "same"
+    np.testing.assert_array_equal(workloads.copy_workload("copy", 16, 5).body(zeros), np.full(4, 5.0))
+    assert workloads.copy_workload("copy", 16, 5).work == 2 * 16
+    assert workloads.copy_workload("silu", 16, 5).arrays == "same"
 
 
 def test_multiply_adds_that_double_the_time():
@@ -210,10 +193,10 @@ def test_vector_rates_of_data_sheets():
 
 def test_distances_and_their_predictions():
     a, b = (np.random.default_rng(seed).standard_normal((8, 8)).astype(np.float32) for seed in (0, 1))
-    log_space, l1_distance = (DISTANCES[what][0](a, b) for what in ("log-space", "L1 distance"))
+    log_space, l1_distance = (workloads.DISTANCES[what][0](a, b) for what in ("log-space", "L1 distance"))
     np.testing.assert_allclose(log_space, np.log(np.exp(a) @ np.exp(b)), rtol=1e-5)
     np.testing.assert_allclose(l1_distance, np.abs(a[:, :, None] - b[None]).sum(1), rtol=1e-5)
-    last = distance_workload("L1 distance", 8).body(jnp.asarray(a), jnp.asarray(b))
+    last = workloads.distance_workload("L1 distance", 8).body(jnp.asarray(a), jnp.asarray(b))
     np.testing.assert_allclose(last, l1_distance, rtol=1e-4)
     found = predicted_seconds(100, "cuda", matmul=1e9, vector=1e8)
     assert found == {"matmul": 2e-3, "log-space": pytest.approx(0.26), "L1 distance": pytest.approx(0.06)}
@@ -252,24 +235,24 @@ def test_whole_tiles():
     assert filled_share(257, 128) == pytest.approx((257 / 384) ** 3)
 
 
-@pytest.mark.parametrize("kind", COLLECTIVE_FUNCTIONS)
+@pytest.mark.parametrize("kind", workloads.COLLECTIVE_FUNCTIONS)
 def test_collectives_are_over_arrays_of_the_size_they_are_priced_by(kind):
     bench = make_bench(jax.devices()[:4])
     group = Group(axis="group", size=2, mesh={"others": 2, "group": 2})
-    workload = collective_workload(kind, group, 4096)
-    once = replace(workload, body=lambda x: COLLECTIVE_FUNCTIONS[kind](x, "group"))
+    workload = workloads.collective_workload(kind, group, 4096)
+    once = replace(workload, body=lambda x: workloads.COLLECTIVE_FUNCTIONS[kind](x, "group"))
     (given,) = bench.data(workload, 0)
     out = bench.program(once)(given)
     whole = {"all_gather": out, "reduce_scatter": given, "all_reduce": out, "all_to_all": out, "permute": out}[kind]
     each = whole.nbytes / 4 * (2 if kind == "all_to_all" else 1)
     assert each == 4096
     assert bench.program(workload)(given).shape == given.shape
-    assert workload.rounds == ROUNDS
+    assert workload.rounds == workloads.ROUNDS
 
 
 def test_collectives_of_switched_chips_are_predicted_by_their_data_sheet():
     bench = make_bench(jax.devices()[:8], chip="h100")
-    (group, *_) = groups_of(8, {})
+    (group, *_) = workloads.groups_of(8, {})
     assert datasheet_seconds(bench, "all_gather", group, 8e9) == pytest.approx(
         7 / 8 * 8e9 / chip("h100").nvlink_bytes_per_s
     )
@@ -277,9 +260,9 @@ def test_collectives_of_switched_chips_are_predicted_by_their_data_sheet():
 
 
 def test_groups_are_powers_of_two_or_the_axes_of_a_mesh():
-    assert [group.size for group in groups_of(8, {})] == [8, 4, 2]
-    assert [group.size for group in groups_of(6, {})] == [2]
-    assert [(group.axis, group.size) for group in groups_of(8, {"fsdp": 4, "tensor": 2, "data": 1})] == [
+    assert [group.size for group in workloads.groups_of(8, {})] == [8, 4, 2]
+    assert [group.size for group in workloads.groups_of(6, {})] == [2]
+    assert [(group.axis, group.size) for group in workloads.groups_of(8, {"fsdp": 4, "tensor": 2, "data": 1})] == [
         ("fsdp", 4),
         ("tensor", 2),
     ]

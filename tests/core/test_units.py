@@ -2,20 +2,8 @@
 
 import pytest
 
+from meshwright.core import units
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.units import (
-    counted,
-    format_bit_rate,
-    format_bytes,
-    format_count,
-    format_flops,
-    format_params,
-    format_seconds,
-    parse_bytes,
-    parse_count,
-    parse_rate,
-    shown_by_name,
-)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +18,7 @@ from meshwright.core.units import (
     ],
 )
 def test_counts(text, value):
-    assert parse_count(text) == value
+    assert units.parse_count(text) == value
 
 
 @pytest.mark.parametrize(
@@ -46,20 +34,24 @@ def test_counts(text, value):
 )
 def test_counts_refused(text, words):
     with pytest.raises(InputError, match=words):
-        parse_count(text)
+        units.parse_count(text)
 
 
 def test_counts_in_words():
-    assert [counted(n, "chip") for n in (0, 1, 2048)] == ["0 chips", "1 chip", "2,048 chips"]
-    assert [counted(n, "microbatch") for n in (1, 1.5, 16.0)] == ["1 microbatch", "1.5 microbatches", "16 microbatches"]
+    assert [units.counted(n, "chip") for n in (0, 1, 2048)] == ["0 chips", "1 chip", "2,048 chips"]
+    assert [units.counted(n, "microbatch") for n in (1, 1.5, 16.0)] == [
+        "1 microbatch",
+        "1.5 microbatches",
+        "16 microbatches",
+    ]
 
 
 def test_bytes_of_both_kinds():
-    assert parse_bytes("80 GB") == 80e9
-    assert parse_bytes("15.75 GiB") == 15.75 * 2**30
-    assert parse_bytes("12 B") == 12
-    assert [parse_rate(text) for text in ("1Gbit/s", "10 Mbit/s", "25GB/s", "8bit/s")] == [125e6, 1.25e6, 25e9, 1]
-    assert [format_bit_rate(rate) for rate in (125e6, 1.25e6, 25e9, 1.0)] == [
+    assert units.parse_bytes("80 GB") == 80e9
+    assert units.parse_bytes("15.75 GiB") == 15.75 * 2**30
+    assert units.parse_bytes("12 B") == 12
+    assert [units.parse_rate(text) for text in ("1Gbit/s", "10 Mbit/s", "25GB/s", "8bit/s")] == [125e6, 1.25e6, 25e9, 1]
+    assert [units.format_bit_rate(rate) for rate in (125e6, 1.25e6, 25e9, 1.0)] == [
         "1Gbit/s",
         "10Mbit/s",
         "200Gbit/s",
@@ -67,7 +59,7 @@ def test_bytes_of_both_kinds():
     ]
     for text in ("1", "1Gbit", "1Gb/s", "0Gbit/s", "-1GB/s", "1 GiB/s", "nanbit/s"):
         with pytest.raises(InputError, match=r"is not a rate\. Write for example 1Gbit/s, 10Mbit/s or 25GB/s"):
-            parse_rate(text)
+            units.parse_rate(text)
 
 
 @pytest.mark.parametrize(
@@ -87,24 +79,24 @@ def test_bytes_of_both_kinds():
     ],
 )
 def test_seconds(seconds, text):
-    assert format_seconds(seconds) == text
+    assert units.format_seconds(seconds) == text
 
 
 def test_the_other_units():
-    assert format_bytes(95e9) == "95 GB"
-    assert format_flops(459e12) == "459 TFLOP/s"
-    assert format_flops(65536, unit="FLOP") == "65.5 kFLOP"
-    assert format_flops(6.3e24, unit="FLOP") == "6300000 EFLOP"
-    assert format_count(4 * 2**20) == "4 Mi"
-    assert format_count(4_000_000) == "4 M"
-    assert format_params(2**30) == "1.07 B"
-    assert format_params(70_553_706_496) == "70.6 B"
+    assert units.format_bytes(95e9) == "95 GB"
+    assert units.format_flops(459e12) == "459 TFLOP/s"
+    assert units.format_flops(65536, unit="FLOP") == "65.5 kFLOP"
+    assert units.format_flops(6.3e24, unit="FLOP") == "6300000 EFLOP"
+    assert units.format_count(4 * 2**20) == "4 Mi"
+    assert units.format_count(4_000_000) == "4 M"
+    assert units.format_params(2**30) == "1.07 B"
+    assert units.format_params(70_553_706_496) == "70.6 B"
 
 
 def test_the_unit_in_a_name_says_how_it_is_printed():
     shown = {"time_s_lower": "2 s", "hbm_bytes_per_chip": "2 B", "link.bytes_per_s": "2 B/s", "peak_flops": "2 FLOP/s"}
-    assert {name: shown_by_name(name)(2) for name in shown} == shown
-    assert not any(map(shown_by_name, ("tokens_per_s", "per_s", "sms", "rays")))
+    assert {name: units.shown_by_name(name)(2) for name in shown} == shown
+    assert not any(map(units.shown_by_name, ("tokens_per_s", "per_s", "sms", "rays")))
 
 
 def test_nearest_names_or_lists():

@@ -52,6 +52,7 @@ from tests.fuzz.mutations import PIECES, json_bytes, mutated_text, mutated_tree,
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "golden" / "fixtures"
 PLANNED = ("plan", "tiny", "--on", "v5e:2x2", "--batch", "8seq", "--seq", "64", "--top", "1")
+PRICED = (*PLANNED[:3], "cpu:4", *PLANNED[4:], "--calibration")
 QUESTIONS = (
     "",
     "--why-not tensor=2,remat=block",
@@ -60,8 +61,10 @@ QUESTIONS = (
     "--recipe",
     "--axes fsdp=4",
 )
+MESH = ("--mesh", "data=4,tensor=4")
 SLOW_VERBS = ("train", "bench", "profile", "verify", "generate", "demo", "launch", "convert", "accuracy")
 """Verbs that compile or train, or predict a thousand records."""
+WEIGHT_NAMES = ("model.embed_tokens.weight", "model.norm.weight")
 
 
 class Reader(NamedTuple):
@@ -125,31 +128,53 @@ def readers(folder: Path) -> dict[str, Reader]:
         *(f"strategy.{name}={_toml(value)}" for name, value in _builtins(Strategy(mesh={"data": 1})).items()),
         *("job.optimizer=muon", "job.kind=decode", "assumptions.imbalance=1.5", "strategy.zero=1", "strategy.tensor=2"),
     ]
-    trained = [{"steps": 3, "track": "wandb", "learning_rate": 1e-3, "average": 0.9, "beta1": 0.8, "optimizer": "lion"}]
+    trained = {"steps": 3, "track": "wandb", "learning_rate": 1e-3, "average": 0.9, "beta1": 0.8, "optimizer": "lion"}
+    weight_map = dict.fromkeys(WEIGHT_NAMES, "model.safetensors")
     return {
-        "config.json": of_file("m/config.json", of_trees(configs, json_bytes), _counted, 25),
+        "config.json": of_file(
+            "m/config.json", of_trees(configs, json_bytes), lambda path: num_params(model_from_config(path)), 25
+        ),
         "show config": of_file("m/config.json", of_trees(configs, json_bytes), partial(_called, "show"), 5),
         "cluster": of_file("c.toml", of_trees(clusters, toml_bytes), read_cluster, 15),
         "show cluster": of_file("c.toml", of_trees(clusters, toml_bytes), partial(_called, "show"), 3),
         "plan": of_file("p.toml", of_trees([plan], toml_bytes), load_plan, 15),
         "explain": of_file("p.toml", of_trees([plan], toml_bytes), partial(_called, "explain"), 4),
         "calibration": of_file("r.toml", of_trees(rates, toml_bytes), load_calibration, 15),
-        "priced": of_file("r.toml", of_trees(rates, toml_bytes), _priced, 2),
-        "numbers": of_file("n.toml", of_trees([_builtins(fitted_numbers())], toml_bytes), _numbers, 5),
+        "priced": of_file("r.toml", of_trees(rates, toml_bytes), partial(_called, *PRICED), 2),
+        "numbers": of_file(
+            "n.toml",
+            of_trees([_builtins(fitted_numbers())], toml_bytes),
+            lambda path: load_toml(path, FittedNumbers),
+            5,
+        ),
         "hlo": of_file("p.hlo", of_texts(programs), partial(_called, "hlo"), 6),
-        "hlo graph": of_file("p.hlo", of_texts(programs), _graph, 3),
+        "hlo graph": of_file(
+            "p.hlo", of_texts(programs), lambda path: call("hlo", str(path), *MESH, "--png", f"{path}.json"), 3
+        ),
         "schedule": of_file("s.txt", of_texts(schedules), lambda path: tick_tables(read_schedule(path)), 10),
         "show schedule": of_file("s.txt", of_texts(schedules), partial(_called, "schedule", "--table"), 5),
-        "records": of_file("r.jsonl", _lines(published), _cases, 10),
+        "records": of_file("r.jsonl", _lines(published), lambda path: cases_of(read_records(path), training_case), 10),
         "documents": of_file("d.jsonl", _lines(documents), _documents, 10),
         "packed": of_file("d.jsonl.gz", lambda rng: gzip.compress(_lines(documents)(rng)), _documents, 5),
         "damaged": of_file("d.jsonl.gz", of_texts(["\n".join(documents)]), _documents, 3),
         "text": of_file("d.txt", of_texts(["\n".join(documents)]), _documents, 3),
         "safetensors": of_file("w/model.safetensors", _header(model), read_tensors, 10),
-        "index": of_file("w/model.safetensors.index.json", of_trees([_index(model)], json_bytes), read_tensors, 5),
-        "tokenizer": of_file("t/tokenizer.json", of_trees([json.loads(tokens)], json_bytes), _tokens, 5),
+        "index": of_file(
+            "w/model.safetensors.index.json",
+            of_trees([{"metadata": {"total_size": 128}, "weight_map": weight_map}], json_bytes),
+            read_tensors,
+            5,
+        ),
+        "tokenizer": of_file(
+            "t/tokenizer.json",
+            of_trees([json.loads(tokens)], json_bytes),
+            lambda path: end_token(read_tokenizer(path), None),
+            5,
+        ),
         "model folder": of_file(
-            f"{model}/generation_config.json", of_trees([{"eos_token_id": [1, 2]}], json_bytes), _opened
+            f"{model}/generation_config.json",
+            of_trees([{"eos_token_id": [1, 2]}], json_bytes),
+            lambda path: open_model(path.parent),
         ),
         "cluster text": of_words(
             ["v5p:16x20x28", "4*v5e:16x16", "v4p:4x4x8_twisted", "h100:8x2x192x8"], parse_cluster, 10
@@ -161,11 +186,17 @@ def readers(folder: Path) -> dict[str, Reader]:
         "values": of_words(
             ["B=1..4096", "offload=[],[optimizer]", "batch=1Mi,4Mi"], partial(split_values, what="sweep")
         ),
-        "sweep": of_words(["batch=4Mi", "micro=1,2", "tensor=1,2,4", "remat=block,full", "seq_len=4Ki"], _swept),
-        "times": of_words(["1.2ms", "1,1,1.5", "3", "2us,4us"], _times),
+        "sweep": of_words(
+            ["batch=4Mi", "micro=1,2", "tensor=1,2,4", "remat=block,full", "seq_len=4Ki"],
+            lambda text: read_fields("tiny", "v5e:2x2", [text, "batch=4Mi"]),
+        ),
+        "times": of_words(
+            ["1.2ms", "1,1,1.5", "3", "2us,4us"],
+            lambda text: read_times(forward=text, backward=None, weight=None, send="0"),
+        ),
         "set": of_words(sets, _set, 25),
-        "planned": of_words(sets, _planned, 3),
-        "train": Reader(lambda rng: _tree(trained, rng), lambda tree, folder: settings_from_table(tree)),
+        "planned": of_words(sets, lambda text: call(*PLANNED, "--set", text), 3),
+        "train": Reader(lambda rng: mutated_tree(trained, rng), lambda tree, folder: settings_from_table(tree)),
         "command": Reader(_command, lambda words, folder: call(*words), 12),
         **{name: of_file(file, make(folder), read, 5) for name, (file, make, read) in BINARY.items()},
     }
@@ -178,39 +209,9 @@ def _called(*words_and_path: Any) -> None:
     call(*map(str, words_and_path))
 
 
-def _counted(path: Path) -> None:
-    found = model_from_config(path)
-    num_params(found)
-
-
-def _priced(path: Path) -> None:
-    call("plan", "tiny", "--on", "cpu:4", "--batch", "8seq", "--seq", "64", "--calibration", str(path), "--top", "1")
-
-
-def _numbers(path: Path) -> None:
-    load_toml(path, FittedNumbers)
-
-
-def _graph(path: Path) -> None:
-    call("hlo", str(path), "--mesh", "data=4,tensor=4", "--png", str(path.with_suffix(".json")))
-
-
-def _cases(path: Path) -> None:
-    cases_of(read_records(path), training_case)
-
-
 def _documents(path: Path) -> None:
     for _ in read_pieces(path, "text"):
         pass
-
-
-def _tokens(path: Path) -> None:
-    found = read_tokenizer(path)
-    end_token(found, None)
-
-
-def _opened(path: Path) -> None:
-    open_model(path.parent)
 
 
 def _sizes(text: str) -> None:
@@ -224,14 +225,6 @@ def _asked(text: str) -> None:
     call("shard", text, "--mesh", "X=4,Y=2,Z=2", "--dims", "B=64,D=64,F=64,I=64,J=64", "--on", "v5e:4x4")
 
 
-def _swept(text: str) -> None:
-    read_fields("tiny", "v5e:2x2", [text, "batch=4Mi"])
-
-
-def _times(text: str) -> None:
-    read_times(forward=text, backward=None, weight=None, send="0")
-
-
 def _set(text: str) -> None:
     fields = parse_fields([text])
     for name in ("tiny", "qwen3-30b-a3b", "deepseek-v2-lite"):
@@ -242,15 +235,7 @@ def _set(text: str) -> None:
     with_fields(Strategy(mesh={"data": 1}), "strategy", fields["strategy"])
 
 
-def _planned(text: str) -> None:
-    call(*PLANNED, "--set", text)
-
-
 # -- what they start from --------------------------------------------------------------------------------
-
-
-def _tree(trees: Sequence[Any], rng: random.Random) -> Any:
-    return mutated_tree(rng.choice(trees), rng)
 
 
 def _builtins(value: Any) -> Any:
@@ -276,10 +261,7 @@ def _model_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(entry("tiny").config))
     train_tokenizer(["a few words, and a few more words"] * 4, vocab_size=300).save(str(folder / "tokenizer.json"))
-    entries = [
-        Entry(name, (4, 4), np.dtype(np.float32), lambda: np.zeros((4, 4), np.float32))
-        for name in ("model.embed_tokens.weight", "model.norm.weight")
-    ]
+    entries = [Entry(name, (4, 4), np.dtype(np.float32), lambda: np.zeros((4, 4), np.float32)) for name in WEIGHT_NAMES]
     write_checkpoint(folder, entries, max_bytes=10**9)
     return folder
 
@@ -295,11 +277,6 @@ def _header(folder: Path) -> Callable[[random.Random], bytes]:
         return struct.pack("<Q", told) + head + data[8 + size :]
 
     return make
-
-
-def _index(folder: Path) -> Any:
-    names = ("model.embed_tokens.weight", "model.norm.weight")
-    return {"metadata": {"total_size": 128}, "weight_map": dict.fromkeys(names, "model.safetensors")}
 
 
 def _commands() -> list[list[str]]:

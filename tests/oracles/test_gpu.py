@@ -2,29 +2,22 @@
 
 import pytest
 
-from meshwright.cost.formulas.anatomy import (
-    GpuAnatomy,
-    full_die,
-    gpu_anatomy,
-    gpu_peak_from_anatomy,
-    ratio,
-    share_after_speedup,
-)
+from meshwright.cost.formulas import anatomy
 from meshwright.cost.formulas.roofline import Operand, einsum_work
 from meshwright.spec.chip import chip, peak
 from tests.oracles.worked import Answers, Inputs, row
 
 
-def sold(name: str = "h100") -> GpuAnatomy:
+def sold(name: str = "h100") -> anatomy.GpuAnatomy:
     """What a GPU of the catalogue has switched on."""
-    found = gpu_anatomy(chip(name))
+    found = anatomy.gpu_anatomy(chip(name))
     assert found is not None
     return found
 
 
-def whole() -> GpuAnatomy:
+def whole() -> anatomy.GpuAnatomy:
     """The full GH100."""
-    found = full_die(chip("h100"))
+    found = anatomy.full_die(chip("h100"))
     assert found is not None
     return found
 
@@ -38,20 +31,20 @@ def product_flops(i: Inputs) -> float:
 ANSWERS: Answers = {
     "book-2.5.1-cores": lambda i: sold().fp32_lanes / sold().sms,
     "book-2.5.1-sms": lambda i: sold().sms,
-    "s003-15x": lambda i: ratio(peak(chip("h100"), "bf16"), peak(chip("h100"), "fp32")),
+    "s003-15x": lambda i: anatomy.ratio(peak(chip("h100"), "bf16"), peak(chip("h100"), "fp32")),
     "s003-full-gh100-cores": lambda i: whole().fp32_lanes,
     "s003-full-gh100-tc": lambda i: whole().tensor_cores,
     "s003-full-sms": lambda i: whole().sms,
     "s003-h100-pcie-tc": lambda i: sold("h100-pcie").tensor_cores,
     "s003-h100-sxm-cores": lambda i: sold().fp32_lanes,
-    "s003-nonmatmul": lambda i: share_after_speedup(i["non_matmul"], i["speedup"]),
+    "s003-nonmatmul": lambda i: anatomy.share_after_speedup(i["non_matmul"], i["speedup"]),
     "s003-pcie-sms": lambda i: sold("h100-pcie").sms,
     "s003-sxm-sms": lambda i: sold().sms,
-    "s004-1000x": lambda i: ratio(i["new"], i["old"]),
-    "s004-a100-h100": lambda i: ratio(peak(chip("h100"), "bf16"), peak(chip("a100"), "bf16")),
-    "s004-clock": lambda i: gpu_peak_from_anatomy(chip("h100")),
+    "s004-1000x": lambda i: anatomy.ratio(i["new"], i["old"]),
+    "s004-a100-h100": lambda i: anatomy.ratio(peak(chip("h100"), "bf16"), peak(chip("a100"), "bf16")),
+    "s004-clock": lambda i: anatomy.gpu_peak_from_anatomy(chip("h100")),
     "s004-fp32-sm": lambda i: sold().fp32_flops_per_sm_cycle,
-    "s004-ratio": lambda i: ratio(sold().tensor_flops_per_sm_cycle, sold().fp32_flops_per_sm_cycle),
+    "s004-ratio": lambda i: anatomy.ratio(sold().tensor_flops_per_sm_cycle, sold().fp32_flops_per_sm_cycle),
     "s004-tc": product_flops,
     "s004-tc-sm": lambda i: sold().tensor_flops_per_sm_cycle,
 }

@@ -15,18 +15,8 @@ from meshwright.masks.mods import tree_walk
 from meshwright.masks.names import example_data, mask_named
 from meshwright.nn.weights import init_params
 from meshwright.parallel.train_step import TrainStep
+from tests.parallel import generate_cases
 from tests.parallel.cases import RELATIVE, keep_gradients, strategy_of
-from tests.parallel.generate_cases import (
-    FAMILIES,
-    LENGTHS,
-    LLAMA,
-    MAX_LEN,
-    assert_close,
-    float_params,
-    step_of,
-    with_cache,
-    without_cache,
-)
 from tests.parallel.small import MODEL
 from tests.tier import sampled
 
@@ -94,7 +84,7 @@ def test_a_users_mask_trains_and_is_counted_apart(tmp_path, monkeypatch):
     for name, mask in masks.items():
         monkeypatch.setitem(RULES, name, {"attention_mask": mask})
     for value, one in zip(*(jax.tree.leaves(found(name)) for name in masks), strict=True):
-        assert_close(value, one)
+        generate_cases.assert_close(value, one)
     generation_program(model_of("own"))
 
 
@@ -138,9 +128,9 @@ def test_masks_that_no_batch_describes_are_refused():
 
 # -- generation -------------------------------------------------------------------------------------------
 
-AT = np.arange(MAX_LEN)
-ROWS = np.ones((len(LENGTHS), 1), np.int32)
-SPANS = np.where((AT >= 1) & (LENGTHS[:, None] > AT + 1), 1, 0).astype(np.int32)
+AT = np.arange(generate_cases.MAX_LEN)
+ROWS = np.ones((len(generate_cases.LENGTHS), 1), np.int32)
+SPANS = np.where((AT >= 1) & (generate_cases.LENGTHS[:, None] > AT + 1), 1, 0).astype(np.int32)
 """An image in each prompt, but for its first and last token."""
 ENTER, LEAVE = tree_walk(ROWS * np.maximum(AT - 2, -1))
 GENERATED = {
@@ -155,22 +145,24 @@ OTHERS = {
     "sinks": ({"attention_mask": "causal & global_sliding(4)"}, GENERATED["global"][1]),  # and windows of layers
     "latent": ({"attention_mask": "prefix_lm & sliding_window(4)", "attention_score": "alibi"}, {}),
 }
-OF_FAMILY = {"latent": FAMILIES["deepseek_v2"], "sinks": FAMILIES["gpt_oss"]}
+OF_FAMILY = {"latent": generate_cases.FAMILIES["deepseek_v2"], "sinks": generate_cases.FAMILIES["gpt_oss"]}
 
 
 def generated(rule, axes, layout=""):
     """Logits of prompts and of one token after the other, and those of the forward pass over whole rows."""
     changes, data = (GENERATED | OTHERS)[rule]
-    model = replace(OF_FAMILY.get(rule, LLAMA), **changes)
+    model = replace(OF_FAMILY.get(rule, generate_cases.LLAMA), **changes)
     data = {name: array.astype(np.int32) for name, array in data.items()}
-    params = float_params(model)
-    whole = data | ({"prefix": LENGTHS} if "prefix_lm" in model.attention_mask else {})
-    return with_cache(step_of(model, axes, layout=layout), params, **data).logits, without_cache(model, params, **whole)
+    params = generate_cases.float_params(model)
+    whole = data | ({"prefix": generate_cases.LENGTHS} if "prefix_lm" in model.attention_mask else {})
+    return generate_cases.with_cache(
+        generate_cases.step_of(model, axes, layout=layout), params, **data
+    ).logits, generate_cases.without_cache(model, params, **whole)
 
 
 @pytest.mark.parametrize("rule", sampled(GENERATED | OTHERS, next(iter(GENERATED)), next(iter(OTHERS))))
 def test_a_cache_changes_nothing_under_a_mask(rule):
-    assert_close(*generated(rule, {}))
+    generate_cases.assert_close(*generated(rule, {}))
 
 
 @pytest.mark.parametrize(
@@ -184,13 +176,13 @@ def test_a_cache_changes_nothing_under_a_mask(rule):
     ],
 )
 def test_no_mesh_changes_what_a_mask_generates(rule, axes, layout):
-    assert_close(*generated(rule, axes, layout))
+    generate_cases.assert_close(*generated(rule, axes, layout))
 
 
 def test_what_a_mask_reads_changes_what_is_generated():
-    model = replace(LLAMA, **GENERATED["images"][0])
-    step, params = step_of(model, {}), float_params(model)
-    found = [with_cache(step, params, num_steps=1, spans=spans).logits for spans in (SPANS, 0 * SPANS)]
+    model = replace(generate_cases.LLAMA, **GENERATED["images"][0])
+    step, params = generate_cases.step_of(model, {}), generate_cases.float_params(model)
+    found = [generate_cases.with_cache(step, params, num_steps=1, spans=spans).logits for spans in (SPANS, 0 * SPANS)]
     assert not np.allclose(*found, atol=1e-3)
 
 

@@ -1,6 +1,6 @@
 """Layers that read the keys and values of an earlier one: meshes and remat policies beside one device, and caches."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from meshwright.spec.model import Lora
 from meshwright.spec.weights import weight_table
 from tests.nn.families import CONFIGS, FAMILIES, WINDOW
 from tests.parallel.cases import assert_equal, keep_gradients, run_step, strategy_of
+from tests.tier import sampled
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 MODEL = model_from_config(
@@ -47,32 +48,29 @@ def run(axes, model=MODEL, scale=0.2, **choices):
     return run_step(step, state=State(placed, step.init_optimizer(placed)))
 
 
-@lru_cache
-def alone():
-    return run({}, remat="none")
+alone = lru_cache(partial(run, {}, remat="none"))
+GRID = [
+    ({"tensor": 2}, {"remat": "none"}),
+    *sampled(
+        [
+            ({"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
+            ({"tensor": 2}, {"remat": "block"}),
+            ({"data": 2}, {"remat": "sqrt"}),
+            ({"data": 2}, {"remat": "every-2", "num_microbatches": 2}),
+            ({"fsdp": 2}, {"remat": "recompute-2"}),
+            ({"context": 2, "fsdp": 2}, {"context_attention": "ring"}),
+            ({"context": 2, "tensor": 2}, {"context_attention": "ulysses", "remat": "none"}),
+        ]
+    ),
+]
+MORE = [
+    ({"tensor": 4}, {"remat": "block"}),
+    ({"fsdp": 2}, {"prefetch": True}),
+    ({"context": 2, "tensor": 2}, {"remat": "none"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("axes", "choices"),
-    [
-        ({"tensor": 2}, {"remat": "none"}),
-        *(
-            pytest.param(axes, choices, marks=pytest.mark.slow)
-            for axes, choices in [
-                ({"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
-                ({"tensor": 4}, {"remat": "block"}),
-                ({"data": 2}, {"remat": "sqrt"}),
-                ({"data": 2}, {"remat": "every-2", "num_microbatches": 2}),
-                ({"fsdp": 2}, {"remat": "recompute-2"}),
-                ({"fsdp": 2}, {"prefetch": True}),
-                ({"context": 2, "fsdp": 2}, {"context_attention": "ring"}),
-                ({"context": 2, "tensor": 2}, {"context_attention": "ulysses", "remat": "none"}),
-                ({"context": 2, "tensor": 2}, {"remat": "none"}),
-            ]
-        ),
-    ],
-    ids=lambda value: "-".join(f"{key}={size}" for key, size in value.items()),
-)
+@pytest.mark.parametrize(("axes", "choices"), [*GRID, *sampled(MORE)], ids=str)
 def test_meshes_and_policies_give_what_one_device_does(axes, choices):
     found = run(axes, **choices)
     assert_equal(found, alone())

@@ -1,6 +1,6 @@
 """Layers with several residual streams: meshes and remat policies beside one device, engines, and what is refused."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 from msgspec.structs import replace
@@ -25,37 +25,17 @@ from tests.parallel.generate_cases import (
     without_cache,
 )
 from tests.parallel.test_packed_layouts import assert_collectives_are_derived
-from tests.parallel.test_shared_keys import run
+from tests.parallel.test_shared_keys import GRID, run
 
 MODEL = FAMILIES["gemma3n"]
 SCALE = 0.1
 """Of weights: streams that mix by larger ones carry the rounding of each into all others."""
 
 
-@lru_cache
-def alone():
-    return run({}, MODEL, SCALE, remat="none")
+alone = lru_cache(partial(run, {}, MODEL, SCALE, remat="none"))
 
 
-@pytest.mark.parametrize(
-    ("axes", "choices"),
-    [
-        ({"tensor": 2}, {"remat": "none"}),
-        *(
-            pytest.param(axes, choices, marks=pytest.mark.slow)
-            for axes, choices in [
-                ({"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
-                ({"tensor": 2}, {"remat": "block"}),
-                ({"data": 2}, {"remat": "sqrt"}),
-                ({"data": 2}, {"remat": "every-2", "num_microbatches": 2}),
-                ({"fsdp": 2}, {"remat": "recompute-2"}),
-                ({"context": 2, "fsdp": 2}, {"context_attention": "ring"}),
-                ({"context": 2, "tensor": 2}, {"context_attention": "ulysses", "remat": "none"}),
-            ]
-        ),
-    ],
-    ids=lambda value: "-".join(f"{key}={size}" for key, size in value.items()),
-)
+@pytest.mark.parametrize(("axes", "choices"), GRID, ids=str)
 def test_meshes_and_policies_give_what_one_device_does(axes, choices):
     found = run(axes, MODEL, SCALE, **choices)
     assert_equal(found, alone())

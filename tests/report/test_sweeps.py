@@ -3,17 +3,9 @@
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.report import sweeps
 from meshwright.report.figure import save
 from meshwright.report.marks import ReferenceLine, log_ticks
-from meshwright.report.sweeps import (
-    TOO_LARGE,
-    HeatCell,
-    bandwidth_figure,
-    curves_figure,
-    heatmap_figure,
-    scaling_figure,
-    service_figure,
-)
 from tests.charts import marks, panels, texts
 
 
@@ -38,7 +30,7 @@ def lines(panel):
 
 
 def test_four_panels():
-    throughput, step, shares, memory = panels(scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"))
+    throughput, step, shares, memory = panels(sweeps.scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"))
     assert lines(throughput) == {"best plan", "perfect scaling"}
     assert lines(step) == {"time per step"}
     assert lines(shares) == {"MFU", "exposed communication"}
@@ -46,7 +38,7 @@ def test_four_panels():
 
 
 def test_perfect_scaling_starts_from_the_first_point():
-    perfect, best = marks(panels(scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"))[0], "line")
+    perfect, best = marks(panels(sweeps.scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"))[0], "line")
     assert perfect["rows"][0]["name"] == "perfect scaling"
     assert best["encoding"]["color"]["scale"]["domain"] == ["best plan", "perfect scaling"]
     assert [(row["x"], row["y"]) for row in perfect["rows"]] == [(8, 10.0), (16, 20.0), (32, 40.0)]
@@ -54,14 +46,14 @@ def test_perfect_scaling_starts_from_the_first_point():
 
 def test_a_bubble_and_a_limit_are_drawn_where_there_are_any():
     points = (point(8, 1e4, bubble=0.2), point(16, 2e4))
-    _, _, shares, memory = panels(scaling_figure(points, over="on", title="t"))
+    _, _, shares, memory = panels(sweeps.scaling_figure(points, over="on", title="t"))
     assert "bubble" in lines(shares)
     assert lines(memory) == {"best plan"}
 
 
 def test_another_field_has_its_values_side_by_side():
     points = [point(8, 1e4, values={"remat": name}) for name in ("none", "block")]
-    throughput, step, *_ = panels(scaling_figure(points, over="remat", title="t"))
+    throughput, step, *_ = panels(sweeps.scaling_figure(points, over="remat", title="t"))
     assert lines(throughput) == {"best plan"}
     (line,) = marks(step, "line")
     assert [row["x"] for row in line["rows"]] == [0, 1]
@@ -73,32 +65,34 @@ def test_another_field_has_its_values_side_by_side():
 
 def test_collectives_that_coincide_share_a_line():
     both = [4e11, 3e11]
-    figure = bandwidth_figure([2, 4], {"all-gather": both, "all-reduce": both, "all-to-all": [4e11, 1e11]}, title="t")
+    figure = sweeps.bandwidth_figure(
+        [2, 4], {"all-gather": both, "all-reduce": both, "all-to-all": [4e11, 1e11]}, title="t"
+    )
     encoding = marks(figure)[0]["encoding"]
     assert encoding["color"]["scale"]["domain"] == ["all-gather, all-reduce", "all-to-all"]
     assert encoding["y"]["title"] == "GB/s and chip"
 
 
 def test_they_are_drawn(tmp_path):
-    scaling = scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t")
+    scaling = sweeps.scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t")
     assert save(scaling, tmp_path / "a.png").stat().st_size > 5000
-    assert save(bandwidth_figure([2, 4], {"all-gather": [4e11, 3e11]}, title="t"), tmp_path / "b.svg").exists()
+    assert save(sweeps.bandwidth_figure([2, 4], {"all-gather": [4e11, 3e11]}, title="t"), tmp_path / "b.svg").exists()
 
 
 def test_nothing_to_draw():
     with pytest.raises(InputError, match="nothing in the sweep runs"):
-        scaling_figure((), over="on", title="t")
+        sweeps.scaling_figure((), over="on", title="t")
     with pytest.raises(InputError, match="Give clusters of several chips"):
-        bandwidth_figure([], {"all-gather": []}, title="t")
+        sweeps.bandwidth_figure([], {"all-gather": []}, title="t")
     with pytest.raises(InputError, match="there is no cell to draw"):
-        heatmap_figure((), axes=("model", "nodes"), value_title="MFU", unit="%", title="Best plans")
+        sweeps.heatmap_figure((), axes=("model", "nodes"), value_title="MFU", unit="%", title="Best plans")
 
 
 LINE = [(1.0, 2.0), (10.0, 20.0), (100.0, 30.0)]
 
 
 def figure(curves, references=()):
-    return curves_figure(curves, x_title="B", y_title="rate", title="t", references=references)
+    return sweeps.curves_figure(curves, x_title="B", y_title="rate", title="t", references=references)
 
 
 def test_points_names_and_marks(tmp_path):
@@ -146,16 +140,16 @@ def test_ticks(low, high, ticks):
 
 
 CELLS = (
-    HeatCell("8B", "1", 0.5, ("50%", "fsdp8")),
-    HeatCell("8B", "2", 0.1, ("10%", "dp2 fsdp8")),
-    HeatCell("70B", "1", None, ("does not fit",)),
-    HeatCell("70B", "2", 0.4, ("40%", "pp2", "tp8")),
+    sweeps.HeatCell("8B", "1", 0.5, ("50%", "fsdp8")),
+    sweeps.HeatCell("8B", "2", 0.1, ("10%", "dp2 fsdp8")),
+    sweeps.HeatCell("70B", "1", None, ("does not fit",)),
+    sweeps.HeatCell("70B", "2", 0.4, ("40%", "pp2", "tp8")),
 )
 TITLES = {"axes": ("model", "nodes"), "value_title": "MFU", "unit": "%", "title": "Best plans"}
 
 
 def test_rows_and_columns_keep_their_order():
-    empty, filled = marks(heatmap_figure(CELLS, **TITLES), "rect")
+    empty, filled = marks(sweeps.heatmap_figure(CELLS, **TITLES), "rect")
     assert (filled["encoding"]["x"]["sort"], filled["encoding"]["y"]["sort"]) == (["1", "2"], ["8B", "70B"])
     assert empty["rows"] == [{"row": "70B", "column": "1", "text": "does not fit"}]
     rows = {(row["row"], row["column"]): row for row in filled["rows"]}
@@ -164,32 +158,32 @@ def test_rows_and_columns_keep_their_order():
 
 
 def test_text_is_white_on_dark_cells_alone():
-    _, filled = marks(heatmap_figure(CELLS, **TITLES), "rect")
+    _, filled = marks(sweeps.heatmap_figure(CELLS, **TITLES), "rect")
     assert [row["ink"] == "white" for row in filled["rows"]] == [True, False, True]
 
 
 def test_values_have_a_prefix_or_stay_as_they_are():
-    bytes_each = HeatCell("8B", "1", 4e9, ("4 GB", "fsdp8"))
+    bytes_each = sweeps.HeatCell("8B", "1", 4e9, ("4 GB", "fsdp8"))
     for unit, title, value in (("B", "MFU (GB)", 4.0), (None, "MFU", 4e9)):
-        _, filled = marks(heatmap_figure([bytes_each], **TITLES | {"unit": unit}), "rect")
+        _, filled = marks(sweeps.heatmap_figure([bytes_each], **TITLES | {"unit": unit}), "rect")
         assert (filled["encoding"]["color"]["title"], filled["rows"][0]["value"]) == (title, value)
 
 
 def test_cells_that_do_not_fit_have_an_edge_and_a_legend(tmp_path):
-    large = HeatCell("70B", "1", 0.3, ("30%", "fsdp8"), fits=False)
-    *_, edge = marks(heatmap_figure([*CELLS[:2], large, CELLS[3]], **TITLES), "rect")
+    large = sweeps.HeatCell("70B", "1", 0.3, ("30%", "fsdp8"), fits=False)
+    *_, edge = marks(sweeps.heatmap_figure([*CELLS[:2], large, CELLS[3]], **TITLES), "rect")
     assert [(row["row"], row["column"]) for row in edge["rows"]] == [("70B", "1")]
-    assert edge["encoding"]["stroke"]["scale"]["domain"] == [TOO_LARGE]
+    assert edge["encoding"]["stroke"]["scale"]["domain"] == [sweeps.TOO_LARGE]
     assert edge["encoding"]["stroke"]["legend"]["orient"] == "bottom"
-    assert save(heatmap_figure([*CELLS, large], **TITLES), tmp_path / "large.png").stat().st_size > 5000
-    assert len(marks(heatmap_figure(CELLS, **TITLES), "rect")) == 2
+    assert save(sweeps.heatmap_figure([*CELLS, large], **TITLES), tmp_path / "large.png").stat().st_size > 5000
+    assert len(marks(sweeps.heatmap_figure(CELLS, **TITLES), "rect")) == 2
 
 
 def test_axes_have_real_units():
     """0.004 dollars are no millidollars, and a count below a thousand has no unit at all."""
     point = {"values": {"prompt": "1Ki"}, "tokens_per_s_per_chip": 441.0, "tpot_s": 4e-3, "ttft_s": 0.2}
     points = [point | {"usd_per_m_input": 4e-3, "usd_per_m_output": 9e-3}] * 2
-    figure = service_figure(points, over="prompt", title="t")
+    figure = sweeps.service_figure(points, over="prompt", title="t")
     assert {mark["encoding"]["y"]["title"] for mark in marks(figure)} == {
         "output tokens/s per chip",
         "time per output token (ms)",

@@ -1,7 +1,8 @@
 """One very small llama, its job, and a text of a few kilobytes for the tests of this folder."""
 
 import json
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.train.data.text import open_corpus
 from meshwright.train.data.token_store import TokenStore
+from meshwright.train.record.metrics import StepRecord
 from meshwright.train.settings import TrainSettings
 
 MODEL = Model(
@@ -63,6 +65,19 @@ def write_text(folder: Path, num_topics: int = 8) -> str:
     path = folder / "text.txt"
     path.write_text("\n".join(read_documents("pydoc")[:num_topics]), encoding="utf-8")
     return str(path)
+
+
+def stop_at(step: int, number: signal.Signals | None = None) -> Callable[[StepRecord], None]:
+    """What stops a run after a step: Ctrl-C, or a signal."""
+
+    def on_step(record: StepRecord) -> None:
+        if record.step == step and number is None:
+            raise KeyboardInterrupt
+        if record.step == step:
+            # not os.kill: another thread could take the signal, some steps later
+            signal.raise_signal(number)
+
+    return on_step
 
 
 def settings(data: str, **changes: object) -> TrainSettings:

@@ -13,7 +13,7 @@ from meshwright.spec.model import Lora
 from meshwright.spec.weights import frozen_base
 from meshwright.train.loop import train
 from meshwright.train.weights import BASE, open_run_checkpoint
-from tests.train.small import JOB, MODEL, settings, strategy, write_text
+from tests.train.small import JOB, MODEL, settings, stop_at, strategy, write_text
 
 ADAPTED = replace(MODEL, lora=Lora(rank=4, alpha=8, targets="attention"))
 
@@ -26,12 +26,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapter")
     text = write_text(folder)
 
-    def stop(record):
-        if record.step == 4:
-            raise KeyboardInterrupt
-
     given = settings(text, average=0.9, held_out=0.0)
-    found = train(ADAPTED, strategy(fsdp=2), JOB, given, run_root=folder / "runs", on_step=stop)
+    found = train(ADAPTED, strategy(fsdp=2), JOB, given, run_root=folder / "runs", on_step=stop_at(4))
     whole = train(ADAPTED, strategy(fsdp=2), JOB, given, run_root=folder / "whole")
     return Path(found.run), text, whole
 

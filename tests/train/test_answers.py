@@ -14,7 +14,7 @@ from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.data.batches import Batches, open_data
 from meshwright.train.loop import train
 from tests.train.data.chats import CHATS, TEMPLATES, write_records, write_tokenizer
-from tests.train.small import MODEL, settings, strategy, write_text
+from tests.train.small import MODEL, settings, stop_at, strategy, write_text
 
 pytestmark = pytest.mark.usefixtures("cache")
 SEQ_LEN, BATCH_SEQS = 128, 8
@@ -81,11 +81,7 @@ def test_a_run_with_two_sources_stops_and_goes_on_to_the_bit_and_counts_epochs(a
     job = Job(batch_seqs=4, seq_len=SEQ_LEN)
     whole = train(MODEL, strategy(data=2), job, given, run_root=tmp_path / "whole")
 
-    def stop(record):
-        if record.step == 2:
-            raise KeyboardInterrupt
-
-    first = train(MODEL, strategy(data=2), job, given, run_root=tmp_path / "runs", on_step=stop)
+    first = train(MODEL, strategy(data=2), job, given, run_root=tmp_path / "runs", on_step=stop_at(2))
     again = train(MODEL, strategy(data=2), job, given, run_root=tmp_path / "runs", resume=Path(first.run))
     assert again.losses == whole.losses
     assert again.epochs == whole.epochs

@@ -28,7 +28,7 @@ from tests.cli.made_rates import write_rates
 from tests.logits import logits_fn
 from tests.nn.hf.test_published import write_packed
 from tests.tier import sampled
-from tests.train.small import JOB, MODEL, read_documents, settings, strategy
+from tests.train.small import JOB, MODEL, read_documents, settings, stop_at, strategy
 
 pytestmark = [pytest.mark.usefixtures("cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -134,18 +134,11 @@ def test_the_first_loss_is_the_one_that_transformers_gives(family, text, folder,
 def test_a_resumed_run_does_not_read_the_weights_again(folder, text, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     whole = train(ODD, strategy(), JOB, given(text, copy, steps=4), run_root=tmp_path)
-    first = train(
-        ODD, strategy(), JOB, given(text, copy, steps=4), run_root=tmp_path, on_step=lambda record: stop(record.step)
-    )
+    first = train(ODD, strategy(), JOB, given(text, copy, steps=4), run_root=tmp_path, on_step=stop_at(2))
     assert first.stopped
     (copy / "model.safetensors").unlink()
     again = train(ODD, strategy(tensor=2), JOB, given(text, copy, steps=4), run_root=tmp_path, resume=Path(first.run))
     np.testing.assert_allclose(again.losses, whole.losses, rtol=1e-5)
-
-
-def stop(step: int) -> None:
-    if step == 2:
-        raise KeyboardInterrupt
 
 
 @pytest.mark.slow

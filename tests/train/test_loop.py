@@ -21,7 +21,7 @@ from meshwright.train.data.batches import Batches
 from meshwright.train.interrupt import stop_on_signals
 from meshwright.train.loop import train
 from tests.train.event_files import scalars
-from tests.train.small import JOB, MODEL, lines_of, settings, strategy
+from tests.train.small import JOB, MODEL, lines_of, settings, stop_at, strategy
 
 FILES = [
     *("SHA256SUMS", "checkpoints", "config.json", "metrics.jsonl", "model.safetensors"),
@@ -192,20 +192,6 @@ def test_two_byte_weights_train(tmp_path, text):
     assert result.memory.optimizer_bytes == pytest.approx(4 * result.memory.weights_bytes, abs=64)
 
 
-def interrupt(record):
-    if record.step == 3:
-        raise KeyboardInterrupt
-
-
-def send(number):
-    def on_step(record):
-        if record.step == 3:
-            # not os.kill: another thread could take the signal, some steps later
-            signal.raise_signal(number)
-
-    return on_step
-
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -221,10 +207,10 @@ def nothing_ignored():
 
 
 @pytest.mark.usefixtures("nothing_ignored")
-@pytest.mark.parametrize("on_step", [interrupt, *map(send, SIGNALS)], ids=["Ctrl-C", *(one.name for one in SIGNALS)])
-def test_a_request_to_stop_ends_with_everything_written(tmp_path, text, on_step):
+@pytest.mark.parametrize("number", [None, *SIGNALS], ids=["Ctrl-C", *(one.name for one in SIGNALS)])
+def test_a_request_to_stop_ends_with_everything_written(tmp_path, text, number):
     before = [signal.getsignal(number) for number in SIGNALS]
-    result = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=on_step)
+    result = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=stop_at(3, number))
     assert result.stopped
     assert result.steps == len(result.losses) == len(lines_of(result.run)) == 3
     assert sorted(os.listdir(result.run)) == FILES
@@ -253,7 +239,7 @@ def test_a_step_in_hand_changes_no_number(tmp_path, text, monkeypatch):
     assert ahead.losses == plain.losses
     assert ahead.validation_loss == plain.validation_loss
     assert [m["step"] for m in lines_of(ahead.run)] == [1, 2, 3, 4, 5, 6]
-    stopped = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=interrupt)
+    stopped = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=stop_at(3))
     assert stopped.losses == plain.losses[:4]  # step 4 was in hand when step 3 was read
     assert os.listdir(f"{stopped.run}/checkpoints") == ["4"]
 

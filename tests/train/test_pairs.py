@@ -13,7 +13,7 @@ from meshwright.spec.model import Encoder
 from meshwright.train.data.tokenizer import save_tokenizer, train_tokenizer
 from meshwright.train.loop import train
 from tests.parallel.cases import RELATIVE
-from tests.train.small import MODEL, settings, strategy, write_text
+from tests.train.small import MODEL, settings, stop_at, strategy, write_text
 
 pytestmark = pytest.mark.usefixtures("cache")
 BOTH = msgspec.structs.replace(MODEL, vocab_size=320, encoder=Encoder(num_layers=2, length=48, start_token=3))
@@ -78,12 +78,8 @@ def test_a_run_goes_on_with_the_rows_and_the_noise_that_would_have_come(data, tm
     mixed = f"{data['pairs']}:1,{data['text']}:1"
     tokenizer = f"{run(data['text'], tmp_path).run}/tokenizer.json"
 
-    def stop(record):
-        if record.step == 2:
-            raise KeyboardInterrupt
-
     whole = run(mixed, tmp_path, tokenizer=tokenizer)
-    half = run(mixed, tmp_path, {"fsdp": 2}, tokenizer=tokenizer, on_step=stop)
+    half = run(mixed, tmp_path, {"fsdp": 2}, tokenizer=tokenizer, on_step=stop_at(2))
     assert half.stopped
     again = run(mixed, tmp_path, {"tensor": 2}, tokenizer=tokenizer, resume=Path(half.run))
     assert again.resumed_from == 2

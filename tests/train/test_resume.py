@@ -18,7 +18,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.loop import train
 from meshwright.train.record.run_folder import finished_steps, held_alone
-from tests.train.small import JOB, MODEL, lines_of, settings, strategy, write_text
+from tests.train.small import JOB, MODEL, lines_of, settings, stop_at, strategy, write_text
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 24, 3
@@ -38,14 +38,6 @@ def whole(tmp_path_factory, text):
     """A run that nothing interrupts."""
     root = tmp_path_factory.mktemp("whole")
     return train(MODEL, strategy(fsdp=2), JOB, given(text), run_root=root)
-
-
-def stop_at(step):
-    def on_step(record):
-        if record.step == step:
-            raise KeyboardInterrupt
-
-    return on_step
 
 
 def stopped(text, root, *, at=10, **changes):

@@ -13,6 +13,16 @@ from meshwright.nn.attention.tiles import Mod
 BATCH, HEADS = 2, 4
 
 
+def equations(jaxpr):
+    """All equations of a traced program in order, those of inner programs after the one that has them."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
 def mask_of(text, length, *, seed=0):
     """A mask of the catalogue with example arrays."""
     rule = mask_named(text)

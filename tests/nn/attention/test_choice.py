@@ -22,7 +22,7 @@ from meshwright.nn.attention.flex import flex_attention
 from meshwright.nn.attention.kernels import xla
 from meshwright.nn.attention.tiles import Mod
 from tests.nn.attention import rules
-from tests.nn.attention.rules import arrays, close, dense, expected, own_score, rule_of
+from tests.nn.attention.rules import arrays, close, dense, equations, expected, own_score, rule_of
 
 SCALE = 0.3
 
@@ -228,15 +228,6 @@ def test_bfloat16_is_summed_in_float32():
     assert [x.dtype for x in found] == [jnp.bfloat16] * 3
 
 
-def _dots(jaxpr):
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation
-        for inner in equation.params.values():
-            if hasattr(inner, "jaxpr"):
-                yield from _dots(inner.jaxpr)
-
-
 @pytest.mark.parametrize("mask", ["causal", "sliding_window(16)", "neighbourhood(128,9)", "noop"])
 def test_empty_tiles_are_not_computed(mask):
     """Products of queries with keys, counted in the traced program: those of the blocks that exist, and no more."""
@@ -244,7 +235,7 @@ def test_empty_tiles_are_not_computed(mask):
     made = rules.mask_of(mask, 128)
     call = AttentionCall(scale=SCALE, mask=made, platform="cpu")
     jaxpr = jax.make_jaxpr(lambda q, k, v: attention(call, q, k, v)[0])(*(given[n] for n in "qkv")).jaxpr
-    shapes = [e.outvars[0].aval.shape for e in _dots(jaxpr)]
+    shapes = [e.outvars[0].aval.shape for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     table = block_table(made, q_len=128, kv_len=128, block=16)
     live = 16 * 16 * (table.count(1) + table.count(2))
     assert sum(shape[-2] * shape[-1] for shape in shapes if shape[-1] != 8) == live

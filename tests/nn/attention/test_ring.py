@@ -141,18 +141,9 @@ def test_a_hop_of_which_nothing_is_seen_is_not_computed():
     forward, _ = passes(mesh, AttentionCall(scale=0.4, mask=mask), dealt="in order")
     given = rules.arrays(T=LENGTH, N=4, K=1, H=4)
     jaxpr = jax.make_jaxpr(forward)(*(given[n] for n in "qkv")).jaxpr
-    branches = [x for x in _eqns(jaxpr) if x.primitive.name == "cond"]
+    branches = [x for x in rules.equations(jaxpr) if x.primitive.name == "cond"]
     counts = [[str(branch).count("dot_general") for branch in x.params["branches"]] for x in branches]
     assert any(min(count) == 0 < max(count) for count in counts)
-
-
-def _eqns(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _eqns(inner)
 
 
 def derived(mesh, window, chunked):

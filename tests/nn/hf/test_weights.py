@@ -15,17 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from meshwright.algebra.transformer import rows
 from meshwright.core.errors import InputError
+from meshwright.nn.hf import weights
 from meshwright.nn.hf.files import Entry, StoredTensor, write_checkpoint
 from meshwright.nn.hf.format import checked_parts, stored_parts
-from meshwright.nn.hf.weights import (
-    convert_hf,
-    gathered_part,
-    hf_entries,
-    load_params,
-    read_params,
-    save_hf,
-    token_numbers,
-)
 from meshwright.nn.weights import Params, param_shapes, stacked_shape
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.hf.read import model_from_config
@@ -48,7 +40,9 @@ def on_device(params: dict[str, np.ndarray]) -> Params:
 def published(model: Model) -> dict[str, np.ndarray]:
     """The random weights in their published form."""
     params = random_params(model)
-    entries = hf_entries(model, lambda name, index: params[name][index], {n: a.dtype for n, a in params.items()})
+    entries = weights.hf_entries(
+        model, lambda name, index: params[name][index], {n: a.dtype for n, a in params.items()}
+    )
     return {entry.name: entry.make() for entry in entries}
 
 
@@ -70,7 +64,7 @@ def test_weights_come_back_from_the_published_form(family, tensors):
     model = FAMILIES[family]
     buffers = sum(math.prod(w.shape) * w.repeat for w in weight_table(model) if w.part == "buffer")
     assert sum(array.size for array in tensors[family].values()) == num_params(model) + buffers
-    require_equal(read_params(model, tensors[family]), random_params(model))
+    require_equal(weights.read_params(model, tensors[family]), random_params(model))
 
 
 def joined(*arrays: np.ndarray) -> np.ndarray:
@@ -113,13 +107,13 @@ def test_tensors_hold_what_they_are_said_to_hold(family, name, tensors):
 
 def test_names_without_the_prefix_are_found(tensors):
     bare = {n.removeprefix("transformer."): a for n, a in tensors["gpt2"].items()}
-    require_equal(read_params(FAMILIES["gpt2"], bare), random_params(FAMILIES["gpt2"]))
+    require_equal(weights.read_params(FAMILIES["gpt2"], bare), random_params(FAMILIES["gpt2"]))
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_a_decoder_nested_in_a_larger_model_is_found(prefix, tensors):
     nested = {n.replace("model.", prefix, 1): a for n, a in tensors["gemma3"].items()}
-    require_equal(read_params(FAMILIES["gemma3"], nested), random_params(FAMILIES["gemma3"]))
+    require_equal(weights.read_params(FAMILIES["gemma3"], nested), random_params(FAMILIES["gemma3"]))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
@@ -136,14 +130,14 @@ def test_experts_may_be_stacked(family, tensors):
             for part in (gate, up, down)
         }
         stacked |= {stem + "gate_up_proj": np.concatenate([of[gate], of[up]], 1), stem + "down_proj": of[down]}
-    require_equal(read_params(model, stacked), random_params(model))
+    require_equal(weights.read_params(model, stacked), random_params(model))
 
 
 def test_a_stored_copy_of_tied_weights_is_not_needed_nor_written(tensors):
     model = FAMILIES["qwen2"]
     assert "lm_head.weight" not in tensors["qwen2"]
     embed = tensors["qwen2"]["model.embed_tokens.weight"]
-    require_equal(read_params(model, {**tensors["qwen2"], "lm_head.weight": embed}), random_params(model))
+    require_equal(weights.read_params(model, {**tensors["qwen2"], "lm_head.weight": embed}), random_params(model))
     for other in (embed + 1, embed.T):
         with pytest.raises(InputError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
             checked_parts(model, {**tensors["qwen2"], "lm_head.weight": other})
@@ -179,7 +173,7 @@ def test_a_tensor_in_two_files_is_refused(tensors, tmp_path):
     for name in ("a", "b"):
         save_file({"w": np.zeros(2, np.float32)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(InputError, match=r"a\.safetensors and .*b\.safetensors both have the tensor w"):
-        load_params(LLAMA, tmp_path)
+        weights.load_params(LLAMA, tmp_path)
 
 
 # -- reading, shard by shard ----------------------------------------------------------------------------
@@ -207,7 +201,7 @@ def shardings_of(model: Model) -> dict[str, NamedSharding]:
 def test_each_device_reads_its_own_shards(family, tensors, tmp_path):
     model, shardings = FAMILIES[family], shardings_of(FAMILIES[family])
     save_file(tensors[family], tmp_path / "model.safetensors")
-    found = load_params(model, tmp_path, shardings)
+    found = weights.load_params(model, tmp_path, shardings)
     assert all(found[name].sharding == sharding for name, sharding in shardings.items())
     require_equal(found, random_params(model))
 
@@ -223,7 +217,7 @@ def test_every_byte_is_read_once_and_never_more_than_a_shard(tensors, tmp_path, 
         return part
 
     monkeypatch.setattr(StoredTensor, "__getitem__", counted)
-    found = load_params(model, tmp_path, shardings_of(model))
+    found = weights.load_params(model, tmp_path, shardings_of(model))
     assert sum(sizes) == num_params(model) * 4
     layers = {n: model.num_layers if w.layers else 1 for n, w in rows(model).items()}
     assert max(sizes) == max(array.addressable_data(0).nbytes // layers[name] for name, array in found.items())
@@ -254,7 +248,7 @@ def test_host_memory_stays_at_the_weights_and_a_shard(tmp_path):
 
     before, watcher = anonymous_bytes(), threading.Thread(target=watch)
     watcher.start()
-    params = load_params(model, tmp_path, shardings_of(model))
+    params = weights.load_params(model, tmp_path, shardings_of(model))
     time.sleep(0.01)
     done.set()
     watcher.join()
@@ -274,7 +268,7 @@ def anonymous_bytes() -> int:
 
 def test_large_checkpoints_are_cut_into_files_with_an_index(tensors, tmp_path):
     model, params = LLAMA, random_params(LLAMA)
-    files = save_hf(model, on_device(params), tmp_path, 20_000)
+    files = weights.save_hf(model, on_device(params), tmp_path, 20_000)
     assert len(files) > 2
     assert [f.name for f in files[:1]] == [f"model-00001-of-{len(files):05}.safetensors"]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -286,14 +280,14 @@ def test_large_checkpoints_are_cut_into_files_with_an_index(tensors, tmp_path):
     for name, array in tensors["llama"].items():
         np.testing.assert_array_equal(stored[name], array)
     assert replace(model_from_config(tmp_path), name=model.name) == model
-    require_equal(load_params(model, tmp_path), params)
-    assert [f.name for f in save_hf(model, on_device(params), tmp_path)] == ["model.safetensors"]
+    require_equal(weights.load_params(model, tmp_path), params)
+    assert [f.name for f in weights.save_hf(model, on_device(params), tmp_path)] == ["model.safetensors"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["SHA256SUMS", "config.json", "model.safetensors"]
 
 
 def test_sharded_weights_are_written_as_whole_tensors(tensors, tmp_path):
     params = jax.device_put(random_params(LLAMA), shardings_of(LLAMA))
-    save_hf(LLAMA, params, tmp_path)
+    weights.save_hf(LLAMA, params, tmp_path)
     for name, array in load_file(tmp_path / "model.safetensors").items():
         np.testing.assert_array_equal(array, tensors["llama"][name])
 
@@ -302,17 +296,17 @@ def test_a_part_of_sharded_weights_is_gathered_by_itself():
     """As several processes write: no device of one of them has all of an array."""
     whole = random_params(FAMILIES["mixtral"])["experts_w_up"]
     array = jax.device_put(whole, shardings_of(FAMILIES["mixtral"])["experts_w_up"])
-    part = gathered_part(array, (2, 3))
+    part = weights.gathered_part(array, (2, 3))
     assert part.is_fully_replicated
     np.testing.assert_array_equal(part, whole[2, 3])
 
 
 def test_bf16_goes_in_and_out(tmp_path):
     params = random_params(LLAMA, dtype=ml_dtypes.bfloat16)
-    save_hf(LLAMA, on_device(params), tmp_path)
+    weights.save_hf(LLAMA, on_device(params), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    require_equal(load_params(LLAMA, tmp_path), params)
-    wide = load_params(LLAMA, tmp_path, dtype=jnp.float32)
+    require_equal(weights.load_params(LLAMA, tmp_path), params)
+    wide = weights.load_params(LLAMA, tmp_path, dtype=jnp.float32)
     require_equal(wide, {name: array.astype(np.float32) for name, array in params.items()})
 
 
@@ -322,11 +316,11 @@ def test_a_folder_is_converted_tensor_by_tensor(tensors, tmp_path):
     bare = {n.removeprefix("transformer."): a for n, a in tensors["gpt2"].items()}
     save_file(bare, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps({"model_type": "gpt2", "eos_token_id": 7}))
-    convert_hf(model, source, target, dtype="bf16")
-    assert token_numbers(target) == {"eos_token_id": 7}
+    weights.convert_hf(model, source, target, dtype="bf16")
+    assert weights.token_numbers(target) == {"eos_token_id": 7}
     assert sorted(load_file(target / "model.safetensors")) == sorted(tensors["gpt2"])
     expected = {n: a.astype(ml_dtypes.bfloat16) for n, a in random_params(model).items()}
-    require_equal(load_params(model, target), expected)
+    require_equal(weights.load_params(model, target), expected)
 
 
 # -- refusals -------------------------------------------------------------------------------------------
@@ -335,30 +329,30 @@ def test_a_folder_is_converted_tensor_by_tensor(tensors, tmp_path):
 def test_missing_and_misshapen_tensors_are_named(tensors):
     missing = {n: a for n, a in tensors["llama"].items() if "layers.1.mlp.up_proj" not in n}
     with pytest.raises(InputError, match=r"lacks model.layers.1.mlp.up_proj.weight \(w_up\). Give one made for"):
-        read_params(LLAMA, missing)
+        weights.read_params(LLAMA, missing)
     wrong = {**tensors["llama"], "model.norm.weight": np.zeros(31)}
     with pytest.raises(InputError, match=r"model.norm.weight has shape \(31,\); llama needs \(32,\)"):
-        read_params(LLAMA, wrong)
+        weights.read_params(LLAMA, wrong)
 
 
 def test_quantised_checkpoints_are_refused(tensors):
     blocks = {"model.embed_tokens.weight": np.zeros((64, 32)), "model.layers.0.mlp.experts.gate_up_proj_blocks": 0}
     with pytest.raises(InputError, match=r"is quantised \(it has .*_blocks\), and no quantization_config"):
-        read_params(FAMILIES["gpt_oss"], blocks)
+        weights.read_params(FAMILIES["gpt_oss"], blocks)
 
 
 def test_folders_without_whole_files_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"has neither \*.safetensors nor pytorch_model.bin. Give the folder"):
-        load_params(LLAMA, tmp_path)
+        weights.load_params(LLAMA, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}")
     with pytest.raises(InputError, match=r"model.safetensors is not a whole safetensors file"):
-        load_params(LLAMA, tmp_path)
+        weights.load_params(LLAMA, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1-of-2.safetensors"}}')
     with pytest.raises(InputError, match=r"model-1-of-2.safetensors is missing, and the index of its folder names it"):
-        load_params(LLAMA, tmp_path)
+        weights.load_params(LLAMA, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{"x" * 300}"}}}}')
     with pytest.raises(InputError, match=r"File name too long"):
-        load_params(LLAMA, tmp_path)
+        weights.load_params(LLAMA, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(InputError, match=r"holds no JSON object\. Mend the file, or fetch it again"):
-        load_params(LLAMA, tmp_path)
+        weights.load_params(LLAMA, tmp_path)

@@ -21,16 +21,7 @@ from meshwright.spec.job import OPTIMIZERS
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.train.settings import TrainSettings, program_options
 from meshwright.train.step import make_step
-from tests.parallel.cases import (
-    DEEP,
-    DEEP_MOE,
-    RELATIVE,
-    assert_equal,
-    keep_gradients,
-    on_one_device,
-    run,
-    strategy_of,
-)
+from tests.parallel import cases
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch, mean_slots
 from tests.schedule_toy import added_file
 from tests.traffic import pipeline_traffic
@@ -43,9 +34,9 @@ TWO_KINDS = msgspec.structs.replace(
 def check(model, axes, schedule, *, count=4, **choices):
     """Gradients of one device, no permute in a branch, and exactly the derived collectives, tick by tick."""
     chunks = choices.pop("chunks", default_chunks(schedule))
-    strategy = strategy_of(axes, num_microbatches=count, schedule=schedule, chunks=chunks, **choices)
-    found = run(model, strategy)
-    assert_equal(found, on_one_device(model))
+    strategy = cases.strategy_of(axes, num_microbatches=count, schedule=schedule, chunks=chunks, **choices)
+    found = cases.run(model, strategy)
+    cases.assert_equal(found, cases.on_one_device(model))
     everything = collectives(found.hlo, strategy.mesh)
     assert not any(c.in_conditional for c in everything if c.kind == "permute")
     dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": mean_slots(model, count)}
@@ -68,14 +59,14 @@ def names_of_collectives(derived, is_once):
 
 
 SIXTEEN = msgspec.structs.replace(TWO_KINDS, num_layers=16, sliding_layers=tuple(range(0, 16, 2)))
-EXPERTS = msgspec.structs.replace(DEEP_MOE, num_layers=8)
+EXPERTS = msgspec.structs.replace(cases.DEEP_MOE, num_layers=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "axes", "schedule"),
     [
-        (msgspec.structs.replace(DEEP, num_layers=7), {"pipeline": 2, "data": 2, "tensor": 2}, "1f1b"),
+        (msgspec.structs.replace(cases.DEEP, num_layers=7), {"pipeline": 2, "data": 2, "tensor": 2}, "1f1b"),
         pytest.param(
             msgspec.structs.replace(TWO_KINDS, num_layers=5, sliding_layers=(0, 2, 4)),
             {"pipeline": 2},
@@ -95,25 +86,25 @@ def test_further_rounds_in_a_backward_pass_of_two_parts(schedule, monkeypatch):
     """Gradients with room for a part of the rows: both parts of the backward pass run further rounds."""
     monkeypatch.setattr(products, "FEW_SLOTS", 0)
     monkeypatch.setattr(slots, "ROOM", 0.5)
-    strategy = strategy_of({"pipeline": 2, "expert": 2}, num_microbatches=4, schedule=schedule)
-    assert_equal(run(DEEP_MOE, strategy), on_one_device(DEEP_MOE))
+    strategy = cases.strategy_of({"pipeline": 2, "expert": 2}, num_microbatches=4, schedule=schedule)
+    cases.assert_equal(cases.run(cases.DEEP_MOE, strategy), cases.on_one_device(cases.DEEP_MOE))
 
 
 @pytest.mark.slow
 def test_a_stage_with_fewer_experts_counts_its_own_routers():
-    model = msgspec.structs.replace(DEEP_MOE, num_layers=3)
+    model = msgspec.structs.replace(cases.DEEP_MOE, num_layers=3)
     options = ProgramOptions(balance_loss=0.01)
     found = []
     for axes, schedule in (({"expert": 2}, {}), ({"pipeline": 2, "expert": 2}, {"schedule": "dualpipe"})):
-        strategy = strategy_of(axes, num_microbatches=4, **schedule)
-        step = TrainStep(model, strategy, optimizer=keep_gradients(), options=options)
+        strategy = cases.strategy_of(axes, num_microbatches=4, **schedule)
+        step = TrainStep(model, strategy, optimizer=cases.keep_gradients(), options=options)
         state, metrics = step.step(step.init(0), batch())
         found.append((float(metrics.loss), step.to_canonical(state.opt_state), metrics.extras))
     (loss, grads, extras), (wanted_loss, wanted, of_one) = reversed(found)
-    assert abs(loss / wanted_loss - 1) < RELATIVE
+    assert abs(loss / wanted_loss - 1) < cases.RELATIVE
     assert {name: a.shape for name, a in extras.items()} == dict.fromkeys(extras, (3,))
     for name, value in {**wanted, **of_one}.items():
-        atol = RELATIVE * np.abs(value).max()
+        atol = cases.RELATIVE * np.abs(value).max()
         np.testing.assert_allclose((grads | extras)[name], value, rtol=0, atol=atol, err_msg=name)
 
 
@@ -123,7 +114,7 @@ def test_every_optimizer_leaves_layers_of_zeros_alone(optimizer):
     model, settings = msgspec.structs.replace(MODEL, num_layers=3), TrainSettings(optimizer=optimizer)
     found = []
     for axes in ({}, {"pipeline": 2, "fsdp": 2}):
-        strategy = strategy_of(axes, num_microbatches=2)
+        strategy = cases.strategy_of(axes, num_microbatches=2)
         options = program_options(settings, strategy, several_documents=False)
         step = make_step(model, strategy, settings, options=options)
         state = step.init(0)
@@ -178,15 +169,15 @@ def test_mixes(axes, schedule, choices):
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipe", "dualpipe-v"])
 def test_the_loss_alone(schedule):
     axes = {"pipeline": 2, "fsdp": 2, "tensor": 2}
-    strategy = strategy_of(axes, num_microbatches=4, schedule=schedule, chunks=default_chunks(schedule))
-    step = TrainStep(DEEP, strategy)
+    strategy = cases.strategy_of(axes, num_microbatches=4, schedule=schedule, chunks=default_chunks(schedule))
+    step = TrainStep(cases.DEEP, strategy)
     loss = step.loss_sum(step.init(0).params, step.place(batch()))
-    assert abs(float(loss) / (BATCH_SEQS * SEQ_LEN) / on_one_device(DEEP).loss - 1) < RELATIVE
+    assert abs(float(loss) / (BATCH_SEQS * SEQ_LEN) / cases.on_one_device(cases.DEEP).loss - 1) < cases.RELATIVE
 
 
 def stepped(model, strategy, **choices):
     """Loss and gradients, in the order of the model, of one step."""
-    step = TrainStep(model, strategy, optimizer=keep_gradients(), **choices)
+    step = TrainStep(model, strategy, optimizer=cases.keep_gradients(), **choices)
     state, metrics = step.step(step.init(0), batch())
     return float(metrics.loss), {name: np.asarray(g) for name, g in step.to_canonical(state.opt_state).items()}
 
@@ -202,11 +193,11 @@ def assert_alike(found, wanted, relative):
 def test_losses_that_are_made_in_the_layers(schedule):
     """Balance losses count the tokens of a microbatch, so they are compared with the same microbatches."""
     options = ProgramOptions(balance_loss=0.1, z_loss=1e-2)
-    stages = strategy_of({"pipeline": 2, "data": 2}, num_microbatches=4, schedule=schedule)
-    alone = strategy_of({"data": 2}, num_microbatches=4, gradient_sync="naive")
-    found, wanted = (stepped(DEEP_MOE, one, options=options) for one in (stages, alone))
-    assert_alike(found, wanted, RELATIVE)
-    plain = stepped(DEEP_MOE, alone)[1]["router"]
+    stages = cases.strategy_of({"pipeline": 2, "data": 2}, num_microbatches=4, schedule=schedule)
+    alone = cases.strategy_of({"data": 2}, num_microbatches=4, gradient_sync="naive")
+    found, wanted = (stepped(cases.DEEP_MOE, one, options=options) for one in (stages, alone))
+    assert_alike(found, wanted, cases.RELATIVE)
+    plain = stepped(cases.DEEP_MOE, alone)[1]["router"]
     assert np.abs(plain - wanted[1]["router"]).max() > 1e-2 * np.abs(plain).max(), "the balance loss changes nothing"
 
 
@@ -219,7 +210,7 @@ def test_gradients_of_bf16_weights_are_summed_in_float32(schedule):
         Strategy(mesh=make_mesh(mesh), state="bf16-adam", num_microbatches=4, schedule=schedule, gradient_sync="naive")
         for mesh in (axes, {})
     )
-    found, wanted = stepped(DEEP, stages), stepped(DEEP, alone)
+    found, wanted = stepped(cases.DEEP, stages), stepped(cases.DEEP, alone)
     assert_alike(found, wanted, 2**-7)
     for name, grad in found[1].items():
         assert grad.dtype == np.float32
@@ -234,17 +225,17 @@ def stages_of(model, schedule, *, prefetch=False, **choices):
 
 def test_what_does_not_run_in_stages():
     with pytest.raises(CannotRunError, match=r"pipeline=5 makes more stages than the 4 layers\. Use at most 4\."):
-        stages_of(DEEP, build("1f1b", stages=5, microbatches=5))
+        stages_of(cases.DEEP, build("1f1b", stages=5, microbatches=5))
     with pytest.raises(CannotRunError, match="offload of activations does not run in a pipeline"):
-        stages_of(DEEP, build("1f1b", stages=2, microbatches=4), offload=True)
+        stages_of(cases.DEEP, build("1f1b", stages=2, microbatches=4), offload=True)
     with pytest.raises(CannotRunError, match="prefetch does not run in a pipeline"):
-        stages_of(DEEP, build("1f1b", stages=2, microbatches=4), prefetch=True)
+        stages_of(cases.DEEP, build("1f1b", stages=2, microbatches=4), prefetch=True)
 
 
 def test_layers_stay_where_they_are_while_they_change_places():
     """A pipeline that is resumed puts the layers of its stages in order on the devices that hold them."""
-    strategy = strategy_of({"pipeline": 2}, num_microbatches=4, schedule="interleaved", chunks=2)
-    step = TrainStep(DEEP, strategy, optimizer=keep_gradients())
+    strategy = cases.strategy_of({"pipeline": 2}, num_microbatches=4, schedule="interleaved", chunks=2)
+    step = TrainStep(cases.DEEP, strategy, optimizer=cases.keep_gradients())
     params = step.init(0).params
     for moved in (step.to_canonical(params), step.from_canonical(params)):
         assert {n: a.sharding for n, a in moved.items()} == {n: a.sharding for n, a in params.items()}

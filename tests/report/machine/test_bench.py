@@ -3,22 +3,8 @@
 import msgspec
 import pytest
 
+from meshwright.bench import results
 from meshwright.bench.fit import fit_knee
-from meshwright.bench.results import (
-    BatchPart,
-    BenchReport,
-    ChainTime,
-    Collective,
-    CollectivesPart,
-    CollectiveTime,
-    Copy,
-    CopyPart,
-    ElementwisePart,
-    Group,
-    LayerTime,
-    MatmulPart,
-    Product,
-)
 from meshwright.bench.timing import timing_of
 from meshwright.report.figure import save
 from meshwright.report.machine.bench import bench_figures
@@ -35,7 +21,7 @@ SIZES = {"D": 4096, "F": 14336, "N": 32, "K": 8, "H": 128}
 
 def products(dtype, top):
     return [
-        Product(
+        results.Product(
             dtype=dtype, m=n, k=n, n=n, contents="normal", seconds=timing_of([2 * n**3 / rate]), flops_per_s=rate,
             share_of_peak=None,
         )
@@ -46,7 +32,7 @@ def products(dtype, top):
 def layers():
     seconds = {2**p: max(1e-4, 1e-4 * 2**p / 200) for p in range(14)}
     return tuple(
-        LayerTime(tokens=b, seconds=timing_of([s]), tokens_per_us=b / s * 1e-6, flops_per_s=2 * 2.2e8 * b / s)
+        results.LayerTime(tokens=b, seconds=timing_of([s]), tokens_per_us=b / s * 1e-6, flops_per_s=2 * 2.2e8 * b / s)
         for b, s in seconds.items()
     )
 
@@ -55,7 +41,9 @@ def chains():
     fused = [(k, True, max(1.0, k / 60)) for k in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
     eager = [(k, False, float(k)) for k in (1, 2, 4, 8)]
     return tuple(
-        ChainTime(repeats=k, fused=one, seconds=timing_of([s * 1e-4]), flops_per_s=k * 1e12 / s, bytes_per_s=4e12 / s)
+        results.ChainTime(
+            repeats=k, fused=one, seconds=timing_of([s * 1e-4]), flops_per_s=k * 1e12 / s, bytes_per_s=4e12 / s
+        )
         for k, one, s in fused + eager
     )
 
@@ -66,15 +54,15 @@ def collectives():
         for number, kind in enumerate(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")):
             start, slope = 1e-5 * (number + 1), 1 / 3e11 * (number + 1)
             times = tuple(
-                CollectiveTime(
+                results.CollectiveTime(
                     array_bytes=b, seconds=timing_of([1.05 * (start + slope * b)]), fitted_s=start + slope * b,
                     datasheet_s=None,
                 )
                 for b in (2**14, 2**17, 2**20, 2**23, 2**26, 2**29)
             )  # fmt: skip
             rate = CollectiveRate(kind=kind, group_size=size, latency_s=start, bytes_per_s=1 / slope)
-            group = Group(axis="group", size=size, mesh={"others": 8 // size, "group": size})
-            made.append(Collective(kind=kind, group=group, times=times, rate=rate, fit_error=0.05))
+            group = results.Group(axis="group", size=size, mesh={"others": 8 // size, "group": size})
+            made.append(results.Collective(kind=kind, group=group, times=times, rate=rate, fit_error=0.05))
     return tuple(made)
 
 
@@ -82,16 +70,16 @@ def collectives():
 def full():
     measured = layers()
     knee = fit_knee([layer.tokens for layer in measured], [layer.seconds.median_s for layer in measured])
-    copy = Copy(kind="copy", array_bytes=2**30, seconds=timing_of([5e-4]), bytes_per_s=4.2e12)
-    return BenchReport(
+    copy = results.Copy(kind="copy", array_bytes=2**30, seconds=timing_of([5e-4]), bytes_per_s=4.2e12)
+    return results.BenchReport(
         **FACTS,
-        matmul=MatmulPart(sweep=(*products("bf16", 7e14), *products("fp8", 1.3e15))),
-        copy=CopyPart(copies=(copy,)),
-        elementwise=ElementwisePart(
+        matmul=results.MatmulPart(sweep=(*products("bf16", 7e14), *products("fp8", 1.3e15))),
+        copy=results.CopyPart(copies=(copy,)),
+        elementwise=results.ElementwisePart(
             elements=2**28, cache_bytes=5e7, chains=chains(), doubles_at=120.0, predicted_at=112.0
         ),
-        batch=BatchPart(sizes=SIZES, dtype="bf16", layers=measured, knee=knee, predicted_knee=170.0),
-        collectives=CollectivesPart(collectives=collectives()),
+        batch=results.BatchPart(sizes=SIZES, dtype="bf16", layers=measured, knee=knee, predicted_knee=170.0),
+        collectives=results.CollectivesPart(collectives=collectives()),
     )
 
 
@@ -103,8 +91,10 @@ def test_every_part_has_its_picture(full):
 
 
 def test_nothing_measured_draws_nothing():
-    assert bench_figures(BenchReport(**FACTS)) == {}
-    short = BenchReport(**FACTS, matmul=MatmulPart(), copy=CopyPart(), collectives=CollectivesPart())
+    assert bench_figures(results.BenchReport(**FACTS)) == {}
+    short = results.BenchReport(
+        **FACTS, matmul=results.MatmulPart(), copy=results.CopyPart(), collectives=results.CollectivesPart()
+    )
     assert bench_figures(short) == {}
 
 

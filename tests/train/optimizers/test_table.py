@@ -23,14 +23,7 @@ from meshwright.nn.ops.muon import newton_schulz
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.optimizer import UpdateLayout, plain_optimizer
 from meshwright.spec.strategy import STATE_BYTES, Strategy
-from meshwright.train.optimizers.table import (
-    average_decay,
-    averaged,
-    in_state,
-    make_optimizer,
-    start_average,
-    update_average,
-)
+from meshwright.train.optimizers import table
 from meshwright.train.settings import TrainSettings
 from tests.train.small import MODEL
 
@@ -106,7 +99,7 @@ def test_adamw_is_the_formula():
         memory["v"] = 0.9 * memory.get("v", 0) + 0.1 * grad**2
         return memory["m"] / (1 - 0.8**step) / (np.sqrt(memory["v"] / (1 - 0.9**step)) + 1e-4)
 
-    close(run(make_optimizer(ROUTED, given))[0], by_formula(rule, given))
+    close(run(table.make_optimizer(ROUTED, given))[0], by_formula(rule, given))
 
 
 def test_lion_is_the_formula():
@@ -117,7 +110,7 @@ def test_lion_is_the_formula():
         memory["m"] = 0.9 * old + 0.1 * grad
         return np.sign(0.8 * old + 0.2 * grad)
 
-    close(run(make_optimizer(ROUTED, given))[0], by_formula(rule, given))
+    close(run(table.make_optimizer(ROUTED, given))[0], by_formula(rule, given))
 
 
 def every_matrix(tree):
@@ -138,7 +131,7 @@ STEADY = {"weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 
 def test_adafactor_is_optaxs_on_each_matrix_of_each_layer_and_expert():
     given = settings(optimizer="adafactor", **STEADY)
-    found, _ = run(make_optimizer(ROUTED, given))
+    found, _ = run(table.make_optimizer(ROUTED, given))
     params = every_matrix(first_weights())
     assert params["experts_w_down", 1, 3].shape == (16, 32)
     assert params["wo", 1].shape == (32, 32)
@@ -162,9 +155,9 @@ def test_muon_is_optaxs_on_the_matrices_of_layers_and_the_rest_is_adamw():
         consistent_rms=0.2,
         muon_weight_dimension_numbers={name: numbers.get(name) for name in NAMES},
     )
-    of_muon, _ = run(in_state(plain_optimizer(theirs)))
-    of_adamw, _ = run(make_optimizer(ROUTED, settings(**STEADY)))
-    close(run(make_optimizer(ROUTED, given))[0], {n: (of_muon if n in inside else of_adamw)[n] for n in NAMES})
+    of_muon, _ = run(table.in_state(plain_optimizer(theirs)))
+    of_adamw, _ = run(table.make_optimizer(ROUTED, settings(**STEADY)))
+    close(run(table.make_optimizer(ROUTED, given))[0], {n: (of_muon if n in inside else of_adamw)[n] for n in NAMES})
 
 
 def test_newton_schulz_is_the_polynomial_of_the_singular_values():
@@ -181,7 +174,7 @@ def test_newton_schulz_is_the_polynomial_of_the_singular_values():
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_each_matrix():
-    state = make_optimizer(ROUTED, settings(optimizer="adafactor")).init(first_weights())
+    state = table.make_optimizer(ROUTED, settings(optimizer="adafactor")).init(first_weights())
     factored = state.inner[0]
     assert factored.rows["wo"].shape == (2, 4, 8, 1)
     assert factored.columns["wo"].shape == (2, 1, 1, 32)
@@ -192,7 +185,7 @@ def test_adafactor_keeps_a_row_and_a_column_of_each_matrix():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_matrices_decay(kind):
-    optimizer = make_optimizer(ROUTED, settings(optimizer=kind, weight_decay=0.5))
+    optimizer = table.make_optimizer(ROUTED, settings(optimizer=kind, weight_decay=0.5))
     params = first_weights()
     new, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     for name, array in params.items():
@@ -267,7 +260,7 @@ def collectives(compiled):
 )
 def test_a_mesh_gives_the_numbers_of_one_device_in_one_donated_program(kind, state, allowed):
     dtype = jnp.float32 if state == "fp32" else jnp.bfloat16
-    optimizer = make_optimizer(ROUTED, settings(optimizer=kind, rounding="stochastic"), state)
+    optimizer = table.make_optimizer(ROUTED, settings(optimizer=kind, rounding="stochastic"), state)
     mesh = OnMesh(optimizer, dtype, layout_of(kind))
     found, expected = mesh.run()[0], run(optimizer, dtype=dtype)[0]
     close(found, expected)
@@ -298,16 +291,16 @@ def test_dealing_out_whole_matrices_takes_two_all_to_alls_for_each_split_dim():
 
 def test_the_state_lies_as_the_weights_do():
     specs, shapes = specs_of(("fsdp", "tensor")), jax.eval_shape(first_weights)
-    adamw = make_optimizer(ROUTED, settings(average=0.9), "bf16-master")
+    adamw = table.make_optimizer(ROUTED, settings(average=0.9), "bf16-master")
     found = adamw.specs(shapes, specs)
     assert found.master == found.average == found.inner[0].mu == found.inner[0].nu == specs
     assert found.count == found.inner[0].count == PartitionSpec()
-    factored = make_optimizer(ROUTED, settings(optimizer="adafactor")).specs(shapes, specs).inner[0]
+    factored = table.make_optimizer(ROUTED, settings(optimizer="adafactor")).specs(shapes, specs).inner[0]
     assert factored.rows["wq"] == PartitionSpec(None, "fsdp", None, None)
     assert factored.columns["wq"] == PartitionSpec(None, None, "tensor", None)
     assert factored.whole["attn_norm"] == specs["attn_norm"]
     # What optax's own form keeps is of another rank: it lies whole everywhere.
-    theirs = in_state(plain_optimizer(optax.adafactor(1e-2, min_dim_size_to_factor=1))).specs(shapes, specs)
+    theirs = table.in_state(plain_optimizer(optax.adafactor(1e-2, min_dim_size_to_factor=1))).specs(shapes, specs)
     assert theirs.inner[0].v_row["wq"] == PartitionSpec()
 
 
@@ -317,7 +310,7 @@ def test_the_state_lies_as_the_weights_do():
 @pytest.mark.parametrize("state", STATE_BYTES)
 def test_bytes_kept_per_weight_are_those_that_are_planned(state):
     params = first_weights(jnp.float32 if state == "fp32" else jnp.bfloat16)
-    kept = make_optimizer(ROUTED, settings(), state).init(params)
+    kept = table.make_optimizer(ROUTED, settings(), state).init(params)
     count = sum(a.size for a in params.values())
     assert sum(a.nbytes for a in jax.tree.leaves(kept) if a.ndim) == STATE_BYTES[state]["optimizer"] * count
     assert sum(a.nbytes for a in params.values()) == STATE_BYTES[state]["weights"] * count
@@ -325,7 +318,7 @@ def test_bytes_kept_per_weight_are_those_that_are_planned(state):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dtypes_of_sixteen_bits_stay(kind):
-    optimizer = make_optimizer(ROUTED, settings(optimizer=kind), "pure-16bit")
+    optimizer = table.make_optimizer(ROUTED, settings(optimizer=kind), "pure-16bit")
     params = first_weights(jnp.bfloat16)
     first = optimizer.init(params)
     found = jax.eval_shape(optimizer.update, params, first, params)
@@ -337,8 +330,8 @@ def test_dtypes_of_sixteen_bits_stay(kind):
 
 
 def test_a_master_copy_is_what_float32_gives_and_the_weights_are_nearest_to_it():
-    params, kept = run(make_optimizer(ROUTED, settings(rounding="stochastic"), "bf16-master"), dtype=jnp.bfloat16)
-    wide = make_optimizer(ROUTED, settings())
+    params, kept = run(table.make_optimizer(ROUTED, settings(rounding="stochastic"), "bf16-master"), dtype=jnp.bfloat16)
+    wide = table.make_optimizer(ROUTED, settings())
     expected = {name: a.astype(jnp.float32) for name, a in first_weights(jnp.bfloat16).items()}
     state, update = wide.init(expected), jax.jit(wide.update)
     for step in range(1, 5):
@@ -349,15 +342,15 @@ def test_a_master_copy_is_what_float32_gives_and_the_weights_are_nearest_to_it()
 
 
 def test_an_optimizer_says_as_which_op_its_update_runs():
-    assert [make_optimizer(ROUTED, settings(optimizer=kind)).kind for kind in KINDS] == list(KINDS)
-    assert in_state(plain_optimizer(optax.sgd(1e-4))).kind == "adamw", "elementwise, without communication"
-    assert in_state(plain_optimizer(optax.lion(1e-4), "lion")).kind == "lion"
+    assert [table.make_optimizer(ROUTED, settings(optimizer=kind)).kind for kind in KINDS] == list(KINDS)
+    assert table.in_state(plain_optimizer(optax.sgd(1e-4))).kind == "adamw", "elementwise, without communication"
+    assert table.in_state(plain_optimizer(optax.lion(1e-4), "lion")).kind == "lion"
 
 
 @pytest.mark.parametrize(("rounding", "moved"), [("nearest", 0.0), ("stochastic", -0.01)])
 def test_updates_below_a_step_of_two_bytes_survive_on_average(rounding, moved):
     """100 updates of 1e-4 on weights of 1, where neighbours lie 2^-8 below and 2^-7 above."""
-    optimizer = in_state(plain_optimizer(optax.sgd(1e-4)), state="bf16-adam", rounding=rounding, seed=5)
+    optimizer = table.in_state(plain_optimizer(optax.sgd(1e-4)), state="bf16-adam", rounding=rounding, seed=5)
     params = {"w": jnp.ones((4096,), jnp.bfloat16)}
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for _ in range(100):
@@ -368,7 +361,9 @@ def test_updates_below_a_step_of_two_bytes_survive_on_average(rounding, moved):
 
 def test_random_bits_differ_between_updates_and_seeds():
     def after(seed, steps):
-        optimizer = in_state(plain_optimizer(optax.sgd(1e-3)), state="bf16-adam", rounding="stochastic", seed=seed)
+        optimizer = table.in_state(
+            plain_optimizer(optax.sgd(1e-3)), state="bf16-adam", rounding="stochastic", seed=seed
+        )
         params, update = {"w": jnp.ones((512,), jnp.bfloat16)}, jax.jit(optimizer.update)
         state, found = optimizer.init(params), []
         for _ in range(steps):
@@ -388,7 +383,7 @@ def test_random_bits_differ_between_updates_and_seeds():
 @pytest.mark.parametrize("state", ["fp32", "bf16-adam", "bf16-master"])
 def test_the_average_is_of_the_weights_that_were_trained(state):
     dtype = jnp.float32 if state == "fp32" else jnp.bfloat16
-    optimizer = in_state(plain_optimizer(optax.sgd(0.3)), state=state, average=0.5)
+    optimizer = table.in_state(plain_optimizer(optax.sgd(0.3)), state=state, average=0.5)
     params = first_weights(dtype)
     # Donated: the mean must not be in the buffers of the weights.
     kept, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update, donate_argnums=(1, 2))
@@ -399,14 +394,14 @@ def test_the_average_is_of_the_weights_that_were_trained(state):
         for name, array in (kept.master or params).items():
             expected[name] = decay * expected[name] + (1 - decay) * np.asarray(array, np.float64)
     close(kept.average, expected)
-    read = averaged(kept, params)
+    read = table.averaged(kept, params)
     assert {a.dtype for a in read.values()} == {jnp.dtype(dtype)}
-    assert averaged(kept._replace(average={}), params) is params
+    assert table.averaged(kept._replace(average={}), params) is params
 
 
 def test_an_unknown_state_is_refused():
     with pytest.raises(InputError, match=r"state 'bf16-adm' is not known\. Did you mean 'bf16-adam'"):
-        make_optimizer(ROUTED, settings(), "bf16-adm")
+        table.make_optimizer(ROUTED, settings(), "bf16-adm")
 
 
 # -- peers -----------------------------------------------------------------------------------------
@@ -435,12 +430,12 @@ def by_torch(optimizer, **options):
 def test_numbers_are_those_of_torch(kind, name, options):
     pytest.importorskip("torch")
     given = settings(**{**STEADY, "weight_decay": 0.3}, optimizer=kind, beta1=0.8, beta2=0.9, epsilon=1e-6)
-    found, _ = run(make_optimizer(ROUTED, given))
+    found, _ = run(table.make_optimizer(ROUTED, given))
     close(every_matrix(found), by_torch(name, **options))
 
 
 def test_the_decay_grows_to_the_one_that_is_set():
-    found = np.asarray(average_decay(0.99, np.array([1, 8, 10**6])))
+    found = np.asarray(table.average_decay(0.99, np.array([1, 8, 10**6])))
     np.testing.assert_allclose(found, [2 / 11, 9 / 18, 0.99], rtol=1e-6)
 
 
@@ -448,18 +443,18 @@ def test_the_mean_is_that_of_the_formula():
     rng = np.random.default_rng(0)
     weights = rng.standard_normal((6, 4)).astype(np.float32)
     expected = weights[0].astype(np.float64)
-    mean = start_average({"w": jnp.asarray(weights[0])})
+    mean = table.start_average({"w": jnp.asarray(weights[0])})
     for count in range(1, 6):
         decay = min(0.5, (1 + count) / (10 + count))
         expected = decay * expected + (1 - decay) * weights[count]
-        mean = update_average(mean, {"w": jnp.asarray(weights[count])}, decay=0.5, count=count)
+        mean = table.update_average(mean, {"w": jnp.asarray(weights[count])}, decay=0.5, count=count)
     np.testing.assert_allclose(mean["w"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_small_changes_of_two_byte_weights_are_kept_in_four():
-    mean = start_average({"w": jnp.ones((3,), jnp.bfloat16)})
+    mean = table.start_average({"w": jnp.ones((3,), jnp.bfloat16)})
     assert mean["w"].dtype == jnp.float32
     for count in range(1, 40):
-        mean = update_average(mean, {"w": jnp.full((3,), 1.0078125, jnp.bfloat16)}, decay=0.999, count=count)
+        mean = table.update_average(mean, {"w": jnp.full((3,), 1.0078125, jnp.bfloat16)}, decay=0.999, count=count)
     assert (np.asarray(mean["w"]) > 1.0).all()
     assert (np.asarray(mean["w"]) < 1.0078125).all()

@@ -14,6 +14,7 @@ from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import TrainStep
 from meshwright.train.outer.diloco import DiLoCo, OuterSettings
 from tests.islands.threads import members, together
+from tests.train.outer import worked
 from tests.train.outer.islands import (
     SHAPES,
     STACKED,
@@ -24,14 +25,6 @@ from tests.train.outer.islands import (
     require_same_weights,
     run,
     same_outer,
-)
-from tests.train.outer.worked import (
-    MAXTEXT_INPUTS,
-    MAXTEXT_LABELS,
-    MAXTEXT_LOSSES,
-    TORCHFT,
-    TORCHFT_OUTER,
-    pairs,
 )
 from tests.train.small import MODEL, strategy
 
@@ -45,8 +38,8 @@ def islands_of(count, **settings):
 
 def test_four_steps_of_maxtext():
     def loss_of(weights, rank):
-        predicted = jnp.array(MAXTEXT_INPUTS[rank]) @ weights["kernel"] + weights["bias"][None]
-        return jnp.mean(jnp.square(predicted - jnp.array(MAXTEXT_LABELS[rank])))
+        predicted = jnp.array(worked.MAXTEXT_INPUTS[rank]) @ weights["kernel"] + weights["bias"][None]
+        return jnp.mean(jnp.square(predicted - jnp.array(worked.MAXTEXT_LABELS[rank])))
 
     losses = [[], []]
 
@@ -59,8 +52,8 @@ def test_four_steps_of_maxtext():
     settings = OuterSettings(every=3, rate=1.0, momentum=0.9)
     islands = [Island(DiLoCo(settings), weights, partial(inner, rank)) for rank in range(2)]
     run(islands, range(1, 5))
-    np.testing.assert_allclose(losses[0], MAXTEXT_LOSSES[0], rtol=1e-5)
-    np.testing.assert_allclose(losses[1], MAXTEXT_LOSSES[1], rtol=2e-3)
+    np.testing.assert_allclose(losses[0], worked.MAXTEXT_LOSSES[0], rtol=1e-5)
+    np.testing.assert_allclose(losses[1], worked.MAXTEXT_LOSSES[1], rtol=2e-3)
     np.testing.assert_allclose(islands[0].history[3]["kernel"], [[1.5345], [1.0494]], atol=1e-4)
     np.testing.assert_allclose(islands[0].history[3]["bias"], [0.5839], atol=1e-4)
     require_same_weights(islands[0].history[3], islands[1].history[3])
@@ -76,16 +69,16 @@ def torchft_islands(overlap, mixing):
     return [Island(DiLoCo(settings, stacked={"layers"}), {"layers": np.ones(2, np.float32)}, inner) for _ in range(2)]
 
 
-@pytest.mark.parametrize(("overlap", "mixing", "text"), TORCHFT)
+@pytest.mark.parametrize(("overlap", "mixing", "text"), worked.TORCHFT)
 def test_sixteen_steps_of_torchft(overlap, mixing, text):
-    islands, expected = torchft_islands(overlap, mixing), pairs(text)
+    islands, expected = torchft_islands(overlap, mixing), worked.pairs(text)
     outer_weights = {}
     for number in range(1, len(expected)):
         run(islands, [number])
         outer_weights[number] = tuple(np.concatenate([blocks[0] for blocks in islands[1].outer.outer]).tolist())
     for island in islands:
         assert [tuple(weights["layers"].tolist()) for weights in island.history] == expected
-    wanted = {step: pair for step, pair in TORCHFT_OUTER[overlap, mixing].items() if 0 < step < len(expected)}
+    wanted = {step: pair for step, pair in worked.TORCHFT_OUTER[overlap, mixing].items() if 0 < step < len(expected)}
     assert {step: outer_weights[step] for step in wanted} == wanted
 
 
