@@ -292,9 +292,9 @@ def test_a_folder_with_several_models_asks_for_one(written, tmp_path):
 
 def test_without_the_package_a_line_says_how_to_install_it(written, monkeypatch):
     path, model, _ = written("llama")
-    monkeypatch.setitem(sys.modules, "gguf.quants", None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     assert load_model(path) == model
-    with pytest.raises(InputError, match=r"need the package gguf, .* pip install 'meshwright\[gguf\]'"):
+    with pytest.raises(InputError, match=r"needs gguf: pip install 'meshwright\[gguf\]'"):
         load_params(model, path)
 
 

@@ -183,7 +183,7 @@ def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
 def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
     write_parquet(tmp_path / "a.parquet", TEXTS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(CannotRunError, match=r"needs pyarrow. Install it: pip install 'meshwright\[parquet\]'"):
+    with pytest.raises(InputError, match=r"needs pyarrow: pip install 'meshwright\[parquet\]'"):
         read_documents(str(tmp_path / "a.parquet"))
     if importlib.util.find_spec("compression") is None:
         (tmp_path / "a.jsonl.zst").write_bytes(b"(\xb5/\xfd")
