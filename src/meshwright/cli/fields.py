@@ -49,7 +49,8 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
         if not sep:
             raise InputError(f"--set {pair!r} has no value. Write KEY=VALUE, such as strategy.remat=block.")
         if not section or not name:
-            raise InputError(f"--set {pair!r} names no field.{nearest(name, SECTION_OF)} Write strategy.remat=block.")
+            hint = nearest(name, SECTION_OF) or " Write the name of one, as in remat=block."
+            raise InputError(f"--set {pair!r} names no field.{hint}")
         if section not in fields_by_section:
             raise InputError(f"--set {key}: there is no section {section!r} here.{nearest(section, sections)}")
         if section == "strategy" and SECTION_OF.get(field := name.partition(".")[0]) not in ("strategy", "assumptions"):
