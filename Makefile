@@ -127,7 +127,7 @@ $(HAS_PACKAGE): pyproject.toml $(HAS_DEPS)
 # torch, with trl, is only the comparison partner in tests, so it is not in the lock: pip takes the CPU build where one is
 # offered, while uv's universal resolution would bring the CUDA libraries. Without it those tests skip, saying so.
 .PHONY: torch
-torch: $(HAS_PACKAGE)
+torch: $(HAS_PACKAGE) ## bring torch and TRL, with which tests compare
 	@test -e $(HAS_TORCH) || { $(PY) -m pip install --quiet --retries 2 $(TORCH) && touch $(HAS_TORCH); } \
 		|| echo "$(TORCH) could not be installed: tests that compare with transformers and TRL will skip." >&2
 

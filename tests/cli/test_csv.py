@@ -69,7 +69,7 @@ AMOUNT = re.compile(
     r"[-+~<>$]?\s?\d[\d,]*(\.\d+)?(e[+-]?\d+)?\s?([kMGTPE]?(B|FLOP|B/s|FLOP/s|Wh?)|[mun]?s|h|days|[kMBT]|%)?"
 )
 UNIT = re.compile(
-    r"bytes|flops|_s\b|_s_|kwh|usd|tokens|params|share|mfu|goodput|points|bias|mape|median|coverage|error|scaling|recompute"
+    r"bytes|flops|_s\b|_s_|_w\b|kwh|usd|tokens|params|share|mfu|goodput|points|bias|mape|median|coverage|error|scaling|recompute"
 )
 """What says the unit in a name, and names of shares, which have none."""
 

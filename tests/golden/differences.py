@@ -32,7 +32,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 def compare(old: Any, new: Any, where: str) -> Iterator[Difference]:
     """Every difference below ``where``. A key that only the new data have is none: keys may be added.
 
-    Lists of texts are compared as lines, others place by place. NaN equals NaN.
+    Lists of texts are compared as lines, rows that have names by these, others place by place. NaN equals NaN.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         for key, value in old.items():
@@ -42,6 +42,13 @@ def compare(old: Any, new: Any, where: str) -> Iterator[Difference]:
                 yield _changed(f"{where}/{key}", value, MISSING)
     elif _are_lines(old) and _are_lines(new) and (old or new):
         yield from _compare_lines(old, new, where)
+    elif (named_old := _by_name(old)) and (named_new := _by_name(new)):
+        yield from compare(named_old, named_new, where)
+        order_old, order_new = (
+            [name for name in rows if name in {*named_old} & {*named_new}] for rows in (named_old, named_new)
+        )
+        if order_old != order_new:
+            yield _changed(f"{where}/order", order_old, order_new)
     elif isinstance(old, list) and isinstance(new, list):
         if len(old) != len(new):
             yield _changed(f"{where}/length", len(old), len(new))
@@ -49,6 +56,15 @@ def compare(old: Any, new: Any, where: str) -> Iterator[Difference]:
             yield from compare(one, other, f"{where}/{number}")
     elif not _same(old, new):
         yield _changed(where, old, new)
+
+
+def _by_name(value: Any) -> dict[str, Any] | None:
+    """The rows of a list by what tells each from all others, None for what is no such list."""
+    if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+        for key in ("name", "chip"):
+            if len(names := {str(row.get(key)) for row in value} - {"None"}) == len(value):
+                return dict(zip((str(row[key]) for row in value), value, strict=True)) if names else None
+    return None
 
 
 def _same(old: Any, new: Any) -> bool:

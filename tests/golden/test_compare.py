@@ -59,6 +59,13 @@ def test_lists_that_are_shorter_say_so():
     assert found(new) == ["plans/large/rows/length: 2 -> 1", "plans/large/rows/0/bytes: 1 -> 3"]
 
 
+def test_rows_with_names_are_compared_by_these():
+    rows = [{"name": "a", "x": 1}, {"name": "b", "x": 2}]
+    assert found({"new": [{"name": "c", "x": 3}, *rows]}, {"new": rows}) == []
+    assert found({"new": rows[::-1]}, {"new": rows}) == ["plans/new/order: ['a', 'b'] -> ['b', 'a']"]
+    assert found({"new": rows[:1]}, {"new": rows}) == ["plans/new/b: {'name': 'b', 'x': 2} -> (missing)"]
+
+
 @pytest.mark.parametrize(("old", "new"), [(1, True), (None, 0), ("1", 1), (0.1, 0.1 + 2**-56), ([], {})])
 def test_what_only_looks_alike_differs(old, new):
     assert len(list(compare({"x": old}, {"x": new}, "k"))) == (old != new or type(old) is not type(new))

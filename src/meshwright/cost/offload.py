@@ -30,7 +30,7 @@ def offloaded(
     if not chosen:
         return NOTHING
     if pcie_bytes_per_s is None:
-        raise InputError("offload needs the chip's pcie_bytes_per_s, which is not known. Give it in a cluster file.")
+        raise InputError("offload needs the chip's pcie_bytes_per_s, which is not known. Give it in a chip's file.")
     activations_s: Number = 0.0
     optimizer_s: Number = 0.0
     if "activations" in chosen:

@@ -218,7 +218,7 @@ def peak(chip: Chip, dtype: str) -> float:
     if flops_per_s is not None:
         return flops_per_s
     if not chip.peak_flops:
-        raise InputError(f"{chip.name} has no known peak. Measure it, or give peak_flops in a cluster file.")
+        raise InputError(f"{chip.name} has no known peak. Measure it, or give peak_flops in a chip's file.")
     known_dtypes, has_fp16 = ", ".join(sorted(chip.peak_flops)), dtype == "bf16" and "fp16" in chip.peak_flops
     advice = "Choose one of these" + (", in a plan by --set strategy.precision=fp16" if has_fp16 else "")
     raise InputError(f"{chip.name} has no {dtype} matrix rate in its table; it has {known_dtypes}. {advice}.")
@@ -250,7 +250,8 @@ def known(chip: Chip, figure: str) -> float:
     """Returns the figure of that name. Raises InputError if it is not known."""
     value = getattr(chip, figure)
     if value is None:
-        raise InputError(f"{figure} of {chip.name} is not known. Give it in a cluster file, or name another chip.")
+        hint = f'Give it in a file with base = "{chip.name}", or name another chip.'
+        raise InputError(f"{figure} of {chip.name} is not known. {hint}")
     return float(value)
 
 

@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from safetensors.torch import load_file, save_file
 
 from meshwright.core.units import format_bytes
 from meshwright.cost.formulas.accounting import forward_flops
@@ -307,10 +306,11 @@ def test_experts_of_gpt_oss_are_widened_with_a_line(tmp_path):
 
 def test_what_no_verb_would_read_is_shown(call, tmp_path):
     """Parts that are missing, misshapen or not described; the figures are shown all the same."""
+    torch_files = pytest.importorskip("safetensors.torch", reason="torch is not installed: make torch installs it")
     folder_of("fp8", tmp_path)
     assert call("show", str(tmp_path), "--json").json["folder"]["refused"] == ""
     file = tmp_path / "model.safetensors"
-    whole = load_file(file)
+    whole = torch_files.load_file(file)
     name = next(one for one in whole if one.endswith("up_proj.weight"))
     stem = name.removesuffix(".weight")
     for changed, words in (
@@ -319,7 +319,7 @@ def test_what_no_verb_would_read_is_shown(call, tmp_path):
         ({f"{stem}.weight_scale": None}, f"{name} is stored in float8_e4m3fn without scales"),
         ({"other": whole[name].clone()}, "the checkpoint has other, which"),
     ):
-        save_file({key: value for key, value in (whole | changed).items() if value is not None}, file)
+        torch_files.save_file({key: value for key, value in (whole | changed).items() if value is not None}, file)
         said = call("show", str(tmp_path))
         assert f"refused by generate, serve and train: {words}" in said.words
         assert "serving " in said.words
