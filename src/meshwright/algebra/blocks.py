@@ -140,12 +140,10 @@ def execute(
 
 def _einsum(step: Step, blocks: list[np.ndarray]) -> np.ndarray:
     label_of = {d: n for n, d in enumerate(dict.fromkeys(d for a in step.inputs for d in a.dims))}
-    operands: list[Any] = []
-    for array, block in zip(step.inputs, blocks, strict=True):
-        operands += [block, [label_of[d] for d in array.dims]]
+    labels: list[Any] = [[label_of[d] for d in array.dims] for array in (*step.inputs, step.result)]
+    operands = [part for pair in zip(blocks, labels[:-1], strict=True) for part in pair]
     # The search for a contraction order brings in BLAS, and costs more than a small product.
-    operands.append([label_of[d] for d in step.result.dims])
-    return np.asarray(np.einsum(*operands, optimize=max(b.size for b in blocks) > 4096))
+    return np.asarray(np.einsum(*operands, labels[-1], optimize=max(b.size for b in blocks) > 4096))
 
 
 _LOCAL: dict[str, Callable[[Step, list[np.ndarray]], np.ndarray]] = {
