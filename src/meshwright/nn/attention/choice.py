@@ -17,17 +17,7 @@ from meshwright.masks.kernels import LEAST, TAKES
 from meshwright.masks.table import BlockLists, BlockTable
 from meshwright.nn.attention import kernels
 from meshwright.nn.attention.call import AttentionCall, counted, padded, prepared
-from meshwright.nn.attention.kernels import cudnn, xla
-from meshwright.nn.attention.kernels.scores import (
-    AttentionResult,
-    BackwardInputs,
-    HeadKeys,
-    HeadQueries,
-    KeyValues,
-    QkvCotangents,
-    sink_cotangents,
-    with_sinks,
-)
+from meshwright.nn.attention.kernels import cudnn, scores, xla
 from meshwright.nn.attention.tiles import TileRule
 
 
@@ -51,7 +41,7 @@ class Fused:
         fits_lists = getattr(self.kernel, "fits", None)
         return not rule.tables and (fits_lists is None or fits_lists(_lists(table, "queries")))
 
-    def forward(self, call: AttentionCall, q: Array, k: Array, v: Array, **options: Any) -> AttentionResult:
+    def forward(self, call: AttentionCall, q: Array, k: Array, v: Array, **options: Any) -> scores.AttentionResult:
         """Returns the result and the log-sum-exp in float32."""
         rule, table, block_sizes = self._prepared(call, q, k)
         padded_qkv = padded(q, block_sizes[0], 1), *(padded(x, block_sizes[1], 1) for x in (k, v))
@@ -59,8 +49,8 @@ class Fused:
         return o[:, : q.shape[1]], lse[:, : q.shape[1]]
 
     def backward(
-        self, call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array, **options: Any
-    ) -> QkvCotangents:
+        self, call: AttentionCall, given: scores.BackwardInputs, q: Array, k: Array, v: Array, **options: Any
+    ) -> scores.QkvCotangents:
         """Returns (dq, dk, dv)."""
         rule, table, block_sizes = self._prepared(call, q, k)
         dout, o, lse = (padded(x, block_sizes[0], 1) for x in given)
@@ -111,23 +101,25 @@ def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> Any:
     return KERNELS[call.kernel]
 
 
-def attention(call: AttentionCall, q: HeadQueries, k: HeadKeys, v: KeyValues) -> AttentionResult:
+def attention(
+    call: AttentionCall, q: scores.HeadQueries, k: scores.HeadKeys, v: scores.KeyValues
+) -> scores.AttentionResult:
     """Returns the weighted values, and the log-sum-exp of each query's scores in float32, sinks included.
 
     A query that sees no key gets zeros and minus infinity.
     """
     call = call.placed(q.shape[1], k.shape[1])
-    o_and_lse: AttentionResult = kernel_of(call, q, k, v).forward(call, q, k, v)
+    o_and_lse: scores.AttentionResult = kernel_of(call, q, k, v).forward(call, q, k, v)
     # from the log-sum-exp, so that no kernel has to know of sinks
-    return o_and_lse if call.sinks is None else with_sinks(call.sinks, *o_and_lse)
+    return o_and_lse if call.sinks is None else scores.with_sinks(call.sinks, *o_and_lse)
 
 
 def attention_backward(
     call: AttentionCall,
-    given: BackwardInputs,
-    q: HeadQueries,
-    k: HeadKeys,
-    v: KeyValues,
+    given: scores.BackwardInputs,
+    q: scores.HeadQueries,
+    k: scores.HeadKeys,
+    v: scores.KeyValues,
 ) -> tuple[Array, ...]:
     """Returns cotangents (dq, dk, dv), with sinks dsinks, and with ``call.learns`` those of the arrays of the score
     rule. The result in ``given`` may be over more keys; where it has a cotangent of the log-sum-exp, XLA runs.
@@ -138,4 +130,4 @@ def attention_backward(
     # fused kernels compute delta themselves, without the cotangent of the log-sum-exp
     kernel = xla if len(given) > 3 else kernel_of(call, q, k, v)
     dq, dk, dv, *learned = kernel.backward(call, given, q, k, v)
-    return (dq, dk, dv, *([] if call.sinks is None else [sink_cotangents(call.sinks, given)]), *learned)
+    return (dq, dk, dv, *([] if call.sinks is None else [scores.sink_cotangents(call.sinks, given)]), *learned)

@@ -16,18 +16,7 @@ from jax import lax
 from jaxtyping import Array
 
 from meshwright.masks.table import BlockLists
-from meshwright.nn.attention.kernels.scores import (
-    Learned,
-    RunningSoftmax,
-    attend,
-    begin,
-    finish,
-    reads,
-    scaled,
-    score_cotangents,
-    transposed,
-    weighted_sums,
-)
+from meshwright.nn.attention.kernels import scores
 from meshwright.nn.attention.tiles import DynamicInt, Head, Tile, TileRule, TileSizes
 
 _State = TypeVar("_State")
@@ -187,17 +176,17 @@ def forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: A
     that sees no key."""
 
     def one(i: DynamicInt, carry: None) -> tuple[None, tuple[Array, Array]]:
-        queries, rest_scale = scaled(_taken(q, _one(i), sizes.q_block, 0), scale)
+        queries, rest_scale = scores.scaled(_taken(q, _one(i), sizes.q_block, 0), scale)
 
-        def step(blocks: TogetherBlocks, running: RunningSoftmax, is_masked: bool) -> RunningSoftmax:
+        def step(blocks: TogetherBlocks, running: scores.RunningSoftmax, is_masked: bool) -> scores.RunningSoftmax:
             kv = _taken(k, blocks, sizes.kv_block, 0), _taken(v, blocks, sizes.kv_block, 0)
             rule = _within(head.rule, blocks, sizes.kv_block)
             tile = _tile(sizes, head, _one(i), blocks, turned=False)
             # a tile of its own begins, and rescales nothing
             softmax_before = running if sizes.each else None
-            return attend(softmax_before, queries, kv, rest_scale, rule, tile, is_masked=is_masked)
+            return scores.attend(softmax_before, queries, kv, rest_scale, rule, tile, is_masked=is_masked)
 
-        mean_values, lse = finish(_over(head.lists, sizes.each, i, step, begin(queries, v.shape[-1])))
+        mean_values, lse = scores.finish(_over(head.lists, sizes.each, i, step, scores.begin(queries, v.shape[-1])))
         return None, (mean_values.astype(q.dtype), lse)
 
     outs = jnp.zeros((len(q), v.shape[-1]), q.dtype), jnp.zeros(len(q), jnp.float32)
@@ -207,30 +196,34 @@ def forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: A
 
 def backward(
     sizes: TileSizes, scale: float, head: Head, rows: Sequence[Array], k: Array, v: Array
-) -> tuple[Array, Array, Array, Learned]:
+) -> tuple[Array, Array, Array, scores.Learned]:
     """Returns (dq [T, H], dk [S, H], dv [S, Hv], cotangents of what the score rule reads) of one head; float32 but dq.
 
     ``rows`` are queries, cotangents of results, log-sum-exps and delta.
     """
-    k_columns = transposed(k)
-    queries, rest_scale = scaled(rows[0], scale)
+    k_columns = scores.transposed(k)
+    queries, rest_scale = scores.scaled(rows[0], scale)
     # Without it scores would read these at the stride of the heads, which XLA does not vectorise.
     row_vectors = lax.optimization_barrier(tuple(rows[2:]))
 
-    def one(j: DynamicInt, carry: tuple[Array, Learned]) -> tuple[tuple[Array, Learned], tuple[Array, Array]]:
+    def one(
+        j: DynamicInt, carry: tuple[Array, scores.Learned]
+    ) -> tuple[tuple[Array, scores.Learned], tuple[Array, Array]]:
         kv = _taken(k, _one(j), sizes.kv_block, 0), _taken(v, _one(j), sizes.kv_block, 0)
         columns_j = _taken(k_columns, _one(j), sizes.kv_block)
 
         def step(
-            blocks: TogetherBlocks, sums: tuple[Array, Array, Array, Learned], is_masked: bool
-        ) -> tuple[Array, Array, Array, Learned]:
+            blocks: TogetherBlocks, sums: tuple[Array, Array, Array, scores.Learned], is_masked: bool
+        ) -> tuple[Array, Array, Array, scores.Learned]:
             dq, dk, dv, drule = sums
             q, dout = (_taken(x, blocks, sizes.q_block, 0) for x in (queries, rows[1]))
             lse, delta = (_taken(x, blocks, sizes.q_block) for x in row_vectors)
             rule = _within(head.rule, blocks, sizes.q_block)
             tile = _tile(sizes, head, blocks, _one(j), turned=True)
-            p, ds, dreads = score_cotangents((q, dout, lse, delta), kv, rest_scale, rule, tile, is_masked=is_masked)
-            dq = _added(dq, weighted_sums(columns_j, ds.astype(k.dtype)), blocks, sizes.q_block)
+            p, ds, dreads = scores.score_cotangents(
+                (q, dout, lse, delta), kv, rest_scale, rule, tile, is_masked=is_masked
+            )
+            dq = _added(dq, scores.weighted_sums(columns_j, ds.astype(k.dtype)), blocks, sizes.q_block)
             add_by_field: dict[str, Callable[[Array, Array], Array]] = {
                 "heads": lambda x, y: x + y.sum(),
                 "rows": lambda x, y: _added(x, y.sum(0), blocks, sizes.q_block),
@@ -238,7 +231,7 @@ def backward(
                 "tables": jnp.add,
             }
             drule = {name: jax.tree.map(add_by_field[name], drule[name], dreads[name]) for name in drule}
-            return dq, dk + weighted_sums(ds, q), dv + weighted_sums(p, dout), drule
+            return dq, dk + scores.weighted_sums(ds, q), dv + scores.weighted_sums(p, dout), drule
 
         zero_dkv = [jnp.zeros(x.shape, jnp.float32) for x in kv]
         dq, dk, dv, drule = _over(head.lists, sizes.each, j, step, (carry[0], zero_dkv[0], zero_dkv[1], carry[1]))
@@ -246,7 +239,7 @@ def backward(
         return (dq, drule), (dk * rest_scale, dv)
 
     # The cotangents of queries are columns, see `score_cotangents`.
-    start = jnp.zeros(rows[0].shape[::-1], jnp.float32), jax.tree.map(jnp.zeros_like, reads(head.rule))
+    start = jnp.zeros(rows[0].shape[::-1], jnp.float32), jax.tree.map(jnp.zeros_like, scores.reads(head.rule))
     outs = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     (dq, drule), (dk, dv) = _rows(sizes, sizes.kv_block, one, start, outs)
     # Without it XLA would transpose a single product instead, and its factors would have the slow layout.

@@ -17,16 +17,7 @@ from jaxtyping import Array
 from meshwright.masks.kernels import tile_rows
 from meshwright.masks.table import BlockLists
 from meshwright.nn.attention.call import AttentionCall, padded, prepared
-from meshwright.nn.attention.kernels import blocks
-from meshwright.nn.attention.kernels.scores import (
-    AttentionResult,
-    BackwardInputs,
-    Learned,
-    QkvCotangents,
-    deltas,
-    reads,
-    safe,
-)
+from meshwright.nn.attention.kernels import blocks, scores
 from meshwright.nn.attention.tiles import DynamicInt, Head, TileRule, TileSizes
 
 Side = Literal["queries", "keys"]
@@ -153,10 +144,10 @@ class HeadPart(NamedTuple):
 
 _BY_HEAD = "heads", "rows", "columns"
 _State = TypeVar("_State")
-_Cotangents = tuple[Array, Array, Array, Learned]
+_Cotangents = tuple[Array, Array, Array, scores.Learned]
 
 
-def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
+def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> scores.AttentionResult:
     """Returns the result and the log-sum-exp in float32; zeros and minus infinity for a query that sees no key."""
     rule, lists, sizes = _prepared(call, q, k, over="queries")
     padded_q, *padded_kv = padded(q, sizes.q_block, 1), *(padded(x, sizes.kv_block, 1) for x in (k, v))
@@ -176,14 +167,16 @@ def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResul
     return o[:, : q.shape[1]], lse[:, : q.shape[1]]
 
 
-def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+def backward(call: AttentionCall, given: scores.BackwardInputs, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
     """Returns (dq, dk, dv) and, where the call learns them, the cotangents of the score rule's arrays."""
     score = call.score
     if not call.learns or score is None:
         return _cotangents(call, given, q, k, v)[0]
 
-    def read(arrays: tuple[Array, ...]) -> Learned:
-        return reads(_prepared(call.with_score(score._replace(arrays=arrays), learns=True), q, k, over="keys")[0])
+    def read(arrays: tuple[Array, ...]) -> scores.Learned:
+        return scores.reads(
+            _prepared(call.with_score(score._replace(arrays=arrays), learns=True), q, k, over="keys")[0]
+        )
 
     # the kernel has cotangents of what was looked up before it, and JAX takes them on to these arrays
     _, pull_back = jax.vjp(read, tuple(jnp.asarray(x) for x in score.arrays))
@@ -193,12 +186,12 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
 
 
 def _cotangents(
-    call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array
-) -> tuple[QkvCotangents, Learned]:
+    call: AttentionCall, given: scores.BackwardInputs, q: Array, k: Array, v: Array
+) -> tuple[scores.QkvCotangents, scores.Learned]:
     """Returns (dq, dk, dv), and the cotangents of what the score rule reads."""
     rule, lists, sizes = _prepared(call, q, k, over="keys")
     dout, _, lse = given[:3]
-    q_arrays = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), deltas(given))]
+    q_arrays = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), scores.safe(lse), scores.deltas(given))]
     padded_kv = [padded(x, sizes.kv_block, 1) for x in (k, v)]
 
     def run(head: Head, *arrays: Array) -> _Cotangents:
@@ -207,7 +200,7 @@ def _cotangents(
     def together(rule: TileRule, lists: BlockLists, *arrays: Any) -> _Cotangents:
         dq, dk, dv, drule = _together(run, rule, lists, *arrays)
         dk, dv = (_heads_back(x.sum(2, keepdims=True)) for x in (dk, dv))
-        return _heads_back(dq), dk, dv, {n: jax.tree.map(_sum_like, x, drule[n]) for n, x in reads(rule).items()}
+        return _heads_back(dq), dk, dv, {n: jax.tree.map(_sum_like, x, drule[n]) for n, x in scores.reads(rule).items()}
 
     def step(part: HeadPart, out: _Cotangents) -> _Cotangents:
         part_kv = [part.rows(x, is_keys=True) for x in padded_kv]
@@ -222,7 +215,7 @@ def _cotangents(
 
     if call.platform == "cpu":
         dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in padded_kv)
-        zero_cotangents = jnp.zeros_like(q_arrays[0]), dk, dv, jax.tree.map(jnp.zeros_like, reads(rule))
+        zero_cotangents = jnp.zeros_like(q_arrays[0]), dk, dv, jax.tree.map(jnp.zeros_like, scores.reads(rule))
         dq, dk, dv, drule = _in_parts(q_arrays[0], k, lists, sizes, step, zero_cotangents)
     else:
         dq, dk, dv, drule = together(rule, lists, q_arrays, padded_kv)
