@@ -38,8 +38,8 @@ def test_wheel(python: str, wheel: str) -> None:
         parts = [path for path in packages.iterdir() if not path.name.startswith(OF_PIP)]
         files = [path for part in parts for path in (part, *part.rglob("*")) if path.is_file()]
         num_bytes = sum(path.stat().st_size for path in files)
-        load_text = f"load {os.getloadavg()[0]:.1f}"
-        print(f"{python}: there and planned in {seconds:.0f} s, {num_bytes / 1e6:.0f} MB ({load_text})", flush=True)
+        took = f"{seconds:.0f} s at a load of {os.getloadavg()[0]:.1f}"
+        print(f"{python}: installed and planned in {took}, {num_bytes / 1e6:.0f} MB", flush=True)
         assert seconds <= MOST_S, f"more than {MOST_S} s"
         assert num_bytes <= MOST_BYTES, f"more than {MOST_BYTES / 1e6:.0f} MB"
         subprocess.run([installed, "-c", AFTER_PLAN], check=True, stdout=subprocess.DEVNULL, cwd=folder)
