@@ -364,13 +364,9 @@ def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> floa
     chip_flops_per_s = chip_tflops * 1e12 if chip_tflops else (measurement.mfu or 0.0) * peak(chip, _wide(chip))
     if not chip_flops_per_s:
         raise InputError("no step time, throughput or utilisation was measured")
-    return _counted_flops(record, model, job) / chip_flops_per_s / record.n_chips
-
-
-def _counted_flops(record: Record, model: Model, job: Job) -> float:
-    """Returns the FLOPs of a step as the source counts them, with recomputation if its note says so."""
+    counted_flops = model_flops(model, job)
     if any(phrase in record.note for phrase in RECOMPUTE_COUNTED):
         d_model, layers = model.d_model, model.num_layers
-        vocabulary_share = model.vocab_size / (16 * layers * d_model)
-        return 96.0 * job.tokens_per_step * layers * d_model**2 * (1 + job.seq_len / (6 * d_model) + vocabulary_share)
-    return model_flops(model, job)
+        shares = 1 + job.seq_len / (6 * d_model) + model.vocab_size / (16 * layers * d_model)
+        counted_flops = 96.0 * step_tokens * layers * d_model**2 * shares
+    return counted_flops / chip_flops_per_s / record.n_chips

@@ -20,7 +20,7 @@ from meshwright.algebra.rewrites.stacks import shared_inputs
 from meshwright.algebra.rewrites.torus import blocks_leg_by_leg, leg_by_leg
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Shardings, Tape
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import require_known
 from meshwright.spec.job import OPTIMIZERS
 from meshwright.spec.strategy import Strategy
 
@@ -146,8 +146,7 @@ def _update(program: Program, shardings: Shardings, weights: dict[str, Updated],
 
     Where the optimizer is split further than the weights, the updated shards are gathered (ZeRO-1 and 2).
     """
-    if optimizer not in OPTIMIZERS:
-        raise InputError(f"optimizer {optimizer!r} is not known.{nearest(optimizer, OPTIMIZERS)}")
+    require_known("optimizer", optimizer, OPTIMIZERS)
     steps, axes = list[Step](), shardings.axes
     stream_axes = next((shardings.declared(block.carry).spread for block in program.blocks if block.carry), axes)
     # each device has the loss of its own tokens (the last stage, in a pipeline), and its own part of every gradient

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError, require_known
 
 Policy = Literal["static", "interleaved", "chunked"]
 """``static``: a batch is prefilled at once and keeps its slots until its longest output ends. ``interleaved``: whole
@@ -39,8 +39,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InputError for bounds with which nothing could run."""
-        if self.policy not in POLICIES:
-            raise InputError(f"policy {self.policy!r} is not known.{nearest(self.policy, POLICIES)}")
+        require_known("policy", self.policy, POLICIES)
         for name in ("max_requests", "token_budget", "page_len", "num_pages", "look_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name):,}. Give a positive number.")

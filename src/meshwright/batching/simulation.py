@@ -15,7 +15,7 @@ from meshwright.batching.replica import Replica
 from meshwright.batching.request import GenerationRequest
 from meshwright.batching.spans import SlotRecorder, SlotSpan
 from meshwright.batching.traffic import RequestTraffic
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError, require_known
 
 RoutingPolicy = Literal["round_robin", "least_loaded", "prefix_aware"]
 """``least_loaded``: fewest requests that wait or run. ``prefix_aware``: where the prefix was sent before, unless the
@@ -41,8 +41,7 @@ class ReplicaPool(msgspec.Struct, frozen=True, kw_only=True):
         self.limits.check()
         if self.num_replicas < 1:
             raise InputError(f"num_replicas is {self.num_replicas:,}. Give a positive number.")
-        if self.routing not in get_args(RoutingPolicy):
-            raise InputError(f"routing {self.routing!r} is not known.{nearest(self.routing, get_args(RoutingPolicy))}")
+        require_known("routing", self.routing, get_args(RoutingPolicy))
 
 
 class _Line:

@@ -3,7 +3,7 @@
 import difflib
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 OF_PATHS = (
@@ -65,6 +65,12 @@ def nearest(name: str, options: Iterable[str]) -> str:
     if len(sorted_names) <= 30:
         return f" Known: {', '.join(sorted_names)}."
     return ""
+
+
+def require_known(what: str, name: str, options: Collection[str]) -> None:
+    """Raises InputError with what is `nearest` if a name is not among the options."""
+    if name not in options:
+        raise InputError(f"{what} {name!r} is not known.{nearest(name, options)}")
 
 
 @contextmanager

@@ -257,9 +257,9 @@ class Links:
                 for entry, events in selector.select(POLL_S):
                     rank, connection = entry.data, self._lanes[entry.data]
                     try:
-                        moved = events & selectors.EVENT_READ and _read_some(connection, to_read[rank])
+                        moved = events & selectors.EVENT_READ and _move_some(connection.recv_into, to_read[rank])
                         begun |= {rank} if moved else set()
-                        moved = (events & selectors.EVENT_WRITE and _send_some(connection, to_send[rank])) or moved
+                        moved = (events & selectors.EVENT_WRITE and _move_some(connection.send, to_send[rank])) or moved
                     except OSError:
                         self._require_open()
                         raise LostIslandsError([self.world.numbers[rank]], late=False) from None
@@ -293,28 +293,15 @@ class Links:
                 selector.modify(registered[rank].fileobj, events, rank)
 
 
-def _read_some(connection: socket.socket, buffers: list[memoryview]) -> int:
-    """Reads into the first buffer; returns the number of bytes. Raises ConnectionError at the end."""
+def _move_some(move: Callable[[memoryview], int], buffers: list[memoryview]) -> int:
+    """Reads into the first buffer, or sends it; returns the number of bytes. Raises ConnectionError at the end."""
     try:
-        count = connection.recv_into(buffers[0][:BUFFER_BYTES])
+        count = move(buffers[0][:BUFFER_BYTES])
     except BlockingIOError:
         return 0
     if not count:
         raise ConnectionError
-    _advance(buffers, count)
-    return count
-
-
-def _send_some(connection: socket.socket, buffers: list[memoryview]) -> int:
-    try:
-        count = connection.send(buffers[0][:BUFFER_BYTES])
-    except BlockingIOError:
-        return 0
-    _advance(buffers, count)
-    return count
-
-
-def _advance(buffers: list[memoryview], count: int) -> None:
     buffers[0] = buffers[0][count:]
     if not buffers[0]:
         buffers.pop(0)
+    return count

@@ -232,16 +232,15 @@ def assumption_notes(setting: Setting) -> list[str]:
     """Returns a note of a slice that is not offered, one of assumptions that do not hold for this package, and one of
     the blocks that a mask leaves."""
     assumed_text = ", ".join(f"{name}={value}" for name, value in setting.assumptions.of_other_software.items())
-    note_text = f"priced as other software would run it, which train and verify refuse: {assumed_text}"
-    return slice_note(setting.cluster) + [note_text] * bool(assumed_text) + _mask_notes(setting)
-
-
-def _mask_notes(setting: Setting) -> list[str]:
-    if not (mask := setting.model.attention_mask):
-        return []
-    example_fields = mask_named(mask).data
-    suffix = f", of example data for {', '.join(example_fields)}" if example_fields else ""
-    return [f"attention_mask={mask}: {block_share(mask, None, setting.job.seq_len):.1%} of the blocks exist{suffix}"]
+    notes = slice_note(setting.cluster)
+    if assumed_text:
+        notes.append(f"priced as other software would run it, which train and verify refuse: {assumed_text}")
+    if mask := setting.model.attention_mask:
+        example_fields = ", ".join(mask_named(mask).data)
+        suffix = f", of example data for {example_fields}" if example_fields else ""
+        blocks_text = f"{block_share(mask, None, setting.job.seq_len):.1%} of the blocks exist{suffix}"
+        notes.append(f"attention_mask={mask}: {blocks_text}")
+    return notes
 
 
 # -- when the chips do not divide the work -------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError, require_known
 from meshwright.core.fields import LARGEST, Checked
 from meshwright.core.units import format_count, parse_count
 from meshwright.spec.strategy import MAX_SEQUENCES
@@ -32,12 +32,10 @@ class Job(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind not in JOB_KINDS:
-            raise InputError(f"job.kind {self.kind!r} is not known.{nearest(self.kind, JOB_KINDS)}")
+        require_known("job.kind", self.kind, JOB_KINDS)
         if self.kind != "train" and self.train_tokens is not None:
             raise InputError(f"job.train_tokens is for jobs of kind train. Leave it out of a job of kind {self.kind}.")
-        if self.optimizer not in OPTIMIZERS:
-            raise InputError(f"job.optimizer {self.optimizer!r} is not known.{nearest(self.optimizer, OPTIMIZERS)}")
+        require_known("job.optimizer", self.optimizer, OPTIMIZERS)
         for name in ("batch_seqs", "seq_len"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"job.{name}={getattr(self, name)} must be between 1 and {MAX_SEQUENCES}.")

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from meshwright.core.dims import DTYPE_BYTES, ISLANDS, MESH_AXES
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError, nearest, require_known
 from meshwright.core.fields import Checked
 
 Rules = dict[str, tuple[str, ...]]
@@ -271,8 +271,7 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.capacity_factor and not 1 <= self.capacity_factor <= MAX_SEQUENCES:
             reason = f"strategy.capacity_factor={self.capacity_factor:g} drops tokens however even the load is"
             raise InputError(f"{reason}. Give at least 1, or 0 for no bound.")
-        if self.state not in STATE_BYTES:
-            raise InputError(f"state {self.state!r} is not known.{nearest(self.state, STATE_BYTES)}")
+        require_known("state", self.state, STATE_BYTES)
         if not 1 <= self.num_microbatches <= MAX_SEQUENCES:
             raise InputError(f"num_microbatches={self.num_microbatches} must be between 1 and {MAX_SEQUENCES}.")
         require_mesh(self.mesh)
@@ -411,8 +410,7 @@ def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:
     Raises InputError for an axis that does not exist, and for one of no devices.
     """
     for axis in axes:
-        if axis not in MESH_AXES:
-            raise InputError(f"mesh axis {axis!r} is not known.{nearest(axis, MESH_AXES)}")
+        require_known("mesh axis", axis, MESH_AXES)
     require_mesh(axes)
     return {axis: int(axes.get(axis, 1)) for axis in MESH_AXES if axis != ISLANDS or axes.get(axis, 1) > 1}
 

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import msgspec
 import orbax.checkpoint as ocp
-from jax.sharding import Sharding
 from jaxtyping import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 from orbax.checkpoint.path import atomicity
@@ -246,11 +245,7 @@ class Checkpoints:
                     f"{want}. Resume with the model, state and optimizer that the run was started with, or start a new "
                     f"run."
                 )
-
-        def abstract(shape: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-        array_specs = jax.tree.map(abstract, shapes, shardings)
+        array_specs = jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, shardings)
         state = self._read(stored.position.step, STATE, ocp.args.StandardRestore(array_specs))
         return reordered(state, from_canonical)
 

@@ -154,14 +154,14 @@ class Run:
                 due_acts = [
                     act for every, act in self.tasks() if every and step % every == 0 and step < self.settings.steps
                 ]
-                self._land(0 if due_acts else steps_ahead())
+                self.land(0 if due_acts else steps_ahead())
                 if self.request.stops_after(step):
                     break
                 for act in due_acts:
                     act()
                 if step < self.settings.steps:
                     batch = self._read(reader)
-            self._land(0)
+            self.land()
 
     def _compile(self, batch: Batch) -> Any:
         with self.watch.timed("compile"):
@@ -187,11 +187,7 @@ class Run:
             self.watch.add("data", time.perf_counter() - start_s)
         return batch
 
-    def land_all(self) -> None:
-        """Waits for all steps in flight, and records each."""
-        self._land(0)
-
-    def _land(self, remaining: int) -> None:
+    def land(self, remaining: int = 0) -> None:
         """Waits for the oldest steps until ``remaining`` are in flight, and records each."""
         while len(self.flying) > remaining:
             flight = self.flying.popleft()

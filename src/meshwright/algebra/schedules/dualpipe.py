@@ -72,14 +72,6 @@ def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Itera
     return dual_order(distance, stages // 2, per_stream, (down, up) if device < stages // 2 else (up, down))
 
 
-def _even_microbatches(stages: int, microbatches: int, chunks: int) -> str:
-    nearest_count = max(2 * stages, microbatches + microbatches % 2)
-    return (
-        f"dualpipe needs an even number of microbatches, at least {2 * stages} for {stages} stages, "
-        f"not {microbatches}. Use for example {nearest_count}."
-    )
-
-
 SCHEDULE = definition.ScheduleDefinition(
     name="dualpipe",
     year=2024,
@@ -90,7 +82,13 @@ SCHEDULE = definition.ScheduleDefinition(
             lambda p, m, v: p % 2 == 0,
             lambda p, m, v: f"dualpipe needs an even number of stages, not {p}. Use {p + 1}, or dualpipe-v.",
         ),
-        definition.Requirement(lambda p, m, v: (m % 2 == 0) & (m >= 2 * p), _even_microbatches),
+        definition.Requirement(
+            lambda p, m, v: (m % 2 == 0) & (m >= 2 * p),
+            lambda p, m, v: (
+                f"dualpipe needs an even number of microbatches, at least {2 * p} for {p} stages, not {m}. "
+                f"Use for example {max(2 * p, m + m % 2)}."
+            ),
+        ),
     ),
     forms=definition.StageForms(
         bubble_s=lambda p, m, v, f, b, w: dual_bubble_seconds(np.divide(p, 2) - 1, f, b, w),

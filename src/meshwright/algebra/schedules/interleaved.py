@@ -19,14 +19,6 @@ def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Itera
     return alternating(2 * (stages - 1 - device) + (chunks - 1) * stages, forward, backward)
 
 
-def _whole_groups(stages: int, microbatches: int, chunks: int) -> str:
-    nearest_count = max(stages, stages * round(microbatches / stages))
-    return (
-        f"the interleaved schedule needs microbatches that stages={stages} divides, not {microbatches}. "
-        f"Use for example {nearest_count}."
-    )
-
-
 SCHEDULE = ScheduleDefinition(
     name="interleaved",
     year=2021,
@@ -38,7 +30,13 @@ SCHEDULE = ScheduleDefinition(
             lambda p, m, v: v >= 2,
             lambda p, m, v: f"the interleaved schedule needs chunks=2 or more, not {v}. Use chunks=2, or 1f1b.",
         ),
-        Requirement(lambda p, m, v: m % p == 0, _whole_groups),
+        Requirement(
+            lambda p, m, v: m % p == 0,
+            lambda p, m, v: (
+                f"the interleaved schedule needs microbatches that stages={p} divides, not {m}. "
+                f"Use for example {max(p, p * round(m / p))}."
+            ),
+        ),
     ),
     search="usual",
     forms=StageForms(

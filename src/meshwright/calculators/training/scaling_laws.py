@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError, require_known
 from meshwright.cost.formulas.training_budget import Number, petaflop_days, training_flops
 
 TOKENS_PER_PARAM = 20
@@ -96,8 +96,7 @@ KAPLAN_BATCH_EXPONENT = 0.21
 
 def scaling_law(name: str) -> ScalingLaw:
     """Returns the law of that name. Raises InputError with the nearest name."""
-    if name not in LAWS:
-        raise InputError(f"scaling law {name!r} is not known.{nearest(name, LAWS)}")
+    require_known("scaling law", name, LAWS)
     return LAWS[name]
 
 

@@ -14,7 +14,7 @@ from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import transformer
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError, require_known
 from meshwright.cost.formulas.roofline import Work
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, standard_assignment
@@ -164,8 +164,7 @@ def bytes_per_param(state: str, *, part: StatePart | None = None) -> float:
     Without a part it is the number by which a state is known: 10 for bf16-adam, which leaves out the short-lived bf16
     gradient, 16, 18 or 20 with a master copy. Source: How to Scale Your Model, section 5.1.1.
     """
-    if state not in STATE_BYTES:
-        raise InputError(f"the training state {state!r} is not known.{nearest(state, STATE_BYTES)}")
+    require_known("the training state", state, STATE_BYTES)
     return STATE_BYTES[state][part or "counted"]
 
 

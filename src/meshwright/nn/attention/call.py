@@ -106,10 +106,6 @@ class AttentionCall:
         # what these terms see whole, the terms that read arrays may still hide
         return replace(bound_table, kinds=np.minimum(bound_table.kinds, PARTIAL))
 
-    def with_score(self, score: Mod | None, *, learns: bool) -> "AttentionCall":
-        """Returns the call with another score rule and no sinks."""
-        return replace(self, score=score, learns=learns, sinks=None)
-
     def rule(self, batch: int, heads: int) -> TileRule:
         """Returns the functions of a tile."""
         assert self.q_idx is not None

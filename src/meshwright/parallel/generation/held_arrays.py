@@ -127,12 +127,6 @@ class HeldArrays:
         return {name: layout for name, layout in layouts.items() if layout}
 
     @property
-    def cache_formats(self) -> dict[str, NamedSharding | Format]:
-        """The sharding of each array of the cache, with its order in memory if that is not the platform's own."""
-        formats = {name: Format(layout, self.cache_shardings[name]) for name, layout in self.cache_layouts.items()}
-        return {**self.cache_shardings, **formats}
-
-    @property
     def logits_sharding(self) -> NamedSharding:
         """The sharding of logits [O, V]."""
         return named_sharding(self.mesh, self.declared["logits"])
@@ -296,8 +290,12 @@ class HeldArrays:
 
     @property
     def held_formats(self) -> Tree:
-        """The sharding of each array of the cache as it is held, with its order in memory."""
-        return shardings(self.mesh, self.by_layer(self.cache_specs)) if self.unrolled else self.cache_formats
+        """The sharding of each array of the cache as it is held, with its order in memory if that is not the platform's
+        own."""
+        if self.unrolled:
+            return shardings(self.mesh, self.by_layer(self.cache_specs))
+        held = self.cache_shardings
+        return {**held, **{name: Format(layout, held[name]) for name, layout in self.cache_layouts.items()}}
 
     def run(
         self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Array], *, longest: int = 1

@@ -84,7 +84,9 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
         return msgspec.structs.replace(answer, refusal=refusal_text)
     chosen_services: Services = select(services, is_chosen)
     ranked_indices = ranked(chosen_services, service)
-    excess_of = _exceeded(chosen_services, result)
+    # times by which each service exceeds the chips that there are, and each target
+    excess_of = {"chips": chosen_services.num_chips / result.setting.cluster.num_chips}
+    excess_of |= {n: getattr(chosen_services, TARGETS[n]) / target_s for n, target_s in service.targets.items()}
     index = int(ranked_indices[0]) if len(ranked_indices) else int(np.argmin(np.max(list(excess_of.values()), axis=0)))
     plan = service_plan(priced, chosen_services, index)
     return msgspec.structs.replace(
@@ -96,13 +98,6 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
 
 
 _EXAMPLES = {"pools": "true or false", "weights": "a dtype, such as weights=bf16", "kv": "a dtype, such as kv=int8"}
-
-
-def _exceeded(services: Services, result: ServiceResult) -> dict[str, np.ndarray]:
-    """Returns how many times each service exceeds each target, and the chips that there are."""
-    service, cluster_chips = result.service, result.setting.cluster.num_chips
-    excess_by_target = {name: getattr(services, TARGETS[name]) / target_s for name, target_s in service.targets.items()}
-    return {"chips": services.num_chips / cluster_chips, **excess_by_target}
 
 
 def _does_not_fit(result: ServiceResult, priced: PricedFleet, is_asked: np.ndarray, asked: Mapping[str, Any]) -> str:

@@ -5,20 +5,9 @@ from itertools import pairwise
 from typing import Any
 
 from meshwright.core.units import format_bytes
+from meshwright.report import marks
 from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, panel, si_scale, themed
 from meshwright.report.labels import Frame, point_labels, reference
-from meshwright.report.marks import (
-    Datum,
-    Points,
-    ReferenceLine,
-    check_positive,
-    color_by,
-    lines,
-    log_axis,
-    palette_of,
-    plot,
-    stroke_colors,
-)
 
 PANEL_PX = (430, 320)
 LOG_FROM = 5.0
@@ -42,7 +31,7 @@ def pareto_figure(
     limit_lines = []
     if limit_bytes is not None:
         text = f"what a chip holds: {format_bytes(limit_bytes)}"
-        limit_lines.append(ReferenceLine(axis="y", value=limit_bytes / scale, text=text, at="end", color=MUTED))
+        limit_lines.append(marks.ReferenceLine(axis="y", value=limit_bytes / scale, text=text, at="end", color=MUTED))
     # A step function: between two step times the memory of the faster plan is needed.
     panels = [_panel(memory, scale, f"memory of a chip ({unit})", "step-after", limit_lines)]
     if len(cost) > 1:
@@ -50,10 +39,12 @@ def pareto_figure(
     return themed(alt.hconcat(*panels, spacing=36), title, subtitle)
 
 
-def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, limits: Sequence[ReferenceLine]) -> Layer:
+def _panel(
+    points: PlanPoints, scale: float, y_title: str, interpolate: str, limits: Sequence[marks.ReferenceLine]
+) -> Layer:
     """Draws dots joined by a line, and the limit as a reference line."""
     x_scale, x_unit = si_scale(max(step_s for step_s, _, _ in points), "s")
-    rows: list[Datum] = [
+    rows: list[marks.Datum] = [
         {"x": step_s / x_scale, "y": amount / scale, "text": label} for step_s, amount, label in points
     ]
     xs, ys = (sorted(row[axis] for row in rows) for axis in "xy")
@@ -70,7 +61,7 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
     if interpolate == "step-after":
         corners = [corners[0], *(corner for a, b in pairwise(corners) for corner in ((b[0], a[1]), b))]
     areas = [*frame.curve(corners), *frame.dots([(row["x"], row["y"]) for row in rows], half=4)]
-    all_points, labelled_dots = (plot(dots).encode(x=x.drawn, y=y.drawn) for dots in (rows, labelled_rows))
+    all_points, labelled_dots = (marks.plot(dots).encode(x=x.drawn, y=y.drawn) for dots in (rows, labelled_rows))
     return panel(
         all_points.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
         *(reference(line, frame, areas) for line in limits),
@@ -91,7 +82,7 @@ class _Axis:
         scale, axis = alt.Scale(domain=list(self.domain), nice=False), alt.Axis(tickCount=6, grid=field == "y")
         self.drawn = channel(f"{field}:Q", title=title, scale=scale, axis=axis)
         if is_log:
-            self.drawn = log_axis(channel, field, self.domain, title, grid=field == "y")
+            self.drawn = marks.log_axis(channel, field, self.domain, title, grid=field == "y")
 
 
 SIZE_PX = (620, 340)
@@ -100,8 +91,8 @@ WHOLE = "time per output token"
 
 
 def services_figure(
-    curves: Mapping[str, Points],
-    split: Mapping[str, Points],
+    curves: Mapping[str, marks.Points],
+    split: Mapping[str, marks.Points],
     chosen: tuple[float, float, str],
     *,
     title: str,
@@ -113,29 +104,33 @@ def services_figure(
     Parts overlap in time, so that they do not add up; those that take nothing are left out.
     """
     x, y, point_name = chosen
-    check_positive((curve, value) for curve, points in curves.items() for point in points for value in point)
+    marks.check_positive((curve, value) for curve, points in curves.items() for point in points for value in point)
     all_ms = [x, *(ms for points in curves.values() for ms, _ in points)]
     all_rates = [y, *(rate for points in curves.values() for _, rate in points)]
     low_ms, high_ms = min(all_ms), max(all_ms)
     ms_range = (low_ms / 1.05, high_ms * 1.05)
-    ms_axis = log_axis(alt.X, "x", ms_range, WHOLE + " (ms)")
+    ms_axis = marks.log_axis(alt.X, "x", ms_range, WHOLE + " (ms)")
     y_range = (min(all_rates) / 1.5, max(all_rates) * 1.5)
-    rate_axis = log_axis(alt.Y, "y", y_range, "output tokens per second and chip")
+    rate_axis = marks.log_axis(alt.Y, "y", y_range, "output tokens per second and chip")
     style = {"strokeWidth": 2.4, "point": {"size": 28}}
     rows = [{"x": x, "y": y, "text": point_name}]
-    chosen_mark = plot(rows).mark_point(size=170, color=INK, strokeWidth=2.4, opacity=1).encode(x=ms_axis, y=rate_axis)
+    chosen_mark = (
+        marks.plot(rows).mark_point(size=170, color=INK, strokeWidth=2.4, opacity=1).encode(x=ms_axis, y=rate_axis)
+    )
     frame = Frame(x=ms_range, y=y_range, size=SIZE_PX)
     areas = [box for points in curves.values() for box in (*frame.curve(points), *frame.dots(points, half=4))]
     chosen_label = point_labels(rows, frame, [*areas, *frame.dots([(x, y)], half=9)], fill=INK)
     legend = {"orient": "right", "symbolStrokeWidth": 3}
-    rate_lines = lines(curves, ms_axis, rate_axis, stroke_colors(curves, **legend), **style)
+    rate_lines = marks.lines(curves, ms_axis, rate_axis, marks.stroke_colors(curves, **legend), **style)
     curve_of = {WHOLE: [(ms, ms) for ms in sorted({ms for points in split.values() for ms, _ in points})]}
     # a logarithmic axis has no zero: parts below a thousandth of the time are not seen
     visible = {part: [(ms, s if s > ms / 1000 else float("nan")) for ms, s in points] for part, points in split.items()}
     curve_of |= {part: points for part, points in visible.items() if any(s == s for _, s in points)}
     min_ms = min(s for points in curve_of.values() for _, s in points if s == s)
-    part_axis = log_axis(alt.Y, "y", (min_ms / 1.3, high_ms * 1.3), "ms of each part by itself")
-    color_of = {WHOLE: INK, **palette_of(part for part in curve_of if part != WHOLE)}
-    part_lines = lines(curve_of, ms_axis, part_axis, color_by("name", color_of, symbolType="stroke", **legend), **style)
+    part_axis = marks.log_axis(alt.Y, "y", (min_ms / 1.3, high_ms * 1.3), "ms of each part by itself")
+    color_of = {WHOLE: INK, **marks.palette_of(part for part in curve_of if part != WHOLE)}
+    part_lines = marks.lines(
+        curve_of, ms_axis, part_axis, marks.color_by("name", color_of, symbolType="stroke", **legend), **style
+    )
     panels = (panel(*rate_lines, chosen_mark, chosen_label, size=SIZE_PX), panel(*part_lines, size=SPLIT_PX))
     return themed(alt.concat(*panels, columns=1, spacing=28).resolve_scale(color="independent"), title, subtitle)

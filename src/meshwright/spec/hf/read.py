@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from meshwright.core.errors import FileWarning, InputError, nearest
+from meshwright.core.errors import FileWarning, InputError, require_known
 from meshwright.core.fields import convert_fields, figure_faults
 from meshwright.core.files import read_json
 from meshwright.spec.hf.families import (
@@ -504,8 +504,7 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
     kind = "longrope" if kind == "su" or (kind == "yarn" and config.family == "phi3") else kind
     if kind in ("default", "mrope"):  # the second is the first where no token is of an image
         return None
-    if kind not in ROPE_KINDS:
-        raise InputError(f"{config.what}: rope_type {kind!r} is not known.{nearest(kind, ROPE_KINDS)}")
+    require_known(f"{config.what}: rope_type", kind, ROPE_KINDS)
     original_key = ROPE_KEYS["original_max_positions"]
     if kind == "proportional":
         keys = {"factor": "factor", "fraction": "partial_rotary_factor"}

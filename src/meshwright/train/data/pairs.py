@@ -4,7 +4,6 @@ Source of the noise: Raffel et al., Exploring the Limits of Transfer Learning (2
 """
 
 import hashlib
-import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -55,11 +54,6 @@ class PairForm(NamedTuple):
     end_id: int = 0
     features: int = 0
     dtype: str = "float32"
-
-    @property
-    def most_source_tokens(self) -> int:
-        """Tokens that are kept of a source: of a file's name all."""
-        return sys.maxsize if self.features else self.source_len
 
     def read_source(self, source: np.ndarray) -> np.ndarray:
         """Returns the features [features, 2 source_len] of the file that ``source`` names. Raises InputError."""
@@ -198,10 +192,8 @@ class PairRows(WholeRows):
         """Returns a row, whatever the ``seed``."""
         (doc,) = self._rows[number]
         start, end, target, stop = (int(edges[doc]) for edges in (self._starts, self._ends, self._targets, self._stops))
-        source_end, target_end = (
-            min(end, start + self.form.most_source_tokens),
-            min(stop, target + self.form.target_len),
-        )
+        target_end = min(stop, target + self.form.target_len)
+        source_end = end if self.form.features else min(end, start + self.form.source_len)  # a file's name is whole
         # a token without a loss is stored as its complement
         return TokenPair(~self.store.read(np.arange(start, source_end)), self.store.read(np.arange(target, target_end)))
 

@@ -273,7 +273,7 @@ class _Island:
         elif run and self.work.state:
             run.flying += flights
             run.state = self.work.state
-            run.land_all()
+            run.land()
             run.position = position
         try:
             self._judge(flights)

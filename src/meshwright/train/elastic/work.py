@@ -11,6 +11,7 @@ import numpy as np
 from meshwright.islands.exchange import Links
 from meshwright.islands.ledger import Ledger, SampleBlock, sample_numbers
 from meshwright.islands.rounds import Done, Said
+from meshwright.parallel.held import Tree
 from meshwright.parallel.train_step import Metrics, State
 from meshwright.train.bad_loss import LossWatch
 from meshwright.train.checkpoint import Checkpoints, Position, reordered
@@ -36,7 +37,7 @@ class GradientWork:
         self.losses = LossWatch(setup.settings)
         self.skips_to: Ledger | None = None
         step, job = setup.step, setup.job
-        state = jax.tree.map(_with_sharding, step.state_shapes, step.state_shardings)
+        state = _with_shardings(step.state_shapes, step.state_shardings)
         batch = _with_shardings(step.batch_shapes(job.batch_seqs, job.seq_len), step.batch_shardings)
         self._compile(step, state, batch)
 
@@ -175,9 +176,5 @@ def views(arrays: Sequence[np.ndarray]) -> list[memoryview]:
     return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
 
-def _with_shardings(shapes: Mapping[str, Any], shardings: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {name: _with_sharding(shape, shardings[name]) for name, shape in shapes.items()}
-
-
-def _with_sharding(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+def _with_shardings(shapes: Tree, shardings: Tree) -> Any:
+    return jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes, shardings)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import require_known
 from meshwright.nn.weights import Params
 from meshwright.parallel.held import Tree
 from meshwright.parallel.optimizer import Optimizer, UpdateLayout, weight_of
@@ -63,8 +63,7 @@ def in_state(
     as ``rounding`` says, with random bits from ``seed``, the number of the update, the array and the index in it.
     ``average`` is the decay of the running mean of the weights, 0 for none. Raises InputError for an unknown state.
     """
-    if state not in STATE_BYTES:
-        raise InputError(f"state {state!r} is not known.{nearest(state, STATE_BYTES)}")
+    require_known("state", state, STATE_BYTES)
     keeps_master = state.startswith("bf16-master")
 
     def init(params: Params) -> OptState:

@@ -5,6 +5,7 @@ all at once, over the blocks that any of them has. `blocks` has the passes of on
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -174,9 +175,8 @@ def backward(call: AttentionCall, given: scores.BackwardInputs, q: Array, k: Arr
         return _cotangents(call, given, q, k, v)[0]
 
     def read(arrays: tuple[Array, ...]) -> scores.Learned:
-        return scores.reads(
-            _prepared(call.with_score(score._replace(arrays=arrays), learns=True), q, k, over="keys")[0]
-        )
+        learning_call = replace(call, score=score._replace(arrays=arrays), sinks=None)
+        return scores.reads(_prepared(learning_call, q, k, over="keys")[0])
 
     # the kernel has cotangents of what was looked up before it, and JAX takes them on to these arrays
     _, pull_back = jax.vjp(read, tuple(jnp.asarray(x) for x in score.arrays))
