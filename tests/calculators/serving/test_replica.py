@@ -3,13 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.calculators.serving.replica import (
-    DecodeStep,
-    ServingReplica,
-    lru_hit_share,
-    request_rates,
-    smallest_slice,
-)
+from meshwright.calculators.serving import replica
 from meshwright.calculators.serving.sharding import WeightStationary, decode_max_tensor, product_link_s, sharding
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.catalogue import load_model
@@ -21,7 +15,7 @@ QUIZ = {"kv_bytes": 819.2e6, "weight_bytes": 30e9, "num_chips": 16, "hbm_bytes_p
 
 
 def quiz(batch, **more):
-    return DecodeStep(batch_seqs=batch, active_params=30e9, peak_flops=1.97e14, **QUIZ, **more)
+    return replica.DecodeStep(batch_seqs=batch, active_params=30e9, peak_flops=1.97e14, **QUIZ, **more)
 
 
 def test_a_step_is_caches_then_the_longer_of_weights_and_flops():
@@ -42,7 +36,7 @@ def test_batches_may_be_arrays():
 
 
 def test_without_flops_it_is_the_shortest_step():
-    step = DecodeStep(batch_seqs=2, kv_bytes=3, weight_bytes=4, hbm_bytes_per_s=5)
+    step = replica.DecodeStep(batch_seqs=2, kv_bytes=3, weight_bytes=4, hbm_bytes_per_s=5)
     assert (step.time_s, step.flops_s) == (2.0, 0.0)
 
 
@@ -54,12 +48,12 @@ def test_without_flops_it_is_the_shortest_step():
     ],
 )  # fmt: skip
 def test_the_smallest_slice_is_one_on_offer(name, num_bytes, shape):
-    assert smallest_slice(chip(name), num_bytes).short_name == f"{name}:{shape}"
+    assert replica.smallest_slice(chip(name), num_bytes).short_name == f"{name}:{shape}"
 
 
 def test_no_pod_holds_that():
     with pytest.raises(CannotRunError, match=r"5e\+12 bytes need 313 chips; no slice of v5e-book has as many"):
-        smallest_slice(chip("v5e-book"), 5e12)
+        replica.smallest_slice(chip("v5e-book"), 5e12)
 
 
 def test_narrow_weights_lower_the_limit_of_tensor():
@@ -82,36 +76,38 @@ def test_weights_in_two_dims(axes, chips, best):
 
 def test_latency_of_section_7_6_3():
     """Links send 45 kB one way in the 1 us of a hop: a gather of more shards of 2 B D bytes is bound by latency."""
-    at = ServingReplica(cluster=parse_cluster("v5e-book:4x4"), model=load_model("llama3-70b"), peak_flops=1.97e14)
+    at = replica.ServingReplica(
+        cluster=parse_cluster("v5e-book:4x4"), model=load_model("llama3-70b"), peak_flops=1.97e14
+    )
     assert sharding(at, 16)["bounds"][-1]["bound"] == pytest.approx(2 * 16 * 8192 / 45_000)
 
 
 def test_requests():
     """Section 8.1.2; interleaved, a sequence waits for the prefills that fill the other 31 places in 4096 steps."""
     lengths = {"prompt_len": 8192, "output_len": 4096, "prefill_s": 0.91, "num_chips": 16}
-    rates = request_rates(32, 0.019, **lengths)
+    rates = replica.request_rates(32, 0.019, **lengths)
     assert (rates["finished_per_step"], rates["evicted_per_step"]) == (32 / 4096, 96)
     assert rates["per_s_per_chip"] == pytest.approx(32 / (4096 * 0.019) / 16)
     assert rates["tpot_interleaved_s"] == pytest.approx(0.019 + 31 / 4096 * 0.91)
-    assert request_rates(1, 0.019, **lengths)["tpot_interleaved_s"] == 0.019
+    assert replica.request_rates(1, 0.019, **lengths)["tpot_interleaved_s"] == 0.019
     assert rates["prefill_servers"] == pytest.approx(0.91 * rates["per_s"])
 
 
 def test_drafts_pay_where_memory_binds():
     free = {"batch_seqs": 1, "kv_bytes": 0, "weight_bytes": 1, "hbm_bytes_per_s": 1e9}
-    speeds = DecodeStep(**free).speedups(0.8, draft_cost=0.05)
+    speeds = replica.DecodeStep(**free).speedups(0.8, draft_cost=0.05)
     assert np.argmax(speeds) == 8
     assert speeds[8] == pytest.approx(sum(0.8**n for n in range(9)) / (1 + 8 * 0.05))
-    bound_by_flops = DecodeStep(**free, active_params=1, peak_flops=1)
+    bound_by_flops = replica.DecodeStep(**free, active_params=1, peak_flops=1)
     assert bound_by_flops.speedups(0.8, draft_cost=0.05).argmax() == 0  # drafts cost what they bring
 
 
 def test_a_cache_of_prefixes():
-    assert lru_hit_share(30, [1] * 100) == pytest.approx(0.3)
-    assert lru_hit_share(100, [1] * 100) == 1
-    assert lru_hit_share(0, [1] * 100) == pytest.approx(0)
+    assert replica.lru_hit_share(30, [1] * 100) == pytest.approx(0.3)
+    assert replica.lru_hit_share(100, [1] * 100) == 1
+    assert replica.lru_hit_share(0, [1] * 100) == pytest.approx(0)
     with pytest.raises(InputError, match="popularities above 0"):
-        lru_hit_share(1, [1, 0])
+        replica.lru_hit_share(1, [1, 0])
 
 
 def test_the_share_of_hits_is_that_of_a_cache_that_runs():
@@ -125,4 +121,4 @@ def test_the_share_of_hits_is_that_of_a_cache_that_runs():
         kept[one] = None
         if len(kept) > 20:
             del kept[next(iter(kept))]
-    assert lru_hit_share(20, popularity) == pytest.approx(hits / len(asked), abs=0.01)
+    assert replica.lru_hit_share(20, popularity) == pytest.approx(hits / len(asked), abs=0.01)
