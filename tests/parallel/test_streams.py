@@ -14,16 +14,8 @@ from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Lora
 from meshwright.spec.weights import weight_table
 from tests.nn.families import CONFIGS, FAMILIES
+from tests.parallel import generate_cases
 from tests.parallel.cases import assert_equal
-from tests.parallel.generate_cases import (
-    assert_close,
-    dequantise_params,
-    float_params,
-    step_of,
-    with_cache,
-    with_groups,
-    without_cache,
-)
 from tests.parallel.test_packed_layouts import assert_collectives_are_derived
 from tests.parallel.test_shared_keys import GRID, run
 
@@ -58,11 +50,14 @@ def test_adapters_are_the_same_on_a_mesh():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int4", "fp8"])
 def test_quantised_weights_are_products_with_what_they_stand_for(dtype):
-    model = replace(with_groups(MODEL), d_ff_wide=256) if dtype == "int4" else MODEL
-    params = float_params(model)
-    whole = dequantise_params(model, dtype, stored_params(model, params, dtype))
-    step = step_of(model, {"data": 2, "tensor": 2}, weights=dtype)
-    assert_close(with_cache(step, params, num_steps=1).logits, without_cache(model, whole, num_steps=1))
+    model = replace(generate_cases.with_groups(MODEL), d_ff_wide=256) if dtype == "int4" else MODEL
+    params = generate_cases.float_params(model)
+    whole = generate_cases.dequantise_params(model, dtype, stored_params(model, params, dtype))
+    step = generate_cases.step_of(model, {"data": 2, "tensor": 2}, weights=dtype)
+    generate_cases.assert_close(
+        generate_cases.with_cache(step, params, num_steps=1).logits,
+        generate_cases.without_cache(model, whole, num_steps=1),
+    )
 
 
 LAYOUTS = [
@@ -74,14 +69,16 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("axes", "layout"), LAYOUTS)
 def test_no_layout_of_engines_changes_anything(axes, layout):
-    step, params = step_of(MODEL, axes, layout=layout), float_params(MODEL)
-    assert_close(with_cache(step, params).logits, without_cache(MODEL, params))
+    step, params = generate_cases.step_of(MODEL, axes, layout=layout), generate_cases.float_params(MODEL)
+    generate_cases.assert_close(
+        generate_cases.with_cache(step, params).logits, generate_cases.without_cache(MODEL, params)
+    )
     assert_collectives_are_derived(step)
 
 
 def test_rows_of_streams_are_whole():
     with pytest.raises(InputError, match="needs D whole"):
-        step_of(MODEL, {"tensor": 2, "context": 2}, layout="widths").derived  # noqa: B018
+        generate_cases.step_of(MODEL, {"tensor": 2, "context": 2}, layout="widths").derived  # noqa: B018
     assert "widths" not in fleet_of(load_model("gemma3n-e4b"), parse_cluster("v5e:4x4")).layout
 
 

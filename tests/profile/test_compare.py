@@ -8,14 +8,10 @@ import pytest
 from meshwright.cost.breakdown import Breakdown, Partition
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
+from meshwright.profile import compare
 from meshwright.profile import summary as profile
 from meshwright.profile.advice import AdviceCase, advise
 from meshwright.profile.classes import class_of_op, part_of_step
-from meshwright.profile.compare import (
-    ClassRow,
-    ProfileComparison,
-    TimeRow,
-)
 from meshwright.profile.times import OpTime, StepTimes
 from meshwright.report.machine.profile_report import parts_figure
 from meshwright.report.machine.profile_trace import predicted_timeline
@@ -75,9 +71,10 @@ def test_the_predicted_timeline_has_all_work(most, monkeypatch):
 
 def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
     classes = tuple(
-        ClassRow(kind=k, own_s=1.0, wall_s=1.0, flops=flops, hbm_bytes=1e12) for k in ("contraction", "elementwise")
+        compare.ClassRow(kind=k, own_s=1.0, wall_s=1.0, flops=flops, hbm_bytes=1e12)
+        for k in ("contraction", "elementwise")
     )
-    comparison = ProfileComparison(
+    comparison = compare.ProfileComparison(
         predicted=Partition(compute_s=10.0),
         parts=(),
         terms=terms,
@@ -107,7 +104,7 @@ def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
 
 
 def row(name, predicted, measured):
-    return TimeRow(name=name, kind=name, predicted_s=predicted, measured_s=measured)
+    return compare.TimeRow(name=name, kind=name, predicted_s=predicted, measured_s=measured)
 
 
 @pytest.mark.parametrize(("number", "subtitle"), [(3, "given"), (20, "given; the 14 longest of 20 rows shown")])

@@ -19,17 +19,8 @@ from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.verify import running
 from meshwright.verify.request import Request
-from meshwright.verify.running import (
-    BUFFERS_END,
-    LAST_END,
-    MODULE_END,
-    available_bytes,
-    dump_files,
-    read_memory,
-    read_program,
-    run_request,
-)
 from meshwright.verify.targets import Target
 
 START = """
@@ -62,7 +53,7 @@ def request(target=TPU, **fields) -> Request:
 
 
 def run(body: str, *, timeout_s: float = 20.0, target=TPU, keep=None, **fields):
-    return run_request(
+    return running.run_request(
         request(target, **fields), program=(sys.executable, "-c", START + body), timeout_s=timeout_s, keep=keep
     )
 
@@ -311,14 +302,16 @@ def test_the_sum_is_that_of_the_compilers_report(name):
     text = buffers(name)
     in_kernels = sum(int(size) for size in re.findall(r"size (\d+), thread-local", text))
     assert 0 < in_kernels < 1e-4 * REPORTED[name]
-    assert read_memory(text).needed == REPORTED[name] - in_kernels
+    assert running.read_memory(text).needed == REPORTED[name] - in_kernels
 
 
 @pytest.mark.parametrize("name", sorted(REPORTED))
 def test_arguments_are_weights_and_optimizer(name):
     """llama3-8b over 16 chips: bf16 weights and two float32 moments, 10 bytes a parameter, norms whole on each chip."""
     norms, all_weights = 65 * 4096, 8030261248
-    assert read_memory(buffers(name)).arguments == pytest.approx(10 * ((all_weights - norms) / 16 + norms), rel=1e-3)
+    assert running.read_memory(buffers(name)).arguments == pytest.approx(
+        10 * ((all_weights - norms) / 16 + norms), rel=1e-3
+    )
 
 
 def test_other_memory_spaces_and_scratch_do_not_count():
@@ -330,7 +323,7 @@ allocation 3: size 7, constant:
 allocation 4: size 400, maybe-live-out:
 allocation 5: size 60, color 0, preallocated-temp:
 """
-    found = read_memory(text)
+    found = running.read_memory(text)
     assert (found.arguments, found.temporaries, found.outputs) == (1000, 67, 400)
     assert found.needed == 1467
 
@@ -350,34 +343,38 @@ allocation 5: size 60, color 0, preallocated-temp:
     ],
 )
 def test_what_a_refusal_offers(message, offered):
-    assert available_bytes(message) == offered
+    assert running.available_bytes(message) == offered
 
 
-def write_dump(folder: Path, module: str, *, size: int = 10, ends=(MODULE_END, BUFFERS_END, LAST_END)) -> None:
+def write_dump(
+    folder: Path, module: str, *, size: int = 10, ends=(running.MODULE_END, running.BUFFERS_END, running.LAST_END)
+) -> None:
     for end in ends:
         (folder / f"{module}.{end}").write_text("x" * size)
 
 
 def test_the_files_of_the_largest_step(tmp_path):
-    assert dump_files(tmp_path) is None
+    assert running.dump_files(tmp_path) is None
     write_dump(tmp_path, "module_0001.jit_zeros.sm_9.0_gpu", size=5)
     write_dump(tmp_path, "module_0002.jit__step.sm_9.0_gpu")
     write_dump(tmp_path, "module_0003.other", size=99)
-    found = dump_files(tmp_path)
-    assert set(found) == {MODULE_END, BUFFERS_END, LAST_END}
+    found = running.dump_files(tmp_path)
+    assert set(found) == {running.MODULE_END, running.BUFFERS_END, running.LAST_END}
     assert {path.name.split(".")[1] for path in found.values()} == {"jit__step"}
 
 
-@pytest.mark.parametrize("missing", [MODULE_END, BUFFERS_END, LAST_END])
+@pytest.mark.parametrize("missing", [running.MODULE_END, running.BUFFERS_END, running.LAST_END])
 def test_files_that_are_not_there_yet(tmp_path, missing):
-    write_dump(tmp_path, "module_0002.jit__step", ends={MODULE_END, BUFFERS_END, LAST_END} - {missing})
-    assert dump_files(tmp_path) is None
+    write_dump(
+        tmp_path, "module_0002.jit__step", ends={running.MODULE_END, running.BUFFERS_END, running.LAST_END} - {missing}
+    )
+    assert running.dump_files(tmp_path) is None
     (tmp_path / f"module_0002.jit__step.{missing}").touch()  # there, and still empty
-    assert dump_files(tmp_path) is None
+    assert running.dump_files(tmp_path) is None
 
 
 def test_the_program(tmp_path):
-    assert read_program(tmp_path) == ""
+    assert running.read_program(tmp_path) == ""
     (tmp_path / "module_0001.jit_zeros.before_optimizations.txt").write_text("small")
     (tmp_path / "module_0002.jit__step.before_optimizations.txt").write_text("the larger one")
-    assert read_program(tmp_path) == "the larger one"
+    assert running.read_program(tmp_path) == "the larger one"

@@ -10,15 +10,7 @@ from meshwright.algebra.rewrites.torus import group_legs as scattered_legs
 from meshwright.algebra.rewrites.torus import parts_of
 from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import InputError
-from meshwright.cost.network.collectives import (
-    busiest_link_share,
-    collective_bound_by,
-    collective_time,
-    group_rates,
-    leg_rates,
-    received_share,
-    ring_link_share,
-)
+from meshwright.cost.network import collectives
 from meshwright.cost.network.legs import group_legs
 from meshwright.cost.network.placement import physical_placement, place_axes, place_mesh
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
@@ -30,14 +22,14 @@ from tests.torus_legs import ring
 
 
 def test_what_binds_a_collective():
-    rates = leg_rates([ring(4, 4.5e10)])
-    assert collective_bound_by("all_gather", 256, rates) == "latency"
-    assert collective_bound_by("all_gather", 2 * 1024 * 4096, rates) == "ici"
+    rates = collectives.leg_rates([ring(4, 4.5e10)])
+    assert collectives.collective_bound_by("all_gather", 256, rates) == "latency"
+    assert collectives.collective_bound_by("all_gather", 2 * 1024 * 4096, rates) == "ici"
 
 
 def test_kinds_in_units_of_an_all_gather():
     """AllToAll on a line of 16: a quarter of the array over its middle link, where an AllGather sends 15/16."""
-    ringed, line = leg_rates([ring(16, 1e11)]), leg_rates([ring(16, 1e11, wraps=False)])
+    ringed, line = collectives.leg_rates([ring(16, 1e11)]), collectives.leg_rates([ring(16, 1e11, wraps=False)])
     for rates, exchange in ((ringed, 1 / 4), (line, 1 / 4 / (15 / 16))):
         once = rates["all_gather"].seconds_per_byte
         assert rates["reduce_scatter"].seconds_per_byte == once
@@ -46,29 +38,29 @@ def test_kinds_in_units_of_an_all_gather():
 
 
 def test_shares_of_a_link():
-    assert ring_link_share("all_gather", 4, two_way=False) * 64**2 == 3072
-    assert ring_link_share("all_to_all", 4, two_way=False) * 64**2 == 1536
+    assert collectives.ring_link_share("all_gather", 4, two_way=False) * 64**2 == 3072
+    assert collectives.ring_link_share("all_to_all", 4, two_way=False) * 64**2 == 1536
 
 
 def test_scalar_equals_array():
     sizes, wraps = np.array([1, 2, 4, 16]), np.array([False, False, True, True])
-    many = leg_rates([ring(sizes, 9e10, wraps=wraps, sharing=np.array([1, 2, 1, 4]))])
+    many = collectives.leg_rates([ring(sizes, 9e10, wraps=wraps, sharing=np.array([1, 2, 1, 4]))])
     volume = np.array([1e3, 1e6, 1e9, 1e9])
     for i, (size, wrap, share) in enumerate(zip([1, 2, 4, 16], wraps.tolist(), [1, 2, 1, 4], strict=True)):
-        one = leg_rates([ring(size, 9e10, wraps=wrap, sharing=share)])
+        one = collectives.leg_rates([ring(size, 9e10, wraps=wrap, sharing=share)])
         for kind in COLLECTIVES:
-            array = np.broadcast_to(collective_time(kind, volume, many), 4)
-            assert array[i] == pytest.approx(collective_time(kind, float(volume[i]), one), rel=1e-15)
-    assert np.broadcast_to(collective_time("all_reduce", volume, many), 4)[0] == 0.0
+            array = np.broadcast_to(collectives.collective_time(kind, volume, many), 4)
+            assert array[i] == pytest.approx(collectives.collective_time(kind, float(volume[i]), one), rel=1e-15)
+    assert np.broadcast_to(collectives.collective_time("all_reduce", volume, many), 4)[0] == 0.0
 
 
 def test_switched_domain_then_network():
     (placed,) = place_axes(parse_cluster("h100:8x4"), {"data": 2, "fsdp": 4, "tensor": 4})
     assert [link.parts for link in placed.links] == [(("fsdp", 2), ("tensor", 4)), (("data", 2), ("fsdp", 2))]
-    tensor = group_rates(placed, ("tensor",))
+    tensor = collectives.group_rates(placed, ("tensor",))
     assert tensor["all_gather"].level == "nvlink"
     assert tensor["all_gather"].seconds_per_byte == pytest.approx(0.75 / 450e9)
-    fsdp = group_rates(placed, ("fsdp",))
+    fsdp = collectives.group_rates(placed, ("fsdp",))
     assert fsdp["all_gather"].level == "network"
     # two members per domain, each fetching half of what crosses the network
     assert fsdp["all_gather"].seconds_per_byte == pytest.approx(0.5 / 2 / 50e9)
@@ -78,16 +70,16 @@ def test_switched_domain_then_network():
 def test_slices_take_the_outermost_factor_over_dcn():
     cluster = parse_cluster("4*v5e:16x16")
     placed = place_axes(cluster, {"data": 4, "fsdp": 64, "tensor": 4})[0]
-    data = group_rates(placed, ("data",))
+    data = collectives.group_rates(placed, ("data",))
     assert data["all_gather"].level == "dcn"
     assert data["all_gather"].seconds_per_byte == pytest.approx(0.75 / 3.125e9)
-    assert group_rates(placed, ("fsdp",))["all_gather"].level == "ici"
+    assert collectives.group_rates(placed, ("fsdp",))["all_gather"].level == "ici"
     wider = place_axes(cluster, {"data": 16, "fsdp": 16, "tensor": 4})[0]
-    both_levels = group_rates(wider, ("data",))
+    both_levels = collectives.group_rates(wider, ("data",))
     assert (both_levels.size, both_levels["all_gather"].level) == (16, "dcn")
     # the four members in a slice share the crossing
     assert both_levels["all_gather"].seconds_per_byte == pytest.approx(0.75 / 4 / 3.125e9)
-    assert group_rates(wider, ("data", "fsdp"))["all_gather"].level == "ici"
+    assert collectives.group_rates(wider, ("data", "fsdp"))["all_gather"].level == "ici"
 
 
 def test_the_named_mesh_on_a_whole_pod():
@@ -99,7 +91,7 @@ def test_the_named_mesh_on_a_whole_pod():
         check_covers(placed, mesh)
         data = [(link.size, factor) for link in placed.links for axis, factor in link.parts if axis == "data"]
         assert data == [(20, 5), (28, 7)]
-        whole = group_rates(placed, tuple(mesh))
+        whole = collectives.group_rates(placed, tuple(mesh))
         assert whole.size == 8960
         assert whole["all_gather"].seconds_per_byte == pytest.approx(1 / (3 * 1.8e11))
 
@@ -127,8 +119,8 @@ def test_every_placement_uses_every_chip_once(text):
 def test_whole_axes_come_first():
     first = place_axes(parse_cluster("v5p:16x16x32"), {"fsdp": 512, "tensor": 16})[0]
     assert first.describe() == {"fsdp": "x (16) x z (32)", "tensor": "y (16)"}
-    assert group_rates(first, ("tensor",))["all_gather"].seconds_per_byte == pytest.approx(1 / 1.8e11)
-    assert group_rates(first, ("fsdp",))["all_gather"].seconds_per_byte == pytest.approx(1 / 3.6e11)
+    assert collectives.group_rates(first, ("tensor",))["all_gather"].seconds_per_byte == pytest.approx(1 / 1.8e11)
+    assert collectives.group_rates(first, ("fsdp",))["all_gather"].seconds_per_byte == pytest.approx(1 / 3.6e11)
 
 
 def test_legs_of_a_shared_axis():
@@ -148,7 +140,7 @@ def test_legs_of_a_shared_axis():
 def test_axes_of_size_one_cost_nothing():
     placed = place_axes(parse_cluster("v5e:4x4"), {"data": 1, "fsdp": 16, "tensor": 1})[0]
     assert placed.describe()["tensor"] == "1 chip"
-    assert collective_time("all_reduce", 1e9, group_rates(placed, ("tensor", "data"))) == 0.0
+    assert collectives.collective_time("all_reduce", 1e9, collectives.group_rates(placed, ("tensor", "data"))) == 0.0
 
 
 def test_refusals():
@@ -157,11 +149,11 @@ def test_refusals():
         place_axes(cluster, {"fsdp": 8})
     placed = place_axes(cluster, {"fsdp": 16})[0]
     with pytest.raises(InputError, match=r"'fdsp' is not an axis of the mesh. Did you mean 'fsdp'"):
-        group_rates(placed, ("fdsp",))
+        collectives.group_rates(placed, ("fdsp",))
     with pytest.raises(InputError, match="no rate of gather over"):
-        group_rates(placed, ("fsdp",))["gather"]
+        collectives.group_rates(placed, ("fsdp",))["gather"]
     with pytest.raises(InputError, match="give a calibration"):
-        group_rates(place_axes(parse_cluster("cpu:4"), {"fsdp": 4})[0], ("fsdp",))
+        collectives.group_rates(place_axes(parse_cluster("cpu:4"), {"fsdp": 4})[0], ("fsdp",))
     with pytest.raises(InputError, match="nic_bytes_per_s of trn3 is not known"):
         place_axes(parse_cluster("trn3:4x2"), {"fsdp": 8})
 
@@ -176,10 +168,10 @@ def test_this_machine_takes_its_rates_from_a_calibration():
         ),
     )
     placed = place_axes(parse_cluster("cpu:8"), {"data": 2, "fsdp": 4})[0]
-    rates = group_rates(placed, ("fsdp",), measured)
-    assert collective_time("all_gather", 1e6, rates) == pytest.approx(1e-4 + 0.75e6 / 2e9)
-    assert collective_time("all_reduce", 1e6, rates) == pytest.approx(2e-4 + 1.5e6 / 1e9)
-    assert received_share("all_to_all", 4) == pytest.approx(3 / 16)
+    rates = collectives.group_rates(placed, ("fsdp",), measured)
+    assert collectives.collective_time("all_gather", 1e6, rates) == pytest.approx(1e-4 + 0.75e6 / 2e9)
+    assert collectives.collective_time("all_reduce", 1e6, rates) == pytest.approx(2e-4 + 1.5e6 / 1e9)
+    assert collectives.received_share("all_to_all", 4) == pytest.approx(3 / 16)
     with pytest.raises(InputError, match="no rate of all_to_all over"):
         rates["all_to_all"]
 
@@ -187,7 +179,7 @@ def test_this_machine_takes_its_rates_from_a_calibration():
 def test_efficiency_slows_its_own_level():
     placed = place_axes(parse_cluster("v5e:16x16"), {"fsdp": 256})[0]
     slow = Calibration(name="seen", chip="v5e", efficiency=Efficiency(ici=0.5), hop_s={"ici": 3e-6})
-    sheet, seen = group_rates(placed, ("fsdp",)), group_rates(placed, ("fsdp",), slow)
+    sheet, seen = collectives.group_rates(placed, ("fsdp",)), collectives.group_rates(placed, ("fsdp",), slow)
     assert seen["all_gather"].seconds_per_byte == pytest.approx(2 * sheet["all_gather"].seconds_per_byte)
     assert seen.latency_s == pytest.approx(3 * sheet.latency_s)
 
@@ -214,10 +206,10 @@ def busiest_link(size, wraps):
 def test_an_all_to_all_link_by_link(size):
     """The busiest link of a line and of a ring carries what the formulas say, for as long as the priced time."""
     for wraps in (False, True):
-        assert busiest_link_share(size, wraps) == pytest.approx(busiest_link(size, wraps))
-    share = ring_link_share("all_to_all", size, two_way=True)
+        assert collectives.busiest_link_share(size, wraps) == pytest.approx(busiest_link(size, wraps))
+    share = collectives.ring_link_share("all_to_all", size, two_way=True)
     assert share == pytest.approx(busiest_link(size, True))
-    assert leg_rates([ring(size, 1.0)])["all_to_all"].seconds_per_byte == pytest.approx(share)
+    assert collectives.leg_rates([ring(size, 1.0)])["all_to_all"].seconds_per_byte == pytest.approx(share)
 
 
 def test_all_to_all_over_lines_of_one_cross_section():
@@ -227,7 +219,9 @@ def test_all_to_all_over_lines_of_one_cross_section():
     """
     for text in ("v5e:8x8", "v5e:4x16"):
         placed = physical_placement(parse_cluster(text))
-        assert collective_time("all_to_all", 64e9, group_rates(placed, "xy")) == pytest.approx(16e9 / (8 * 45e9))
+        assert collectives.collective_time("all_to_all", 64e9, collectives.group_rates(placed, "xy")) == pytest.approx(
+            16e9 / (8 * 45e9)
+        )
 
 
 @pytest.mark.parametrize(
@@ -246,9 +240,9 @@ def test_all_to_all_over_lines_of_one_cross_section():
     ],
 )
 def test_the_level_that_takes_the_time_binds(text, axes, kind, seconds, level):
-    rates = group_rates(physical_placement(parse_cluster(text)), axes)
-    assert collective_time(kind, 256e6, rates) == pytest.approx(seconds)
-    assert collective_bound_by(kind, 256e6, rates) == level
+    rates = collectives.group_rates(physical_placement(parse_cluster(text)), axes)
+    assert collectives.collective_time(kind, 256e6, rates) == pytest.approx(seconds)
+    assert collectives.collective_bound_by(kind, 256e6, rates) == level
 
 
 @pytest.mark.parametrize(
@@ -270,7 +264,7 @@ def test_the_level_that_takes_the_time_binds(text, axes, kind, seconds, level):
 def test_where_a_smaller_mesh_is_laid(text, mesh, words, seconds_per_byte):
     placed = place_mesh(parse_cluster(text), mesh)
     assert placed.describe() == words
-    assert group_rates(placed, mesh)["all_gather"].seconds_per_byte == pytest.approx(seconds_per_byte)
+    assert collectives.group_rates(placed, mesh)["all_gather"].seconds_per_byte == pytest.approx(seconds_per_byte)
 
 
 @pytest.mark.parametrize(("text", "mesh"), [("v5e:4x4", {"X": 6}), ("h100:8x4", {"X": 12})])
@@ -290,7 +284,7 @@ def test_an_all_to_all_against_every_pair_of_a_torus(text):
     busiest = max(
         busiest_link(size, wraps) * size / n / link for size, wraps in zip(cluster.shape, cluster.wraps, strict=True)
     )
-    rates = group_rates(physical_placement(cluster), physical_placement(cluster).mesh)
+    rates = collectives.group_rates(physical_placement(cluster), physical_placement(cluster).mesh)
     assert rates["all_to_all"].seconds_per_byte == pytest.approx(busiest)
 
 
@@ -317,11 +311,11 @@ def test_an_all_to_all_against_every_pair_of_a_torus(text):
 def test_a_sum_that_fills_a_slice_runs_in_two_turns(text, mesh, seconds_per_byte):
     cluster = parse_cluster(text)
     placement = place_axes(cluster, mesh)[0]
-    rates = leg_rates(group_legs(placement, ("fsdp",)))
+    rates = collectives.leg_rates(group_legs(placement, ("fsdp",)))
     link = known(cluster.chip, "ici_link_bytes_per_s")
     assert rates["reduce_scatter"].seconds_per_byte * link == pytest.approx(seconds_per_byte, rel=1e-12)
     assert rates["reduce_scatter"].floor_s == rates["all_gather"].floor_s
-    once = leg_rates(group_legs(placement, ("fsdp",)), scatters="once")["reduce_scatter"].seconds_per_byte
+    once = collectives.leg_rates(group_legs(placement, ("fsdp",)), scatters="once")["reduce_scatter"].seconds_per_byte
     in_turns = rates["reduce_scatter"].seconds_per_byte > rates["all_gather"].seconds_per_byte * (1 + 1e-12)
     assert once == rates["all_reduce" if in_turns else "all_gather"].seconds_per_byte
 
@@ -357,8 +351,11 @@ def test_no_collective_costs_more_than_the_all_reduce_that_contains_it(text):
     sizes = np.array([0, 1, 1e3, 1e6, 3e7, 1e9, 1e12])
     for cluster, placed, axes in laid_groups([text]):
         for calibration in (None, fitted_calibration(cluster.chip)):
-            rates = group_rates(placed, axes, calibration)
-            times = {kind: np.broadcast_to(collective_time(kind, sizes, rates), sizes.shape) for kind in COLLECTIVES}
+            rates = collectives.group_rates(placed, axes, calibration)
+            times = {
+                kind: np.broadcast_to(collectives.collective_time(kind, sizes, rates), sizes.shape)
+                for kind in COLLECTIVES
+            }
             for kind in ("reduce_scatter", "all_gather"):
                 assert (times[kind] <= times["all_reduce"] * (1 + 1e-12)).all(), (placed.describe(), axes, kind)
             assert all((np.diff(one) >= 0).all() for one in times.values())
