@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -47,7 +47,7 @@ class VerbGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.verbs:
             return None
-        return import_module(self.verbs[cmd_name][0]).command
+        return cast(click.Command, import_module(self.verbs[cmd_name][0]).command)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if self.otherwise and args and args[0] not in (*self.verbs, *ctx.help_option_names):

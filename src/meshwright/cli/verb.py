@@ -28,7 +28,7 @@ from meshwright.spec.model import Model
 FORMATS = ("text", "json", "csv", "markdown")
 
 
-class TextType(click.ParamType):
+class TextType(click.ParamType):  # type: ignore[type-arg]  # click before 8.5 has none
     """The type of options whose text ``read(text, what=flag)`` turns into a value; its InputErrors are the verb's."""
 
     def __init__(self, name: str, read: Callable[..., Any]) -> None:
@@ -49,7 +49,7 @@ Load = Annotated[float, TextType("rate", parse_load)]
 """Requests a second, such as 20/s or 600/min."""
 MeshSizes = Annotated[dict[str, int], TextType("axis=n,...", parse_mesh)]
 DimSizes = Annotated[dict[str, int], TextType("dim=n,...", dim_sizes)]
-_TYPES: dict[Any, click.ParamType] = {
+_TYPES: dict[Any, Any] = {
     Path: click.Path(path_type=Path),
     Model: TextType("model", lambda text, what: load_model(text)),
     Chip: TextType("chip", lambda text, what: chip(text)),

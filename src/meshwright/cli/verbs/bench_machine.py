@@ -201,7 +201,8 @@ def _elementwise_text(part: results.ElementwisePart) -> Iterator[Piece]:
     title = f"Multiply-adds on an array of {format_bytes(part.elements * results.ELEMENT_BYTES)} a device{cache_text}"
 
     def times_fused(row: Facts) -> float | None:
-        return row["fused"] and row["eager"] and row["eager"].seconds.median_s / row["fused"].seconds.median_s
+        fused, eager = row["fused"], row["eager"]
+        return float(eager.seconds.median_s / fused.seconds.median_s) if fused and eager else None
 
     columns: TableColumns = {
         "multiply-adds": ("repeats", None, "multiply-adds"),

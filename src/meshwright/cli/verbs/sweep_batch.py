@@ -100,7 +100,7 @@ def _tokens(batches: str | None, num_chips: int) -> np.ndarray:
         if not 0 < low < high:
             raise InputError(f"--batches {batches!r} is not a range. Write for example 256Ki..64Mi.")
     num_points = max(2, round(np.log2(high / low) * STEPS_PER_OCTAVE) + 1)
-    return low * (high / low) ** (np.arange(num_points) / (num_points - 1))
+    return np.asarray(low * (high / low) ** (np.arange(num_points) / (num_points - 1)))
 
 
 # -- text -----------------------------------------------------------------------------------------------
