@@ -144,6 +144,8 @@ def _hoisted(mod: Callable[..., Index], *, has_score: bool) -> Mod:
         mod, first_jaxpr = _spread(mod), jax.make_jaxpr(_spread(mod))(*first_jaxpr.in_avals)
     consts = first_jaxpr.consts
     captured_indices = [const_index for const_index, x in enumerate(consts) if isinstance(x, jax.Array)]
+    pair_structs = (jax.ShapeDtypeStruct((), aval.dtype) for aval in first_jaxpr.in_avals)
+    pair_jaxpr = traced(*pair_structs) if captured_indices else first_jaxpr
 
     def make(*captured_arrays: Array) -> Callable[..., Index]:
         def function(*indices: Index) -> Index:
@@ -151,11 +153,15 @@ def _hoisted(mod: Callable[..., Index], *, has_score: bool) -> Mod:
                 if captured_arrays:
                     raise NoRangesError("the function captures arrays.")
                 return mod(*indices)
-            closed_jaxpr = traced(*indices)
+            try:
+                closed_jaxpr, is_whole = traced(*indices), True
+            except jax.errors.UnexpectedTracerError:  # since jax 0.11, once the trace of captured arrays has ended
+                closed_jaxpr, is_whole = pair_jaxpr, False
             all_consts = list(closed_jaxpr.consts)
             for const_index, array in zip(captured_indices, captured_arrays, strict=True):
                 all_consts[const_index] = array
-            return jax.core.eval_jaxpr(closed_jaxpr.jaxpr, all_consts, *indices)[0]
+            evaluate = partial(jax.core.eval_jaxpr, closed_jaxpr.jaxpr, all_consts)
+            return evaluate(*indices)[0] if is_whole else jnp.vectorize(lambda *pair: evaluate(*pair)[0])(*indices)
 
         return function
 

@@ -4,6 +4,7 @@ The backward kernel is reached through JAX's own rule for it: differentiating `j
 the forward kernel a second time, and that function rounds the log-sum-exp to the element type of the result.
 """
 
+import inspect
 from typing import Any
 from unittest.mock import patch
 
@@ -43,11 +44,15 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
 
     dout, o, lse = given
     no_array = jnp.zeros(0, q.dtype)
-    # bias, lengths and offsets of packed sequences for queries and keys, pages of keys and values
-    residuals = (q, k, v, *[no_array] * 7, jnp.swapaxes(lse, 1, 2), o.astype(q.dtype))
     mask_type, window = _mask(call).values()
-    dq, dk, dv, *_ = cudnn._dot_product_attention_bwd_rule(
+    # jax 0.12 has the arrays of a score function, of which there are none, before the log-sum-exp
+    is_scored = "score_mod" in inspect.signature(cudnn._dot_product_attention_bwd_rule).parameters
+    options: tuple[Any, ...] = (None, 0, False) if is_scored else (True, False)
+    # bias, lengths and offsets of packed sequences for queries and keys, pages of keys and values
+    residuals = (q, k, v, *[no_array] * 7, *[()] * is_scored, jnp.swapaxes(lse, 1, 2), o.astype(q.dtype))
+    arguments = (
         call.scale, _SEED, _DROPOUT, _NO_BIAS, mask_type, cudnn.AttentionLayout.BTNH.value, window,
-        True, False, residuals, dout.astype(q.dtype),
+        *options, residuals, dout.astype(q.dtype),
     )  # fmt: skip
+    dq, dk, dv, *_ = cudnn._dot_product_attention_bwd_rule(*arguments)
     return dq, dk, dv
