@@ -164,6 +164,7 @@ $(HAS_SITE): docs/requirements.txt | $(HAS_UV)
 PYTHONS      ?= python3.11 python3.12 python3.13
 MATRIX       ?= python3.11/0.10.2 python3.12/0.11.2 python3.12/0.12.0.1
 MATRIX_TESTS := tests/core tests/plan/test_search.py tests/plan/test_plan_file.py tests/cost/test_train_step.py \
+	tests/nn/attention/test_platform.py tests/nn/attention/test_choice.py::test_functions_with_captured_arrays_have_gradients \
 	tests/cli/verbs/test_train.py::test_a_model_planned_on_the_way \
 	tests/cli/verbs/test_verify.py::test_a_step_on_emulated_devices tests/cli/test_serve.py::test_the_verbs_compile_serve_and_drain
 
