@@ -184,5 +184,5 @@ matrix: wheel-test ## then plan, train, verify and serve with each pair of MATRI
 		echo "$$pair:"; JAX_COMPILATION_CACHE_DIR=$$env/cache $$env/bin/python -m pytest $(MATRIX_TESTS); \
 	done
 
-release: wheel ## check versions, changelog and what is built, and print the commands that tag and upload it
+release: $(HAS_UV) ## check versions, changelog and what is built, and print the commands that tag and upload it
 	$(PY) .ci/release.py

@@ -45,9 +45,11 @@ def check_files(version: str, wheel: Path, sdist: Path) -> None:
     assert not missing, f"the source distribution lacks {sorted(missing)}"
 
 
-if __name__ == "__main__":
+def release() -> None:
+    """Checks everything, and prints the commands. Raises AssertionError for what stands in the way."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     check_sources(version)
+    subprocess.run(["make", "--silent", "wheel"], cwd=ROOT, check=True)
     wheel, sdist = (ROOT / "dist" / f"meshwright-{version}{end}" for end in ("-py3-none-any.whl", ".tar.gz"))
     check_files(version, wheel, sdist)
     with tempfile.TemporaryDirectory() as folder:
@@ -59,3 +61,10 @@ if __name__ == "__main__":
     print(f"{wheel.name} and {sdist.name} are whole. To release them:")
     print(f"  git tag --annotate v{version} --message 'meshwright {version}' && git push origin v{version}")
     print(f"  uv publish dist/meshwright-{version}*")
+
+
+if __name__ == "__main__":
+    try:
+        release()
+    except AssertionError as error:
+        sys.exit(f"no release: {error}")

@@ -185,7 +185,7 @@ CALLS = {
         (lambda: mw.open_engine("/"), "has no config.json"),
     ],
     "EngineOptions": [(lambda: mw.EngineOptions(max_len=-1), "EngineOptions max_len is -1")],
-    "Engine": [(lambda: mw.Engine(3, {}, None), "Engine: step is 3")],
+    "Engine": [(lambda: mw.Engine(packed(), {}, 3), "Engine: limits is 3")],
     "TokenRequest": [
         (lambda: mw.TokenRequest(prompt="ab", max_tokens=1), "TokenRequest.prompt is 'ab'. Give a tuple."),
         (lambda: mw.TokenRequest(prompt=("a",), max_tokens=1), "has a str. Give the numbers of its tokens"),

@@ -7,6 +7,7 @@ import click
 
 from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import InputError
+from meshwright.core.extras import require
 from meshwright.core.files import cache_folder
 from meshwright.core.toml_file import read_toml
 from meshwright.spec.calibration import Calibration, load_calibration, save_calibration
@@ -74,6 +75,7 @@ def measure(cluster: Cluster, *, keep: Path, begun: Calibration | None = None) -
     The rates of products, memory and collectives are written as soon as they are known, before those of a training
     step; with ``begun``, which has them, only a training step is measured.
     """
+    require("run", f"measuring this machine as {cluster.short_name}")
     from meshwright.bench.machine import measure_machine, with_host_rates
     from meshwright.parallel.mesh import emulate_devices
 

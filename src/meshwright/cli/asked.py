@@ -35,7 +35,7 @@ RUN = ("train", "profile")
 Fields = Mapping[str, Facts]
 
 AXES = option("Mesh axes to keep fixed, such as fsdp=1024,tensor=4.")
-SET = option("A field: model.num_layers=2, strategy.remat=block.", "--set", metavar="KEY=VALUE")
+SET = option("A field: model.num_layers=2, strategy.remat=block.", "--set", metavar="KEY=VALUE ...")
 
 
 class PlanOptions(Options):

@@ -9,6 +9,7 @@ from typing import Any, cast
 import click
 
 from meshwright.core.errors import nearest, path_errors
+from meshwright.core.extras import extras_named
 
 HEADINGS = ("Plan and prove", "Run", "Measure")
 """The first headings of `--help`; those that packages add follow."""
@@ -55,8 +56,8 @@ class VerbGroup(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the verb; any file or folder that it cannot read or write is an InputError."""
-        with path_errors():
+        """Runs the verb; a file or folder that it cannot read or write, or a missing extra, is an InputError."""
+        with path_errors(), extras_named("this"):
             return super().invoke(ctx)
 
     def resolve_command(

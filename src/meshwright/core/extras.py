@@ -1,5 +1,7 @@
 """What each `pip install 'meshwright[EXTRA]'` brings, and one line for those who lack it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 from meshwright.core.errors import InputError
@@ -27,3 +29,15 @@ def require(extra: str, user: str) -> None:
     """Raises InputError if a package of an extra is not installed; ``user`` is what needs it."""
     if name := lacking(extra):
         raise InputError(f"{user} needs {name}: pip install 'meshwright[{extra}]'")
+
+
+@contextmanager
+def extras_named(user: str) -> Iterator[None]:
+    """Turns the import of a package that is not installed into an InputError that names its extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        for extra, names in EXTRAS.items():
+            if (error.name or "").partition(".")[0] in names:
+                require(extra, user)
+        raise

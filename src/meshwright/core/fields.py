@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 import msgspec
 
 from meshwright.core.errors import InputError, as_sentence, nearest, path_errors
+from meshwright.core.extras import extras_named
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -249,7 +250,7 @@ def checked(function: _F) -> _F:
         for name, value in bound_args.arguments.items():
             if name in hint_by_name and signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
                 bound_args.arguments[name] = fitted(value, hint_by_name[name], f"{function_name}: {name}")
-        with path_errors():
+        with path_errors(), extras_named(function_name):
             return function(*bound_args.args, **bound_args.kwargs)
 
     return cast(_F, border)

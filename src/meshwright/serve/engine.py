@@ -70,7 +70,7 @@ class Engine(TokenEngine):
         adapters: Sequence[str] = (),
         host_cache_bytes: float = 0,
     ) -> None:
-        step, limits = fitted(step, PackedStep, "Engine: step"), fitted(limits, SchedulerLimits, "Engine: limits")
+        limits = fitted(limits, SchedulerLimits, "Engine: limits")
         storage, self._drafter = step.storage, drafter or Drafter()
         if limits.num_drafts != self._drafter.num_drafts:
             raise InputError(f"the limits have num_drafts={limits.num_drafts}, not the drafter's. Give the same.")

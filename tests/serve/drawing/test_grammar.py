@@ -6,7 +6,6 @@ import re
 import msgspec
 import numpy as np
 import pytest
-from llguidance import LLParserLimits
 
 from meshwright.core.errors import InputError
 from meshwright.serve.drawing.drafts import ModelDrafter, NgramDrafter
@@ -114,7 +113,7 @@ def test_a_text_that_is_cut_off_is_a_beginning(step, params, reader):
 
 
 def test_a_grammar_that_needs_too_much_ends_a_beginning_and_nobody_else(step, params, monkeypatch):
-    monkeypatch.setattr("meshwright.serve.drawing.grammar._LIMITS", LLParserLimits(step_max_items=20))
+    monkeypatch.setattr("meshwright.serve.drawing.grammar.MOST_ITEMS", 20)
     reader = GrammarReader(TOKENIZER, MODEL.vocab_size, [END])
     free = asked("b c", 1)
     (alone,) = engine_on(step, step.place(params)).run([free])

@@ -37,8 +37,8 @@ class Given(Options):
     )
     on: str | None = option("A TPU: its MXU gives the shape where none is given, its clock the time.")
     seed: int = option("Seed of the integers.", default=0, needs={"png": "--png", "folder": "--frames"})
-    png: Path | None = option("Draw a few cycles of each phase to this file (.png or .svg).")
-    folder: Path | None = option("Draw every cycle into this folder.", "--frames")
+    png: Path | None = option("Draw a few cycles of each phase to this file (.png or .svg).", extra="draw")
+    folder: Path | None = option("Draw every cycle into this folder.", "--frames", extra="draw")
 
 
 @verb(Given)

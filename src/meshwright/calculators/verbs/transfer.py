@@ -58,7 +58,7 @@ class Given(Options):
     collective: CollectiveKind | None = option("One collective instead of all.", type=click.Choice(COLLECTIVES))
     one_way: bool = option("The ring of --axis used in one direction only.")
     frames: Path | None = option(
-        "Draw --collective hop by hop: one picture (.png), or a picture a step in a folder.", metavar="PATH"
+        "Draw --collective hop by hop: a picture (.png), or one a step in a folder.", metavar="PATH", extra="draw"
     )
     dtype: str = option(
         "Dtype of a compute leg's products.", default="bf16", needs={"computes": "a --leg of FLOPs@compute"}

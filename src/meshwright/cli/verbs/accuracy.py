@@ -42,10 +42,10 @@ class Given(Options):
     only: str | None = option("Only this group of records.", "--group")
     datasheet: bool = option("Data-sheet rates alone, without the fitted numbers.")
     png: Path | None = option("Draw measured against predicted.")
-    cross_validate: bool = option("Fit again, and predict the records that each fit has not seen (minutes).")
+    cross_validate: bool = option("Fit again, and predict records that a fit has not seen (minutes).", extra="run")
     out: Path | None = option("Fit numbers on FILE and write them (TOML; minutes).", "-o", "--out", extra="run")
-    page: Path | None = option("Fit, and write the tables into this page.")
-    kernels: bool = option("Measured kernels instead: FILE is a folder of tables, by default benchmarks/data/kernels.")
+    page: Path | None = option("Fit, and write the tables into this page.", extra="run")
+    kernels: bool = option("Kernels instead: FILE is a folder of tables [benchmarks/data/kernels].", extra="run")
 
 
 @verb(Given)

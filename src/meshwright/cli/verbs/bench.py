@@ -9,7 +9,6 @@ BENCHES = {
     "serve": "A server under load, beside a simulation of it.",
     "drafts": "Speculative decoding with several numbers of drafts, beside none.",
 }
-"""What is measured -> its line in `--help`."""
 
 
 class BenchGroup(VerbGroup):

@@ -12,16 +12,8 @@ from meshwright.cli.asked import with_rates
 from meshwright.cli.fields import PLANNED, job_of, parse_fields, parse_why_not, take_axes, with_fields
 from meshwright.cli.output import format_range, save_to, say, width
 from meshwright.cli.verb import BATCH, SEQ_NEEDED, Count, argument, option, verb
+from meshwright.cli.verbs import plan_words
 from meshwright.cli.verbs.plan_parts import frontier_answer, recipe_answer, step_answer, what_if_answer, why_not_answer
-from meshwright.cli.verbs.plan_words import (
-    CHOICES,
-    STEP,
-    PlannerOptions,
-    budget_text,
-    cost_columns,
-    overlap_words,
-    placement_words,
-)
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_count
 from meshwright.cost.setting import Setting
@@ -44,7 +36,7 @@ NUMBERS_WIDTH = 46
 """Columns that the numbers of the table need beside the strategy."""
 
 
-class Given(PlannerOptions):
+class Given(plan_words.PlannerOptions):
     model: str = argument()
     on: str = option("The cluster: v5p:16x20x28, h100:8x256, cpu:8; v5p:512chips finds the best slice.")
     batch: str = BATCH
@@ -55,7 +47,7 @@ class Given(PlannerOptions):
     )
     full: bool = option("Try every schedule, ZeRO stage, offload and attention; screen nothing out.")
     breakdown: bool = option("Where the communication of the best plan's step goes; --png draws it.")
-    verify: bool = option("Compile each for its hardware, and list those that run and fit.")
+    verify: bool = option("Compile each for its hardware, and list those that run and fit.", extra="run")
     recipe: bool = option("The rules of thumb of a lecture, step by step, beside the search.")
     serve: bool = option(
         "services have a verb of their own. Write: meshwright service MODEL --on CLUSTER --prompt 8192 --output 512.",
@@ -164,27 +156,27 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     )
     yield from result.shortfall
     strategies = [plan.strategy for plan in result.plans]
-    shared_choices = [words_of for words_of in CHOICES if len({words_of(s) for s in strategies}) == 1]
-    varied_choices = [words_of for words_of in CHOICES if words_of not in shared_choices]
+    shared_choices = [words_of for words_of in plan_words.CHOICES if len({words_of(s) for s in strategies}) == 1]
+    varied_choices = [words_of for words_of in plan_words.CHOICES if words_of not in shared_choices]
     # The range beside a step time is an interval that measurements fall into, or bounds of the overlap.
     range_heading = "bounds" if best_plan.predicted.step_s_p10 is None else "P10-P90"
     columns: TableColumns = {
         "strategy, best first": lambda plan: _strategy_words(plan.strategy, varied_choices),
-        **STEP,
+        **plan_words.STEP,
         range_heading: ("predicted", _range_words),
-        **cost_columns(result.plans),
+        **plan_words.cost_columns(result.plans),
     }
     yield Table.of(result.plans, columns)
     if "unmasked" in columns:
         yield Fact("unmasked", "MFU without the scores that the mask leaves out; MFU counts them")
     if shared_choices:
         yield Fact("all of them", ", ".join(filter(None, (words_of(strategies[0]) for words_of in shared_choices))))
-    yield Fact("placement", f"of the best: {placement_words(best_plan.strategy.placement)}")
-    if overlap_text := overlap_words(result.overlap, best_plan.setting, best_plan.strategy):
+    yield Fact("placement", f"of the best: {plan_words.placement_words(best_plan.strategy.placement)}")
+    if overlap_text := plan_words.overlap_words(result.overlap, best_plan.setting, best_plan.strategy):
         yield Fact("overlap", f"of the best: {overlap_text}")
     budget = run_budget(result.plans[0], step_s=best_plan.predicted.step_s)
     if budget is not None:
-        yield from budget_text(budget, best_plan.num_chips)
+        yield from plan_words.budget_text(budget, best_plan.num_chips)
     yield from result.notes
 
 

@@ -156,7 +156,7 @@ def _stored(model: Model, given: Given, chip: Chip) -> tuple[Model, tuple[Stored
     """Returns the model as its folder stores it, the dtypes to try, and what is to be said of the folder."""
     weights_text, note = given.weights, ""
     if weights_text is None and (folder := weights_of(given.model)):
-        require("run", f"reading the weights of {folder}")
+        require("run", f"reading the weights of {folder} (--weights bf16 does not)")
         from meshwright.nn.hf.gguf import as_folder, open_files
         from meshwright.nn.hf.published import why_refused
 

@@ -4,13 +4,10 @@ import click
 
 from meshwright.cli.group import VerbGroup, subverbs
 
-SIMULATIONS = {
-    "fleet": "A plan's cluster that trains while its parts fail, under several policies.",
-}
-"""What is simulated -> its line in `--help`."""
+FLEET = "A plan's cluster that trains while its parts fail, under several policies."
 
 
-@click.group(cls=VerbGroup, verbs=subverbs("simulate", SIMULATIONS))
+@click.group(cls=VerbGroup, verbs=subverbs("simulate", {"fleet": FLEET}))
 def command() -> None:
     """Simulate training over weeks, with failures: tables, --json, --format csv, and pictures with --png.
 

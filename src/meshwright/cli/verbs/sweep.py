@@ -11,7 +11,6 @@ SWEEPS = {
     "bandwidth": "The bandwidth of every collective against chips.",
     "streams": "Compute and communication of a few layers side by side.",
 }
-"""Sweep -> its line in `--help`."""
 
 
 @click.group(cls=VerbGroup, verbs=subverbs("sweep", SWEEPS), otherwise="plans")
