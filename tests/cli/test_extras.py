@@ -35,19 +35,27 @@ def test_every_verb_is_imported_without_extras():
         (["train", "plan.toml"], "train needs JAX: pip install 'meshwright[run]'"),
         (["serve", "folder"], "serve needs JAX: pip install 'meshwright[serve]'"),
         (["bench"], "bench machine needs JAX: pip install 'meshwright[run]'"),
+        (
+            ["explain", "tiny", "--on", "cpu:4", *PLAN[4:]],
+            "measuring this machine as cpu:4 needs JAX: pip install 'meshwright[run]'",
+        ),
         (["mask", "causal", "--run"], "--run needs JAX: pip install 'meshwright[run]'"),
         ([*PLAN, "--png", "plan.png"], "drawing plan.png needs altair: pip install 'meshwright[draw]'"),
     ],
 )
-def test_what_is_missing_is_said_before_anything_is_computed(args, line):
+def test_what_is_missing_is_said_before_anything_is_computed(args, line, tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
     done = base(RUN, *args)
     assert (done.returncode, done.stderr) == (2, f"meshwright: {line}\n")
     assert ("strategy, best first" in done.stdout) == (args[0] == "plan")  # a table does not wait for its picture
 
 
-def test_python_says_what_is_missing():
-    done = base("import meshwright as mw\nmw.TrainStep")
-    assert "ImportError: meshwright.TrainStep needs jax: pip install 'meshwright[run]'" in done.stderr
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [("TrainStep", "meshwright.TrainStep needs jax"), ("generate_text('a', ['b'])", "generate_text needs JAX")],
+)
+def test_python_says_what_is_missing(code, name):
+    assert f"{name}: pip install 'meshwright[run]'" in base(f"import meshwright as mw\nmw.{code}").stderr
 
 
 def test_extras_are_those_of_the_project():
