@@ -201,7 +201,7 @@ def gguf_config(path: Path) -> HfFields:
 
 def _config(gguf: Gguf, file: Path) -> HfFields:
     names, (values, tensors) = gguf_names(), gguf
-    if (arch := str(values.get("general.architecture"))) not in (known_names := names["architectures"]):
+    if (arch := str(values.get("general.architecture", "none"))) not in (known_names := names["architectures"]):
         raise InputError(f"{file}: the architecture {arch!r} is not read from GGUF. Known: {', '.join(known_names)}.")
     facts = {n.removeprefix(f"{arch}."): v for n, v in values.items() if n.startswith(f"{arch}.") and v not in (0, "")}
     if missing_keys := {"block_count", "embedding_length", "attention.head_count"} - facts.keys():
