@@ -19,6 +19,7 @@ from pathlib import Path
 import click
 
 from meshwright.cli.main import cli, run
+from meshwright.cli.verb import HELP_ALL, PRINTING
 
 WIDTH = "80"
 FILTERS = ("grep", "sed", "head", "tail")
@@ -92,13 +93,18 @@ def _calls(page: str, start: int, end: int) -> Iterator[Call]:
 def verbs_page(command: click.Command = cli, name: str = "meshwright") -> str:
     """The help of a verb, with its options as a table, and then of the verbs under it."""
     context = click.Context(command, info_name=name, terminal_width=80, **cli.context_settings)
+    context.meta[HELP_ALL] = True
     text, children = command.get_help(context).removeprefix("Usage: "), list[str]()
     if isinstance(command, click.Group):
         verbs = ((verb, command.get_command(context, verb)) for verb in command.list_commands(context))
         children = [verbs_page(child, f"{name} {verb}") for verb, child in verbs if child]
     else:
-        text = text.partition("\n\nOptions:")[0]
-        records = filter(None, (param.get_help_record(context) for param in command.get_params(context)))
+        text = re.split(r"\n\n\S[^\n]*:\n", text)[0]
+        records = (
+            param.get_help_record(context) or ("", "")
+            for param in command.get_params(context)
+            if getattr(param, "group", PRINTING) != PRINTING
+        )
         rows = ["| `{}` | {} |".format(*(cell.replace("|", "/") for cell in record)) for record in records if record[1]]
         children = ["\n".join(["| option | meaning |", "| --- | --- |", *rows])]
     return "\n\n".join([f"## {name.removeprefix('meshwright ')}", f"```text\n{text}\n```", *children])

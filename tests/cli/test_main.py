@@ -4,13 +4,20 @@ import errno
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 
+import click
 import pytest
+from click.shell_completion import ShellComplete
 
 from meshwright import __version__
-from meshwright.cli.main import VERBS
+from meshwright.cli.group import VerbGroup, VerbRow
+from meshwright.cli.main import VERBS, cli
+from meshwright.cli.verb import VerbOption
 from meshwright.core.errors import StoppedError
 
 LLAMA_PLAN = ["plan", "llama3-70b", "--on", "v5p:16x16x32", "--batch", "4Mi", "--seq", "4096", "--json"]
@@ -85,6 +92,37 @@ def test_every_verb_has_help(call, verb):
     # what it starts has its own
     assert ("--json" in said.out) == (verb != "launch")
     assert said.out.startswith(f"Usage: meshwright {verb}")
+
+
+def options_and_examples(rows: Mapping[str, VerbRow]) -> Iterator[tuple[str, click.Command, str]]:
+    for name, (module, _, _, example) in rows.items():
+        command = import_module(module).command
+        yield from options_and_examples(command.verbs) if isinstance(command, VerbGroup) else [(name, command, example)]
+
+
+@pytest.mark.parametrize(("name", "command", "example"), [*options_and_examples(VERBS)])
+def test_help_has_a_first_view_of_twenty_options_and_an_example_that_is_read(name, command, example):
+    words = shlex.split(example)
+    command.make_context(name, words[1 if words[0] == name or name in ("plans", "machine") else 2 :])
+    help_text = command.get_help(click.Context(command))
+    first_view = [
+        param for param in command.params if isinstance(param, VerbOption) and not (param.is_rare or param.hidden)
+    ]
+    assert len(first_view) <= 20
+    assert all(f"{param.opts[0]}" in help_text for param in first_view)
+
+
+@pytest.mark.parametrize(("shell", "word"), [("bash", "COMP_WORDS"), ("zsh", "#compdef"), ("fish", "complete")])
+def test_completion_scripts_are_printed_and_complete_verbs_and_names(call, shell, word, monkeypatch):
+    assert word in call("--completion", shell).out
+    for words, expected in (
+        (["pl"], "plan"),
+        (["plan", "llama3-7"], "llama3-70b"),
+        (["plan", "tiny", "--on", "h20"], "h200"),
+    ):
+        ctx_args, incomplete = words[:-1], words[-1]
+        items = ShellComplete(cli, {}, "meshwright", "_X").get_completions(ctx_args, incomplete)
+        assert expected in [item.value for item in items]
 
 
 def test_version(call):

@@ -24,53 +24,85 @@ class EngineGiven(Options):
 
     what: Path = argument(metavar="FOLDER")
     on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
-    plan: Path | None = option("A plan written by service -o; it sets the mesh and options not given here.")
-    axes: MeshSizes | None = option(
-        "Mesh axes, such as tensor=2; each index of data has its own engine. Default: planned."
+    plan: Path | None = option(
+        "A plan written by service -o; it sets the mesh and options not given here.", group="Engine"
     )
-    max_len: Count | None = option("Most positions of a request. Default: the model's.", "--max-len", "--max-model-len")
+    axes: MeshSizes | None = option(
+        "Mesh axes, such as tensor=2; each index of data has its own engine. Default: planned.", group="Engine"
+    )
+    max_len: Count | None = option(
+        "Most positions of a request. Default: the model's.", "--max-len", "--max-model-len", group="Engine"
+    )
     max_requests: Count | None = option(
-        "Requests that run at once. Default: 256, 32 on CPUs.", "--max-requests", "--max-num-seqs"
+        "Requests that run at once. Default: 256, 32 on CPUs.", "--max-requests", "--max-num-seqs", group="Engine"
     )
     token_budget: Count | None = option(
-        "Tokens of a step. Default: 2,048, 256 on CPUs.", "--token-budget", "--max-num-batched-tokens"
+        "Tokens of a step. Default: 2,048, 256 on CPUs.",
+        "--token-budget",
+        "--max-num-batched-tokens",
+        group="Engine",
+        is_rare=True,
     )
     page_len: Count | None = option(
-        "Positions of a page of the cache. Default: 32 on CPUs, 128 on TPUs, 16 on GPUs.", "--page-len", "--block-size"
+        "Positions of a page of the cache. Default: 32 on CPUs, 128 on TPUs, 16 on GPUs.",
+        "--page-len",
+        "--block-size",
+        group="Engine",
+        is_rare=True,
     )
     cache_bytes: Bytes | None = option(
         "Memory of the cache on each device, such as 4GB. Default: what the weights leave.",
         "--cache-bytes",
         "--kv-cache-memory",
+        group="Engine",
     )
     host_cache_bytes: Bytes = option(
-        "Host memory for pages of prompts that are evicted from the devices, such as 16GB.", default=0
+        "Host memory for pages of prompts that are evicted from the devices, such as 16GB.",
+        default=0,
+        group="Engine",
+        is_rare=True,
     )
     cache_dtype: Literal["auto", "bf16", "fp32", "int8", "fp8"] = option(
-        "Dtype of keys and values; auto: the weights'.", "--cache-dtype", "--kv-cache-dtype", default="auto"
+        "Dtype of keys and values; auto: the weights'.",
+        "--cache-dtype",
+        "--kv-cache-dtype",
+        default="auto",
+        group="Engine",
     )
-    weights: WeightStorage = option("How weights are stored.", "--weights", "--quantization", default="as they are")
+    weights: WeightStorage = option(
+        "How weights are stored.", "--weights", "--quantization", default="as they are", group="Engine"
+    )
     draft: str | None = option(
         "What drafts tokens that a step checks together: ngram, or the folder of a smaller model with the same tokens.",
-        "--draft", "--speculative-model",
-    )  # fmt: skip
+        "--draft", "--speculative-model", group="Engine")  # fmt: skip
     num_drafts: Count = option(
         "Tokens that --draft proposes in each step.",
         "--num-drafts",
         "--num-speculative-tokens",
         default=4,
         needs={"draft": "--draft"},
+        group="Engine",
+        is_rare=True,
     )
-    policy: Literal["chunked", "interleaved", "static"] = option("How requests share steps.", default="chunked")
-    batch_invariant: bool = option("Results that do not depend, bit for bit, on what else runs.")
+    policy: Literal["chunked", "interleaved", "static"] = option(
+        "How requests share steps.", default="chunked", group="Engine", is_rare=True
+    )
+    batch_invariant: bool = option(
+        "Results that do not depend, bit for bit, on what else runs.", group="Engine", is_rare=True
+    )
     adapters: tuple[str, ...] = option(
         "Adapters in PEFT's format, which requests choose by name as their model.",
         "--adapters",
         "--lora-modules",
         metavar="NAME=FOLDER ...",
+        group="Engine",
     )
     no_prefix_cache: bool = option(
-        "Recompute shared prefixes instead of reusing their pages.", "--no-prefix-cache", "--no-enable-prefix-caching"
+        "Recompute shared prefixes instead of reusing their pages.",
+        "--no-prefix-cache",
+        "--no-enable-prefix-caching",
+        group="Engine",
+        is_rare=True,
     )
 
 

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import click
+from click.shell_completion import CompletionItem
 
 from meshwright.core.errors import nearest, path_errors
 from meshwright.core.extras import extras_named
 
 HEADINGS = ("Plan and prove", "Run", "Measure")
 """The first headings of `--help`; those that packages add follow."""
-VerbRow = tuple[str, str, str]
-"""A verb's module, its heading in `--help`, its line there."""
+VerbRow = tuple[str, str, str, str]
+"""A verb's module, its heading in `--help`, its line there, an example of its command line."""
 
 
 def verb_tables() -> dict[str, VerbRow]:
@@ -22,14 +23,16 @@ def verb_tables() -> dict[str, VerbRow]:
     rows: dict[str, VerbRow] = {}
     for path in sorted(Path(__file__).parents[1].glob("*/verbs/__init__.py")):
         home = f"meshwright.{path.parts[-3]}.verbs"
-        rows |= {name: (f"{home}.{name}", *row) for name, row in import_module(home).VERBS.items()}
-    headings = [*HEADINGS, *(heading for _, heading, _ in rows.values())]
+        for heading, verbs in import_module(home).VERBS.items():
+            rows |= {name: (f"{home}.{name}", heading, *row) for name, row in verbs.items()}
+    headings = [*HEADINGS, *(heading for _, heading, *_ in rows.values())]
     return dict(sorted(rows.items(), key=lambda item: headings.index(item[1][1])))
 
 
-def subverbs(verb: str, lines: Mapping[str, str]) -> dict[str, VerbRow]:
-    """Returns the verbs below ``verb``, whose modules lie beside its own and begin with its name."""
-    return {name: (f"meshwright.cli.verbs.{verb}_{name}", "Verbs", line) for name, line in lines.items()}
+def subverbs(verb: str, rows: Mapping[str, tuple[str, str]]) -> dict[str, VerbRow]:
+    """Returns the verbs below ``verb`` from name -> (line of the help, example). Their modules are in the folder of
+    the module of ``verb`` and are called ``verb_name``."""
+    return {name: (f"meshwright.cli.verbs.{verb}_{name}", "Verbs", *row) for name, row in rows.items()}
 
 
 class VerbGroup(click.Group):
@@ -70,4 +73,13 @@ class VerbGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, rows in groupby(self.verbs.items(), lambda item: item[1][1]):
             with formatter.section(heading):
-                formatter.write_dl([(name, line) for name, (_, _, line) in rows])
+                verbs = list(rows)
+                formatter.write_dl([(name, line) for name, (_, _, line, _) in verbs])
+            if heading != "Verbs":
+                formatter.write_text(f"  Example: meshwright {verbs[0][1][3]}")
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Returns the verbs that begin with ``incomplete``, without importing one, or the options of the group."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [CompletionItem(name, help=row[2]) for name, row in self.verbs.items() if name.startswith(incomplete)]

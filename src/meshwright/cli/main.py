@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 import click
+from click.shell_completion import get_completion_class
 
 from meshwright import __version__
 from meshwright.cli.group import VerbGroup, verb_tables
@@ -23,8 +24,25 @@ VERBS = verb_tables()
 
 @click.group(cls=VerbGroup, verbs=VERBS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="meshwright")
+@click.option(
+    "--completion",
+    type=click.Choice(("bash", "zsh", "fish")),
+    callback=lambda ctx, param, shell: _print_completion(ctx, shell),
+    expose_value=False,
+    is_eager=True,
+    help="Print the completion script of a shell.",
+)
 def cli() -> None:
     """From a model and a cluster to a running, measured system: plan it, prove it, run it."""
+
+
+def _print_completion(ctx: click.Context, shell: str | None) -> None:
+    if shell is None:
+        return
+    complete = get_completion_class(shell)
+    assert complete is not None
+    click.echo(complete(cli, {}, "meshwright", "_MESHWRIGHT_COMPLETE").source())
+    ctx.exit()
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

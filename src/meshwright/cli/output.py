@@ -13,7 +13,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import LONG_S, format_flops, format_seconds
-from meshwright.report.answer import Fact, Piece, Table, as_markdown
+from meshwright.report.answer import Fact, Piece, Symbols, Table, as_markdown, unfolded
 
 RENAMED: dict[str, tuple[str, str]] = {}
 """Old key of `--json` -> (its name now, the version that no longer prints the old one), see docs/api.md."""
@@ -112,10 +112,12 @@ def format_flop_count(flops: float) -> str:
 
 def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
     """Yields every block in GitHub-flavoured Markdown; text drawings stay as they are."""
-    for piece in pieces:
+    for piece in unfolded(pieces):
         if isinstance(piece, Table):
             yield as_markdown(piece)
             continue
+        if isinstance(piece, Symbols):
+            piece = ", ".join(f"{name} {meaning}" for name, meaning in piece.meanings.items())
         text = piece if isinstance(piece, str) else piece.text
         label = f"{piece.label.strip()}: " if isinstance(piece, Fact) and piece.label.strip() else ""
         if stripped_text := text.strip():

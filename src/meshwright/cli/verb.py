@@ -10,22 +10,33 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import click
 import msgspec
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.cli.output import answer_markdown, emit_json, say, width
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.extras import lacking, require
 from meshwright.core.fields import LARGEST
-from meshwright.core.units import parse_bytes, parse_count
+from meshwright.core.units import counted, parse_bytes, parse_count
 from meshwright.plan.serving.service import parse_load, parse_target
-from meshwright.report.answer import Answer, Facts, Piece, as_csv, as_text
+from meshwright.report.answer import MORE, Answer, Facts, Piece, as_csv, as_text
 from meshwright.report.figure import save
-from meshwright.spec.catalogue import load_model
-from meshwright.spec.chip import Chip, chip
+from meshwright.spec.catalogue import load_model, models
+from meshwright.spec.chip import Chip, chip, chips
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.model import Model
 
 FORMATS = ("text", "json", "csv", "markdown")
+PRINTING = "Printing"
+HELP_ALL = "meshwright.help_all"
+PRINTED: dict[str, tuple[str, str, Facts]] = {
+    "--notes": ("more_notes", "Print every condition that the answer rests on.", {}),
+    "--symbols": ("more_symbols", "Print what each symbol stands for.", {}),
+    "--all": ("more_all", "Print every row, step and part.", {}),
+    "--format": ("form", "How to print: text by default.", {"type": click.Choice(FORMATS)}),
+    "--json": ("as_json", "One JSON object on standard output.", {}),
+}
+"""Options of every verb that say how its answer is printed: flag -> (name, help, settings of click)."""
 
 
 class TextType(click.ParamType):  # type: ignore[type-arg]  # click before 8.5 has none
@@ -65,17 +76,28 @@ class Parameter(msgspec.Struct, frozen=True):
     settings: Facts
     needs: dict[str, str] = {}
     extra: str = ""
+    group: str = ""
+    is_rare: bool = False
 
 
-def option(help: str = "", *flags: str, needs: dict[str, str] | None = None, extra: str = "", **settings: Any) -> Any:
+def option(
+    help: str = "",
+    *flags: str,
+    needs: dict[str, str] | None = None,
+    extra: str = "",
+    group: str = "Options",
+    is_rare: bool = False,
+    **settings: Any,
+) -> Any:
     """Declares an attribute of `Options` that is given as ``--name``, or as ``flags``.
 
     A bool is a flag, a tuple may be given several times, a Literal is a choice; an attribute that may not be None and
     has no ``default`` is required. ``needs`` maps other attributes or properties to their names in the error: if all
     of them are empty, the option would change nothing and is refused. ``extra`` is what it needs of `EXTRAS`.
+    ``group`` is its heading in the help, where an option that ``is_rare`` stands under ``--help-all`` only.
     ``settings`` go to `click.Option`.
     """
-    return Parameter(click.Option, flags, {"help": help, **settings}, needs or {}, extra)
+    return Parameter(click.Option, flags, {"help": help, **settings}, needs or {}, extra, group, is_rare)
 
 
 def argument(**settings: Any) -> Any:
@@ -93,8 +115,38 @@ PNG = option("Draw the figures to this file (.png or .svg).")
 """Options that several verbs share."""
 
 
+class VerbOption(click.Option):
+    """An option with its heading in the help; one that ``is_rare`` is listed by ``--help-all`` only."""
+
+    def __init__(self, *args: Any, group: str = "Options", is_rare: bool = False, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.group, self.is_rare = group, is_rare
+
+
 class VerbCommand(click.Command):
     """The command of a verb: after an option with pairs ``a=b ...`` all pairs that follow are its values."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options by group, then an example."""
+        shows_all, groups, num_rare = bool(ctx.meta.get(HELP_ALL)), dict[str, list[tuple[str, str]]](), 0
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if isinstance(param, VerbOption) and record:
+                if shows_all or not param.is_rare:
+                    groups.setdefault(param.group, []).append(record)
+                else:
+                    num_rare += param.group != PRINTING
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
+        formatter.write_paragraph()
+        if example := _example(ctx):
+            formatter.write_text(f"Example: {example}")
+        if not shows_all and any(
+            getattr(param, "group", "") == PRINTING and param.name != "help_all" for param in self.params
+        ):
+            more_text = f"{counted(num_rare, 'more option')}, and " * bool(num_rare)
+            formatter.write_text(f"--help-all lists {more_text}how to print: {', '.join(PRINTED)}.")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         flags = {flag for param in self.params for flag in param.opts}
@@ -140,13 +192,28 @@ def verb(
     hints = get_type_hints(options, include_extras=True)
     hints = {name: hints[name] for name in [*options.__annotations__, *hints]}  # its own before those it shares
     params = [_parameter(name, hint, getattr(options, name)) for name, hint in hints.items()]
-    print_options: list[click.Parameter] = [
-        click.Option(["--format", "form"], type=click.Choice(FORMATS), help="How to print: text by default."),
-        click.Option(["--json", "as_json"], is_flag=True, help="One JSON object on standard output."),
+    every_name = next((param.name for param in params if "--all" in param.opts), "")
+    print_options = [
+        VerbOption(
+            [flag, name], help=help_text, group=PRINTING, is_rare=True, is_flag="type" not in settings, **settings
+        )
+        for flag, (name, help_text, settings) in PRINTED.items()
+        if not (every_name and flag == "--all")
     ]
+    help_option = VerbOption(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_help_all,
+        help="Show every option.",
+        group=PRINTING,
+        is_rare=True,
+    )
 
     def decorate(function: Callable[[_Given], Answer | None]) -> click.Command:
         def callback(form: str | None = None, as_json: bool = False, **given: Any) -> None:
+            more = [name for name in MORE if given.pop(f"more_{name}", name == "all" and given.get(every_name))]
             if as_json and form not in (None, "json"):
                 raise InputError(f"--json and --format {form} both say how to print. Leave one of them out.")
             ctx = click.get_current_context()
@@ -170,13 +237,17 @@ def verb(
             except (InputError, CannotRunError) as error:
                 raise type(error)(_with_flags(str(error), params)) from error
             if answer is not None:
-                emit(answer, option_set.form)
+                emit(answer, option_set.form, more)
                 if answer.error is not None:
                     raise answer.error
 
         settings = {"ignore_unknown_options": passes_on}
         return VerbCommand(
-            None, settings, callback, params + ([] if passes_on else print_options), help=help or function.__doc__
+            None,
+            settings,
+            callback,
+            [*params, *([] if passes_on else print_options), help_option],
+            help=help or function.__doc__,
         )
 
     return decorate
@@ -194,9 +265,23 @@ def _with_flags(text: str, params: Sequence[click.Parameter]) -> str:
     return text
 
 
-def emit(answer: Answer, form: str) -> None:
-    """Draws the pictures of an answer and prints it; CSV has its tables alone. Raises InputError, after it has printed,
-    where nothing can be drawn."""
+def _help_all(ctx: click.Context, param: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        ctx.meta[HELP_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+def _example(ctx: click.Context) -> str:
+    """Returns the command line that the table of verbs gives as an example of the verb of ``ctx``."""
+    rows = getattr(ctx.parent.command, "verbs", {}) if ctx.parent else {}
+    return f"meshwright {rows[ctx.info_name][3]}" if ctx.info_name in rows else ""
+
+
+def emit(answer: Answer, form: str, more: Sequence[str] = MORE) -> None:
+    """Draws the pictures of an answer and prints it; CSV has only its tables. ``more`` names the parts that a text
+    prints whole. Raises InputError, after it has printed, if a picture is asked for and the extra to draw is missing.
+    """
     wanted = {path: draw for path, draw in answer.pictures.items() if path is not None}
     draw_by_path = {} if lacking("draw") else wanted
     for path, draw in draw_by_path.items():
@@ -204,7 +289,7 @@ def emit(answer: Answer, form: str) -> None:
     if form == "json":
         emit_json({**answer.facts, "pictures": list(draw_by_path)} if draw_by_path else answer.facts)
     elif form == "text":
-        show(answer.pieces)
+        show(answer.pieces, more)
     else:
         block_texts = answer_markdown(answer.pieces) if form == "markdown" else map(as_csv, answer.tables())
         click.echo("\n".join(block_texts), nl=False)
@@ -212,17 +297,32 @@ def emit(answer: Answer, form: str) -> None:
         require("draw", f"drawing {', '.join(map(str, wanted))}")
 
 
-def show(pieces: Iterable[Piece]) -> None:
-    """Prints the blocks of a text as wide as the terminal."""
-    for text in as_text(pieces, width()):
+def show(pieces: Iterable[Piece], more: Sequence[str] = MORE) -> None:
+    """Prints a text as wide as the terminal."""
+    for text in as_text(pieces, width(), more):
         click.echo(text)
+
+
+def _names_of(read: Callable[[], Iterable[str]], *, or_file: bool) -> Callable[..., list[CompletionItem]]:
+    """Returns what completes a word by the names that ``read`` returns, and by files too if ``or_file``."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        names = [CompletionItem(name) for name in read() if name.startswith(incomplete)]
+        return names or [CompletionItem(incomplete, type="file")] * or_file
+
+    return complete
+
+
+COMPLETED = dict.fromkeys(("model", "models", "what"), _names_of(models, or_file=True))
+COMPLETED |= {"on": _names_of(chips, or_file=False)}
+"""Parameter -> what completes its words in a shell."""
 
 
 def _parameter(name: str, hint: Any, parameter: Parameter) -> click.Parameter:
     member_types = [member for member in get_args(hint) if member is not NoneType]
     is_optional = len(member_types) < len(get_args(hint)) and get_origin(hint) is not Annotated
     py_type = member_types[0] if is_optional else hint
-    click_settings = dict(parameter.settings)
+    click_settings = {"shell_complete": COMPLETED.get(name), **parameter.settings}
     is_many = get_origin(py_type) is tuple
     if is_many:
         click_settings |= {"nargs": -1} if parameter.build is click.Argument else {"multiple": True}
@@ -236,4 +336,5 @@ def _parameter(name: str, hint: Any, parameter: Parameter) -> click.Parameter:
     if parameter.build is click.Argument:
         return click.Argument([name], **click_settings)
     click_settings.setdefault("show_default", py_type is not bool and "default" in click_settings)
-    return click.Option([*(parameter.flags or (f"--{name.replace('_', '-')}",)), name], **click_settings)
+    flags = [*(parameter.flags or (f"--{name.replace('_', '-')}",)), name]
+    return VerbOption(flags, group=parameter.group, is_rare=parameter.is_rare, **click_settings)

@@ -3,8 +3,9 @@
 import csv
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
+from itertools import accumulate
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -54,9 +55,11 @@ class Table(msgspec.Struct, frozen=True):
     columns: Sequence[str | Heading]
     rows: Sequence[Sequence[Any]]
     title: str = ""
+    first: int | None = None
+    """Rows that a text prints without ``--all``; None: every row."""
 
     @staticmethod
-    def of(records: Iterable[Any], columns: TableColumns, title: str = "") -> "Table":
+    def of(records: Iterable[Any], columns: TableColumns, title: str = "", first: int | None = None) -> "Table":
         """Returns a table with a row for each record (struct or dictionary).
 
         A value is a field, a path such as ``seconds.median_s``, a key of a dictionary in a field such as
@@ -73,7 +76,7 @@ class Table(msgspec.Struct, frozen=True):
             Heading(head, show or shown_by_name(path.partition("/")[0]), "".join(json_name) or name)
             for (head, (_, show, *json_name)), path, name in zip(spec_by_head.items(), paths, field_names, strict=True)
         ]
-        return Table(headings, rows, title)
+        return Table(headings, rows, title, first)
 
     @staticmethod
     def as_is(records: "Table | Iterable[Any]") -> "Table":
@@ -100,7 +103,8 @@ class Table(msgspec.Struct, frozen=True):
     def known(self) -> "Table":
         """Returns the table without columns that have only None."""
         known_at = [n for n in range(len(self.columns)) if any(row[n] is not None for row in self.rows)]
-        return Table([self.columns[n] for n in known_at], [[row[n] for n in known_at] for row in self.rows], self.title)
+        rows = [[row[n] for n in known_at] for row in self.rows]
+        return msgspec.structs.replace(self, columns=[self.columns[n] for n in known_at], rows=rows)
 
     @property
     def heads(self) -> list[Heading]:
@@ -162,8 +166,33 @@ class Paragraph(msgspec.Struct, frozen=True):
     indent: int | None = 2
 
 
-Piece = str | Paragraph | Fact | Table
+class Condition(msgspec.Struct, frozen=True):
+    """A condition that an answer rests on, the most important first. A text ends with the notes that fit into
+    `NOTE_LINES` lines; ``--notes`` prints every note."""
+
+    text: str
+
+
+class Symbols(msgspec.Struct, frozen=True):
+    """Symbol -> its meaning. A text prints one legend of the symbols that occur in it; ``--symbols`` prints a line for
+    every symbol."""
+
+    meanings: Mapping[str, str]
+
+
+class Detail(msgspec.Struct, frozen=True):
+    """Pieces that a text prints with ``--all`` only; ``what`` names them where they are left out: "172 steps"."""
+
+    what: str
+    pieces: "Sequence[PlainPiece]"
+
+
+PlainPiece = str | Paragraph | Fact | Table | Condition | Symbols
+Piece = PlainPiece | Detail
 """One piece of the text; a plain string is a `Paragraph`."""
+NOTE_LINES = 3
+MORE = ("notes", "symbols", "all")
+"""Options that print what a text leaves out."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -187,22 +216,70 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def tables_of(pieces: Iterable[Piece]) -> list[Table]:
-    """Returns the tables among the pieces of a text."""
-    return [piece for piece in pieces if isinstance(piece, Table)]
+    """Returns the tables among the pieces of a text, those of details too."""
+    return [piece for piece in unfolded(pieces) if isinstance(piece, Table)]
 
 
-def as_text(pieces: Iterable[Piece], width: int) -> Iterable[str]:
-    """Yields every piece as text of ``width`` columns."""
+def unfolded(pieces: Iterable[Piece]) -> Iterator[PlainPiece]:
+    """Yields the pieces with those of every `Detail` in its place."""
     for piece in pieces:
-        if isinstance(piece, Table):
-            if piece.title:
-                yield filled(piece.title, width, 2)
-            yield render([head.title for head in piece.heads], piece.shown(), width)
-        elif isinstance(piece, Fact):
-            yield filled(f"{piece.label:<{piece.column}}{piece.text}", width, piece.column)
+        yield from piece.pieces if isinstance(piece, Detail) else [piece]
+
+
+def as_text(pieces: Iterable[Piece], width: int, more: Collection[str] = MORE) -> Iterator[str]:
+    """Yields the text of ``width`` columns: its pieces, the legend of symbols, the notes, and which of `MORE` would
+    print what is left out. ``more`` names the parts of `MORE` that are printed whole."""
+    notes, left, printed, meanings = list[Condition](), list[str](), list[str](), dict[str, str]()
+    for piece in unfolded(pieces) if "all" in more else pieces:
+        if isinstance(piece, Condition):
+            notes += [] if piece in notes else [piece]
+        elif isinstance(piece, Symbols):
+            meanings |= piece.meanings
+        elif isinstance(piece, Detail):
+            left.append(piece.what)
         else:
-            line = Paragraph(piece) if isinstance(piece, str) else piece
-            yield line.text if line.indent is None else filled(line.text, width, line.indent)
+            if isinstance(piece, Table) and piece.first and "all" not in more and piece.rows[piece.first :]:
+                left.append(f"{len(piece.rows):,} rows of {piece.title or 'the table'}")
+                piece = msgspec.structs.replace(piece, rows=piece.rows[: piece.first])
+            printed += _piece_lines(piece, width)
+    yield from printed
+    occurring = {name: text for name, text in meanings.items() if _occurs(name, printed)}
+    if "symbols" in more:
+        yield from (filled(f"{name:<{Fact('', '').column}}{text}", width, 18) for name, text in meanings.items())
+    elif occurring:
+        yield filled(", ".join(f"{name} {text}" for name, text in occurring.items()), width, 2)
+    note_texts = [filled(note.text, width, 2) for note in notes]
+    shown_texts = note_texts if "notes" in more else _within(note_texts, NOTE_LINES)
+    yield from shown_texts
+    left_notes = len(note_texts) - len(shown_texts)
+    more_texts = [f"--notes ({left_notes:,} more)"] * bool(left_notes) + [f"--all ({', '.join(left)})"] * bool(left)
+    if meanings and "symbols" not in more:
+        more_texts.append("--symbols")
+    if more_texts:
+        yield filled(f"more: {', '.join(more_texts)}", width, 2)
+
+
+def _piece_lines(piece: str | Paragraph | Fact | Table, width: int) -> Iterator[str]:
+    if isinstance(piece, Table):
+        if piece.title:
+            yield filled(piece.title, width, 2)
+        yield render([head.title for head in piece.heads], piece.shown(), width)
+    elif isinstance(piece, Fact):
+        yield filled(f"{piece.label:<{piece.column}}{piece.text}", width, piece.column)
+    else:
+        line = Paragraph(piece) if isinstance(piece, str) else piece
+        yield line.text if line.indent is None else filled(line.text, width, line.indent)
+
+
+def _occurs(symbol: str, texts: Sequence[str]) -> bool:
+    pattern = re.compile(rf"(?<![A-Za-z]){re.escape(symbol)}(?![A-Za-z])")
+    return any(pattern.search(text) for text in texts)
+
+
+def _within(texts: Sequence[str], num_lines: int) -> Sequence[str]:
+    """Returns the first texts that together have at most ``num_lines`` lines."""
+    ends = accumulate(text.count("\n") + 1 for text in texts)
+    return texts[: sum(end <= num_lines for end in ends)]
 
 
 # Matches text that core.units prints: a number, with a unit or a percent sign after it.

@@ -72,25 +72,60 @@ class Given(Options):
     )
     dtype: str | None = option("Dtype of the products [default: bf16 where the chip has it].", needs=PRICED)
     pue: float = option(
-        "Energy of the building over its machines'.", type=click.FloatRange(1), default=1.0, needs=PRICED
+        "Energy of the building over its machines'.",
+        type=click.FloatRange(1),
+        default=1.0,
+        needs=PRICED,
+        group="Energy and money",
+        is_rare=True,
     )
     host_share: float = option(
-        "Power of hosts and network over chips'.", type=click.FloatRange(0), default=0.0, needs=PRICED
+        "Power of hosts and network over chips'.",
+        type=click.FloatRange(0),
+        default=0.0,
+        needs=PRICED,
+        group="Energy and money",
+        is_rare=True,
     )
-    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE, needs=PRICED)
-    watts: float | None = option("Watts of a chip, instead of the catalogue's.", type=POSITIVE, needs=PRICED)
+    price: float | None = option(
+        "Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE, needs=PRICED, group="Energy and money"
+    )
+    watts: float | None = option(
+        "Watts of a chip, instead of the catalogue's.",
+        type=POSITIVE,
+        needs=PRICED,
+        group="Energy and money",
+        is_rare=True,
+    )
     chips_per_rack: Count | None = option(
-        "Gives the floor that racks of so many chips take.", type=click.IntRange(1), needs={"on": "--on"}
+        "Gives the floor that racks of so many chips take.",
+        type=click.IntRange(1),
+        needs={"on": "--on"},
+        group="Energy and money",
+        is_rare=True,
     )
     m2_per_rack: float = option(
-        "Floor of a rack.", type=POSITIVE, default=1.0, needs={"chips_per_rack": "--chips-per-rack"}
+        "Floor of a rack.",
+        type=POSITIVE,
+        default=1.0,
+        needs={"chips_per_rack": "--chips-per-rack"},
+        group="Energy and money",
+        is_rare=True,
     )
     with_years: bool = option("Years on one of each chip of the catalogue.", "--years")
-    nodes: Count | None = option("Nodes that may fail [default: the hosts of --on].")
-    failure_rate: float | None = option("Failures of 1000 nodes in a day.", "--failures-per-1000-node-days")
-    checkpoint_s: float = option("Seconds a save stops the run.", default=60.0, needs=FAILING)
-    restart_s: float = option("Seconds from a failure to work.", default=600.0, needs=FAILING)
-    interval_s: float | None = option("Seconds of work between saves [default: Daly's best].", needs=FAILING)
+    nodes: Count | None = option("Nodes that may fail [default: the hosts of --on].", group="Failures", is_rare=True)
+    failure_rate: float | None = option(
+        "Failures of 1000 nodes in a day.", "--failures-per-1000-node-days", group="Failures"
+    )
+    checkpoint_s: float = option(
+        "Seconds a save stops the run.", default=60.0, needs=FAILING, group="Failures", is_rare=True
+    )
+    restart_s: float = option(
+        "Seconds from a failure to work.", default=600.0, needs=FAILING, group="Failures", is_rare=True
+    )
+    interval_s: float | None = option(
+        "Seconds of work between saves [default: Daly's best].", needs=FAILING, group="Failures", is_rare=True
+    )
 
 
 @verb(Given)

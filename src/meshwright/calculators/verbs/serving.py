@@ -57,17 +57,34 @@ class Given(Options):
     price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE)
     fields: tuple[str, ...] = option("A field of the model: num_kv_heads=1.", "--set", metavar="KEY=VALUE")
     contexts: str | None = option("Latency against throughput at each context: 2048,8192 or 2Ki..64Ki.")
-    accept: float | None = option("Speculation: the probability that a drafted token is right.", type=SHARE)
+    accept: float | None = option(
+        "Speculation: the probability that a drafted token is right.", type=SHARE, group="Speculation"
+    )
     draft_cost: float = option(
-        "Time of a draft's step over one of the model.", default=0.05, needs={"has_drafts": "--accept or --tricks"}
+        "Time of a draft's step over one of the model.",
+        default=0.05,
+        needs={"has_drafts": "--accept or --tricks"},
+        group="Speculation",
+        is_rare=True,
     )
     tricks: bool = option("What each trick brings alone, and all together; drafts with --accept, by default 0.8.")
-    prefixes: int | None = option("Prefix cache: how many prompts come again and again.", type=click.IntRange(1, 10**7))
+    prefixes: int | None = option(
+        "Prefix cache: how many prompts come again and again.", type=click.IntRange(1, 10**7), group="Prefix cache"
+    )
     prefix_cache: Bytes | None = option(
-        "Its size [default: what weights leave free].", "--cache", needs={"prefixes": "--prefixes"}
+        "Its size [default: what weights leave free].",
+        "--cache",
+        needs={"prefixes": "--prefixes"},
+        group="Prefix cache",
+        is_rare=True,
     )
     zipf: float = option(
-        "Their popularity: 1 / rank^Z.", type=click.FloatRange(0, 10), default=0.0, needs={"prefixes": "--prefixes"}
+        "Their popularity: 1 / rank^Z.",
+        type=click.FloatRange(0, 10),
+        default=0.0,
+        needs={"prefixes": "--prefixes"},
+        group="Prefix cache",
+        is_rare=True,
     )
     png: Path | None = option("Draw the time of a step by batch, or --contexts, to this file (.png or .svg).")
 

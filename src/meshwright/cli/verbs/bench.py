@@ -5,9 +5,15 @@ import click
 from meshwright.cli.group import VerbGroup, subverbs
 
 BENCHES = {
-    "machine": "Rates and knees of the devices, a calibration to plan with; the word may be left out.",
-    "serve": "A server under load, beside a simulation of it.",
-    "drafts": "Speculative decoding with several numbers of drafts, beside none.",
+    "machine": (
+        "Rates and knees of the devices, a calibration to plan with; the word may be left out.",
+        "bench matmul copy --on cpu:8 -o rates.toml",
+    ),
+    "serve": ("A server under load, beside a simulation of it.", "bench serve FOLDER --prompt 128 --output 64"),
+    "drafts": (
+        "Speculative decoding with several numbers of drafts, beside none.",
+        "bench drafts FOLDER --draft ngram --prompts prompts.jsonl",
+    ),
 }
 
 

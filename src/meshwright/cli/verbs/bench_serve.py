@@ -40,7 +40,7 @@ WIDE = 100
 class Given(EngineGiven):
     what: Path | None = argument(metavar="[FOLDER]", required=False)  # type: ignore[assignment]
     url: str | None = option("A server that runs already; without a FOLDER nothing is predicted.")
-    api_key: str = option("Key of the server at --url.", default="")
+    api_key: str = option("Key of the server at --url.", default="", is_rare=True)
     rate: str | None = option(
         "Requests a second, such as 5/s or 1/s,2/s,4/s. Default: 0.2 to 1.2 of the simulated capacity, or the trace's.",
         "--rate",
@@ -51,7 +51,9 @@ class Given(EngineGiven):
     trace: Path | None = option("Requests from a JSONL or CSV file, in place of lengths.")
     requests: Count | None = option("Requests of each rate.")
     seconds: float = option("Seconds of each rate.", default=30.0)
-    burstiness: float = option("Shape of the gaps between requests: 1 is Poisson, less is bursts.", default=1.0)
+    burstiness: float = option(
+        "Shape of the gaps between requests: 1 is Poisson, less is bursts.", default=1.0, is_rare=True
+    )
     ttft: TargetTime | None = option("A good request's time to its first token at most.")
     tpot: TargetTime | None = option("A good request's time for each further token at most.")
     png: Path | None = PNG

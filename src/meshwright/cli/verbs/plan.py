@@ -25,7 +25,7 @@ from meshwright.plan.result import PlanResult
 from meshwright.plan.run_budget import run_budget
 from meshwright.plan.space import FULL, USUAL
 from meshwright.plan.why.setup_changes import parse_what_if
-from meshwright.report.answer import Answer, Fact, Facts, Piece, Table, TableColumns, tables_of
+from meshwright.report.answer import Answer, Condition, Fact, Facts, Piece, Table, TableColumns, tables_of
 from meshwright.spec.assumptions import AS_RUN
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import parse_clusters
@@ -167,8 +167,6 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
         **plan_words.cost_columns(result.plans),
     }
     yield Table.of(result.plans, columns)
-    if "unmasked" in columns:
-        yield Fact("unmasked", "MFU without the scores that the mask leaves out; MFU counts them")
     if shared_choices:
         yield Fact("all of them", ", ".join(filter(None, (words_of(strategies[0]) for words_of in shared_choices))))
     yield Fact("placement", f"of the best: {plan_words.placement_words(best_plan.strategy.placement)}")
@@ -177,7 +175,9 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     budget = run_budget(result.plans[0], step_s=best_plan.predicted.step_s)
     if budget is not None:
         yield from plan_words.budget_text(budget, best_plan.num_chips)
-    yield from result.notes
+    yield from map(Condition, result.notes)
+    if "unmasked" in columns:
+        yield Condition("unmasked: MFU without the scores that the mask leaves out; MFU counts them")
 
 
 def _range_words(estimate: Estimate) -> str:

@@ -47,7 +47,7 @@ def what_if_option(names_text: str) -> Any:
 class PlannerOptions(Options):
     """What every verb that plans takes, beside its work."""
 
-    price: float | None = option("Dollars of a chip and hour, in place of the catalogue's.")
+    price: float | None = option("Dollars of a chip and hour, in place of the catalogue's.", is_rare=True)
     axes: MeshSizes | None = AXES
     top: Count = option("How many plans to list.", default=5)
     pairs: tuple[str, ...] = SET

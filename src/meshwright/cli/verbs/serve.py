@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 class Given(EngineGiven):
     host: str | None = option("Address to listen on; 0.0.0.0 is every network of this machine. Default: 127.0.0.1.")
     port: int | None = option("Port to listen on; 0 takes a free one. Default: 8000.", type=click.IntRange(0, 65535))
-    uds: str | None = option("Unix socket to listen on in place of an address and a port.")
+    uds: str | None = option("Unix socket to listen on in place of an address and a port.", is_rare=True)
     name: str | None = option("What clients call the model. Default: its folder.", "--name", "--served-model-name")
     api_key: tuple[str, ...] = option("Key that clients must send; give it again for more.", "--api-key")
     max_queued: Count = option("Most requests that wait or run; more get a 429.", default=1024)
     deadline: float | None = option("Time limit of a request in seconds. Default: none.")
-    drain: int = option("Seconds that running requests get to finish after SIGTERM.", default=60)
+    drain: int = option("Seconds that running requests get to finish after SIGTERM.", default=60, is_rare=True)
     log_requests: bool = option("Write a line of JSON for each request to standard error.")
-    no_log_stats: bool = option("Print no statistics line every 10 s.", "--no-log-stats", "--disable-log-stats")
+    no_log_stats: bool = option(
+        "Print no statistics line every 10 s.", "--no-log-stats", "--disable-log-stats", is_rare=True
+    )
 
 
 @verb(Given, needs="serve")

@@ -58,38 +58,57 @@ class Given(PlannerOptions):
     on: str = option("The cluster: h100:8x8, v5e:4x4.")
     prompt: Count = option("Tokens of a prompt, in the mean.")
     output: Count = option("Tokens of an answer, in the mean.")
-    ttft: TargetTime | None = option("Target of the time to the first token, such as 1s.")
-    tpot: TargetTime | None = option("Target of the time per output token, such as 20ms.")
+    ttft: TargetTime | None = option("Target of the time to the first token, such as 1s.", group="Targets and load")
+    tpot: TargetTime | None = option("Target of the time per output token, such as 20ms.", group="Targets and load")
     itl: TargetTime | None = option(
-        "Target of the longest time between two tokens, such as 50ms: cuts prompts into chunks."
+        "Target of the longest time between two tokens, such as 50ms: cuts prompts into chunks.",
+        group="Targets and load",
     )
-    rate: Load | None = option("Load, such as 20/s or 600/min: gives the number of chips.")
-    weights: str | None = option("Dtypes of weights to try, such as int8 or bf16,int8.")
-    kv: str | None = option("Dtypes of cached keys and values to try.")
+    rate: Load | None = option("Load, such as 20/s or 600/min: gives the number of chips.", group="Targets and load")
+    weights: str | None = option("Dtypes of weights to try, such as int8 or bf16,int8.", group="Engines")
+    kv: str | None = option("Dtypes of cached keys and values to try.", group="Engines")
     prefix_share: float = option(
         "Share of a prompt that is cached already.", "--prefix-hits", default=0.0,
-        type=click.FloatRange(0, 1, max_open=True),
-    )  # fmt: skip
-    chunk: Count | None = option("Tokens of a prompt's chunk, such as 512.")
+        type=click.FloatRange(0, 1, max_open=True), group="Engines", is_rare=True)  # fmt: skip
+    chunk: Count | None = option("Tokens of a prompt's chunk, such as 512.", group="Engines", is_rare=True)
     accept: float | None = option(
-        "Speculation: the probability that a drafted token is right.", type=click.FloatRange(0, 1, min_open=True)
+        "Speculation: the probability that a drafted token is right.",
+        type=click.FloatRange(0, 1, min_open=True),
+        group="Speculation",
     )
     drafts: int | None = option(
         "Drafts of a step [default: as many as make tokens fastest].", type=click.IntRange(0, MAX_DRAFTS),
-        needs=DRAFTED,
-    )  # fmt: skip
+        needs=DRAFTED, group="Speculation", is_rare=True)  # fmt: skip
     draft_cost: float = option(
-        "Time of a draft's step over one of the model.", type=click.FloatRange(0), default=0.05, needs=DRAFTED
+        "Time of a draft's step over one of the model.",
+        type=click.FloatRange(0),
+        default=0.05,
+        needs=DRAFTED,
+        group="Speculation",
+        is_rare=True,
     )
-    simulate: TargetTime | None = option("Simulate the first plan at --rate for so long, such as 600s.")
-    trace: Path | None = option("Simulate the requests of this file: arrival_s, prompt, output.")
-    prompts: str | None = option("Lengths of simulated prompts: 1..999, lognormal:500:0.8.", needs=SIMULATED)
-    outputs: str | None = option("Lengths of simulated outputs.", needs=SIMULATED)
-    concurrency: Count | None = option("Most requests of a client on their way at once.", needs=SIMULATED)
+    simulate: TargetTime | None = option(
+        "Simulate the first plan at --rate for so long, such as 600s.", group="Simulation"
+    )
+    trace: Path | None = option(
+        "Simulate the requests of this file: arrival_s, prompt, output.", group="Simulation", is_rare=True
+    )
+    prompts: str | None = option(
+        "Lengths of simulated prompts: 1..999, lognormal:500:0.8.", needs=SIMULATED, group="Simulation", is_rare=True
+    )
+    outputs: str | None = option("Lengths of simulated outputs.", needs=SIMULATED, group="Simulation", is_rare=True)
+    concurrency: Count | None = option(
+        "Most requests of a client on their way at once.", needs=SIMULATED, group="Simulation", is_rare=True
+    )
     policy: Policy | None = option(
-        "Simulate the first plan without pools: how its engines take prompts up.", needs=SIMULATED
+        "Simulate the first plan without pools: how its engines take prompts up.",
+        needs=SIMULATED,
+        group="Simulation",
+        is_rare=True,
     )
-    slots: Path | None = option("Draw who holds which slot of the simulated engines when.", needs=SIMULATED)
+    slots: Path | None = option(
+        "Draw who holds which slot of the simulated engines when.", needs=SIMULATED, group="Simulation", is_rare=True
+    )
 
     why_nots = why_not_option(ASKED)
     what_ifs = what_if_option(", ".join(CHANGED))

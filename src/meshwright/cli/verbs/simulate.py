@@ -4,7 +4,10 @@ import click
 
 from meshwright.cli.group import VerbGroup, subverbs
 
-FLEET = "A plan's cluster that trains while its parts fail, under several policies."
+FLEET = (
+    "A plan's cluster that trains while its parts fail, under several policies.",
+    "simulate fleet plan.toml --days 54 --rates llama3 --spares 2%",
+)
 
 
 @click.group(cls=VerbGroup, verbs=subverbs("simulate", {"fleet": FLEET}))

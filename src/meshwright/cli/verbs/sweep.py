@@ -5,11 +5,23 @@ import click
 from meshwright.cli.group import VerbGroup, subverbs
 
 SWEEPS = {
-    "plans": "The best plan as one or two fields change; the word may be left out.",
-    "services": "The best service as prompts, targets, clusters or other fields change.",
-    "batch": "Communication against compute by batch size, and where they cross.",
-    "bandwidth": "The bandwidth of every collective against chips.",
-    "streams": "Compute and communication of a few layers side by side.",
+    "plans": (
+        "The best plan as one or two fields change; the word may be left out.",
+        "sweep llama3-8b --on h100:8x1..8x64 batch=4Mi --png scaling.png",
+    ),
+    "services": (
+        "The best service as prompts, targets, clusters or other fields change.",
+        "sweep services llama3-70b --on h100:8x1 prompt=1Ki..32Ki tpot=50ms",
+    ),
+    "batch": (
+        "Communication against compute by batch size, and where they cross.",
+        "sweep batch llama3-8b --on h100:8x8",
+    ),
+    "bandwidth": ("The bandwidth of every collective against chips.", "sweep bandwidth --on h100:8x64"),
+    "streams": (
+        "Compute and communication of a few layers side by side.",
+        "sweep streams llama3-8b --on h100:8x8 --batch 64seq",
+    ),
 }
 
 
