@@ -1,7 +1,7 @@
 """One call of the command line as a test sees it: exit code, results, messages."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,15 @@ import pytest
 
 from meshwright.cli import verb
 from meshwright.cli.main import run
-from meshwright.report.answer import Answer
+from meshwright.report.answer import MORE, Answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
     """What one call left: exit code, standard output (results), standard error (messages), and the verb's answer.
 
-    ``printed(form)`` is the same answer as a call with ``--format`` of that form prints it, worked out once.
+    ``printed(form)`` is the same answer as a call with ``--format`` of that form prints it, worked out once; "text" with
+    --notes, --symbols and --all.
     """
 
     code: int
@@ -58,9 +59,9 @@ def call(capsys, monkeypatch, tmp_path) -> Callable[..., Said]:
     answers: list[Answer] = []
     emit = verb.emit
 
-    def emit_kept(answer: Answer, form: str) -> None:
+    def emit_kept(answer: Answer, form: str, more: Sequence[str] = MORE) -> None:
         answers.append(msgspec.structs.replace(answer, pieces=list(answer.pieces)))
-        emit(answers[-1], form)
+        emit(answers[-1], form, more)
 
     monkeypatch.setattr(verb, "emit", emit_kept)
 

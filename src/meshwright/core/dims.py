@@ -1,20 +1,66 @@
-"""The letters of array dims, the mesh axes, collectives and dtypes: one meaning in the whole project.
-
-B sequences in the batch, T query positions, S key positions (of an encoder, or slots of a cache), D model width, F
-feed-forward width (Fw: of wide layers), N query heads, K key and value heads (Kt, Kct:
-repeated), G query heads per kv head (N / K), H head width (Kf, Hf: of layers without a window where theirs differ), V
-vocabulary, L layers (Lmoe, Llocal: of one kind; LE: layers times experts), P rows of the position table (Ps: the
-encoder's), R buckets of relative positions. Nx, Kx, Hx, Fx: sizes of an encoder that are not the decoder's; M features,
-Sf frames of its convolutions of Ct taps, Dc the width between them. Experts: E experts, Ea experts of one token, C
-slots of one expert, Fe width of a routed expert, Fs of all shared experts, Er rows of the router's counts. Latent
-attention: Rq, Rkv ranks of latents, Hn, Hr widths of a head's unrotated and rotated part, Hv of its values. Pages of a
-cache: Pg pages in all, Pl positions of a page, Bp pages of a sequence. Packed rows: Q their sequences, O rows with
-logits. Adapters: Ra rank. Dg (Fg, Hg, ...): groups of inputs D with one scale. Dj is 2 D. Dl is the width of layers'
-own embeddings, Vl the rows of their tables. A residual streams (Am, Ao: as many; An: but the first), Do is D of their
-projections, Rl the rank of a product beside attention.
-"""
+"""The letters of array dims, the mesh axes, collectives and dtypes: one meaning in the whole project."""
 
 from typing import Literal, get_args
+
+LETTERS: dict[str, str] = {
+    "B": "sequences of the batch",
+    "T": "positions of a sequence",
+    "S": "positions of keys",
+    "D": "width of the model",
+    "F": "width of the MLP",
+    "N": "heads of queries",
+    "K": "heads of keys and values",
+    "G": "query heads for each of keys",
+    "H": "width of a head",
+    "V": "vocabulary",
+    "L": "layers",
+    "P": "rows of the position table",
+    "R": "buckets of relative positions",
+    "E": "experts",
+    "Ea": "experts of one token",
+    "C": "slots of an expert",
+    "Fe": "width of an expert",
+    "Fs": "width of all shared experts",
+    "Er": "rows of the router's counts",
+    "Rq": "rank of query latents",
+    "Rkv": "rank of key and value latents",
+    "Hn": "width of a head's unrotated part",
+    "Hr": "width of a head's rotated part",
+    "Hv": "width of a head's values",
+    "Kf": "heads of keys in layers without a window",
+    "Hf": "width of a head in layers without a window",
+    "Kt": "heads of keys and values, repeated",
+    "Kct": "heads of keys and values of cross-attention, repeated",
+    "Fw": "width of the MLP of wide layers",
+    "Ps": "rows of the encoder's position table",
+    "Nx": "heads of the encoder",
+    "Kx": "heads of keys in the encoder",
+    "Hx": "width of a head in the encoder",
+    "Fx": "width of the encoder's MLP",
+    "M": "features of a frame",
+    "Sf": "frames of the encoder's input",
+    "Ct": "taps of a convolution",
+    "Dc": "width between two convolutions",
+    "Lmoe": "layers with experts",
+    "Llocal": "layers with a window",
+    "LE": "layers times experts",
+    "Q": "sequences of a packed step",
+    "O": "rows with logits",
+    "Pg": "pages of the cache",
+    "Pl": "positions of a page",
+    "Bp": "pages of a sequence",
+    "Ra": "rank of adapters",
+    "Dl": "width of a layer's own embeddings",
+    "Vl": "rows of a layer's own embeddings",
+    "A": "residual streams",
+    "Am": "residual streams",
+    "Ao": "residual streams",
+    "An": "residual streams without the first",
+    "Do": "width of the projections of residual streams",
+    "Dj": "twice the width of the model",
+    "Rl": "rank of a product beside attention",
+}
+"""Dim of an array -> its meaning. A letter with g after it, such as Dg, counts groups of inputs with one scale."""
 
 ISLANDS = "islands"
 ISLAND_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")

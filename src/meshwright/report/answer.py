@@ -243,14 +243,14 @@ def as_text(pieces: Iterable[Piece], width: int, more: Collection[str] = MORE) -
                 piece = msgspec.structs.replace(piece, rows=piece.rows[: piece.first])
             printed += _piece_lines(piece, width)
     yield from printed
-    occurring = {name: text for name, text in meanings.items() if _occurs(name, printed)}
+    note_texts = [filled(note.text, width, 2) for note in notes]
+    shown_texts = note_texts if "notes" in more else _within(note_texts, NOTE_LINES)
+    yield from shown_texts
+    occurring = {name: text for name, text in meanings.items() if _occurs(name, [*printed, *shown_texts])}
     if "symbols" in more:
         yield from (filled(f"{name:<{Fact('', '').column}}{text}", width, 18) for name, text in meanings.items())
     elif occurring:
         yield filled(", ".join(f"{name} {text}" for name, text in occurring.items()), width, 2)
-    note_texts = [filled(note.text, width, 2) for note in notes]
-    shown_texts = note_texts if "notes" in more else _within(note_texts, NOTE_LINES)
-    yield from shown_texts
     left_notes = len(note_texts) - len(shown_texts)
     more_texts = [f"--notes ({left_notes:,} more)"] * bool(left_notes) + [f"--all ({', '.join(left)})"] * bool(left)
     if meanings and "symbols" not in more:
@@ -272,7 +272,8 @@ def _piece_lines(piece: str | Paragraph | Fact | Table, width: int) -> Iterator[
 
 
 def _occurs(symbol: str, texts: Sequence[str]) -> bool:
-    pattern = re.compile(rf"(?<![A-Za-z]){re.escape(symbol)}(?![A-Za-z])")
+    name = re.escape(symbol)
+    pattern = re.compile(rf"(?<![A-Za-z])(?!(?<=\d ){name} [a-z]){name}(?![A-Za-z])")  # in "1 T tokens" T is a unit
     return any(pattern.search(text) for text in texts)
 
 

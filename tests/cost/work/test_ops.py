@@ -325,7 +325,7 @@ def test_the_words_of_mfu_are_the_flops_that_it_counts(name, length):
     words = mfu_words(model)
     params = num_matmul_params(model) + ("both unembeddings" in words) * model.d_model * model.vocab_size
     products, _, scores = words.partition(",")[0].partition(" + ")
-    assert products == "6ND"
+    assert products == "6 FLOPs a parameter and token"
     window = re.search(r"W the (?:window|chunk) of ([\d,]+) or T", words)
     letters = {"B": 3, "T": length, "N": model.num_heads, "H": model.head_dim, "Hv": model.v_head_dim}
     letters |= {"L": model.num_layers, "W": min(int(window[1].replace(",", "")), length) if window else 0}

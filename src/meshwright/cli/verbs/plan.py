@@ -1,5 +1,6 @@
 """`meshwright plan`: the best ways to split a training job over a cluster."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -14,6 +15,7 @@ from meshwright.cli.output import format_range, save_to, say, width
 from meshwright.cli.verb import BATCH, SEQ_NEEDED, Count, argument, option, verb
 from meshwright.cli.verbs import plan_words
 from meshwright.cli.verbs.plan_parts import frontier_answer, recipe_answer, step_answer, what_if_answer, why_not_answer
+from meshwright.core.dims import LETTERS
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_count
 from meshwright.cost.setting import Setting
@@ -25,7 +27,7 @@ from meshwright.plan.result import PlanResult
 from meshwright.plan.run_budget import run_budget
 from meshwright.plan.space import FULL, USUAL
 from meshwright.plan.why.setup_changes import parse_what_if
-from meshwright.report.answer import Answer, Condition, Fact, Facts, Piece, Table, TableColumns, tables_of
+from meshwright.report.answer import Answer, Condition, Fact, Facts, Piece, Symbols, Table, TableColumns, tables_of
 from meshwright.spec.assumptions import AS_RUN
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import parse_clusters
@@ -102,12 +104,9 @@ def command(given: Given) -> Answer:
     if given.recipe:
         answers.append(recipe_answer(result_of_island(result)))
     best_plan = result.plans[0]
+    facts = {**result.to_json(), "training": run_budget(best_plan, step_s=best_plan.predicted.step_s)}
     if given.price is not None:
-        usd_per_hour, usd_per_token = best_plan.cluster.chip.price_usd_per_hour, best_plan.usd_per_token or 0.0
-        cost_text = f"${1e6 * usd_per_token:.3g} a million tokens with the best, at ${usd_per_hour:,.2f} a chip-hour"
-        answers.append(Answer({"usd_per_token": usd_per_token}, [Fact("cost", cost_text)]))
-    budget = run_budget(result.plans[0], step_s=best_plan.predicted.step_s)
-    facts = {**result.to_json(), "training": budget}
+        facts["usd_per_token"] = best_plan.usd_per_token or 0.0
     pictures: dict[Path | None, Any] = {}
     for answer in answers:
         facts |= answer.facts
@@ -151,7 +150,7 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     job, best_plan = result.setting.job, result.plans[0]
     used = best_plan.cluster
     yield (
-        f"{best_plan.model.name} on {used.short_name} ({used.num_chips:,} chip{'s' if used.num_chips > 1 else ''}), "
+        f"{best_plan.model.name} on {used.short_name} ({counted(used.num_chips, 'chip')}), "
         f"{format_count(job.tokens_per_step)} tokens a step = {counted(job.batch_seqs, 'sequence')} of {job.seq_len:,}"
     )
     yield from result.shortfall
@@ -167,17 +166,28 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
         **plan_words.cost_columns(result.plans),
     }
     yield Table.of(result.plans, columns)
-    if shared_choices:
-        yield Fact("all of them", ", ".join(filter(None, (words_of(strategies[0]) for words_of in shared_choices))))
-    yield Fact("placement", f"of the best: {plan_words.placement_words(best_plan.strategy.placement)}")
+    if shared_texts := [*filter(None, (words_of(strategies[0]) for words_of in shared_choices))]:
+        yield Fact("every plan", ", ".join(shared_texts))
+    yield Fact("the best", f"{plan_words.placement_words(best_plan.strategy.placement)}{_rest_words(best_plan)}")
     if overlap_text := plan_words.overlap_words(result.overlap, best_plan.setting, best_plan.strategy):
-        yield Fact("overlap", f"of the best: {overlap_text}")
+        yield Fact("its overlap", overlap_text)
     budget = run_budget(result.plans[0], step_s=best_plan.predicted.step_s)
     if budget is not None:
         yield from plan_words.budget_text(budget, best_plan.num_chips)
+    yield Symbols({letter: LETTERS[letter] for letter in ("B", "T", "N", "H", "Hv", "Hf", "L")})
     yield from map(Condition, result.notes)
     if "unmasked" in columns:
         yield Condition("unmasked: MFU without the scores that the mask leaves out; MFU counts them")
+
+
+def _rest_words(plan: Plan) -> str:
+    """Returns the free memory of a chip and the dollars of a million tokens, as far as memory and price are known."""
+    text, limit_bytes = "", plan.setting.memory_limit
+    if math.isfinite(limit_bytes):
+        text += f"; {format_bytes(limit_bytes - plan.predicted.hbm_bytes_per_chip)} of a chip's {format_bytes(limit_bytes)} free"
+    if (usd_per_hour := plan.cluster.chip.price_usd_per_hour) is not None and plan.usd_per_token:
+        text += f"; ${1e6 * plan.usd_per_token:.3g} a million tokens, at ${usd_per_hour:,.2f} a chip-hour"
+    return text
 
 
 def _range_words(estimate: Estimate) -> str:

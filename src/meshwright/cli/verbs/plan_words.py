@@ -155,7 +155,7 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
     petaflop_days_text, years_text = (three_digits(value) for value in (budget.petaflop_days, budget.one_chip_years))
     yield Fact(
         "",
-        f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days_text} petaflop-days, "
+        f"6 x parameters x tokens = {budget.flops:.3g} FLOPs = {petaflop_days_text} petaflop-days, "
         f"{budget.mfu_6nd:.1%} of the chip-hours' peak; {years_text} years on one chip at peak",
     )
     if (failures := budget.failures) is not None:
@@ -207,5 +207,5 @@ def overlap_words(priced: PricedOverlap, setting: Setting, strategy: Strategy) -
         can_compile = target_of(setting.cluster).platform != "cpu" and not setting.assumptions.of_other_software
     except CannotRunError:
         can_compile = False
-    hint_text = ". meshwright verify shows what of it is compiled" * can_compile
-    return f"hides {hidden_text} of {alone_text} of communication; without any the step takes {step_text}{hint_text}"
+    hint_text = " (`meshwright verify` shows what the compiler overlaps)" * can_compile
+    return f"hides {hidden_text} of {alone_text} of communication{hint_text}; without it a step takes {step_text}"

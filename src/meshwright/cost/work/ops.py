@@ -101,8 +101,10 @@ def token_flops(model: Model) -> float:
 
 
 def mfu_words(model: Model) -> str:
-    """Returns the formula of `model_flops` for a training step, in letters."""
-    products_text = "4ND of frozen weights, 6ND of others" if has_frozen_matrices(model) else "6ND"
+    """Returns the formula of `model_flops` for a training step."""
+    products_text = "6 FLOPs a parameter and token"
+    if has_frozen_matrices(model):
+        products_text = "6 FLOPs a trained parameter and token and 4 a frozen one"
     heads = "6 B T N (H + Hv)" if model.latent_attention else "12 B T N H"
     n_near, layers_text = len(model.sliding_layers), "(L + 1)" if model.mtp_layers else "L"
     scores = f"{heads.replace('T', 'T^2')} {layers_text}"
@@ -115,7 +117,7 @@ def mfu_words(model: Model) -> str:
     experts_text = "of chosen experts, " * bool(model.num_experts)
     scores += " and the encoder" * bool(model.encoder)
     suffix = ", with both unembeddings" * bool(model.mtp_layers)
-    return f"{products_text} + {scores}, N {experts_text}without the look-up{suffix}, no causal discount"
+    return f"{products_text} + {scores}, parameters {experts_text}without the look-up{suffix}, no causal discount"
 
 
 def _encoder_flops(model: Model, job: Job, head_widths: int) -> float:
