@@ -17,8 +17,8 @@ from meshwright.report.answer import MORE, Answer
 class Said:
     """What one call left: exit code, standard output (results), standard error (messages), and the verb's answer.
 
-    ``printed(form)`` is the same answer as a call with ``--format`` of that form prints it, worked out once; "text" with
-    --notes, --symbols and --all.
+    ``printed(form)`` is the same answer as a call with ``--format`` of that form prints it, worked out once;
+    "text" with --notes, --symbols and --all.
     """
 
     code: int

@@ -88,5 +88,5 @@ def test_where_nothing_runs_then(call):
 def test_the_plan_itself_is_not_a_question(call):
     plain = call(*BASE, "--axes", "fsdp=32")
     asked = call(*BASE, "--axes", "fsdp=32", "--why-not", "fsdp=32")
-    assert asked.out.startswith(plain.out)
+    assert asked.out.startswith(plain.out.partition("times rest on")[0])
     assert "that is the best of the list itself" in asked.words

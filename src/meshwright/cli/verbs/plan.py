@@ -184,7 +184,8 @@ def _rest_words(plan: Plan) -> str:
     """Returns the free memory of a chip and the dollars of a million tokens, as far as memory and price are known."""
     text, limit_bytes = "", plan.setting.memory_limit
     if math.isfinite(limit_bytes):
-        text += f"; {format_bytes(limit_bytes - plan.predicted.hbm_bytes_per_chip)} of a chip's {format_bytes(limit_bytes)} free"
+        free_text = format_bytes(limit_bytes - plan.predicted.hbm_bytes_per_chip)
+        text += f"; {free_text} of a chip's {format_bytes(limit_bytes)} free"
     if (usd_per_hour := plan.cluster.chip.price_usd_per_hour) is not None and plan.usd_per_token:
         text += f"; ${1e6 * plan.usd_per_token:.3g} a million tokens, at ${usd_per_hour:,.2f} a chip-hour"
     return text

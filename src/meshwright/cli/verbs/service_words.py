@@ -7,10 +7,11 @@ from meshwright.cli.output import three_digits
 from meshwright.cli.verbs.plan_words import engine_lines, service_words
 from meshwright.core.units import counted, format_bytes, format_seconds
 from meshwright.plan.plan_file import EnginePool, ServicePlan
+from meshwright.plan.serving.fleet import ENGINE_SYMBOLS
 from meshwright.plan.serving.result import ServiceResult
 from meshwright.plan.serving.service import TARGETS, Service
 from meshwright.plan.why.why_not_service import ServiceWhyNot
-from meshwright.report.answer import Fact, Heading, Piece, Table, TableColumns
+from meshwright.report.answer import Condition, Fact, Heading, Piece, Symbols, Table, TableColumns
 from meshwright.report.figure import Figure
 from meshwright.report.plans.pareto import services_figure
 from meshwright.report.plans.timeline import slots_figure
@@ -40,18 +41,12 @@ def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
     has_load = service.requests_per_s is not None
     order_text = "best first" if not result.is_frontier else "fewest chips first" if has_load else "most tokens first"
     yield Table.of(listed_plans, service_columns(f"engines, {order_text}", service)).known()
-    if result.is_frontier:
-        num_left = len(result.plans) - len(listed_plans)
-        rest_text = f"; {num_left} more of them are in --json" * bool(num_left)
-        yield f"none of these plans is beaten in both TPOT and tok/s{rest_text}"
     yield from _best_text(result, listed_plans[0])
-    yield Fact(
-        "counted",
-        f"{result.num_services:,} ways to serve fit in memory, {result.num_meeting:,} of them meet the targets"
-        if service.targets
-        else f"{result.num_services:,} ways to serve fit in memory",
-    )
-    yield from result.notes
+    met_text = f", {result.num_meeting:,} of them meet the targets" * bool(service.targets)
+    frontier_text = f"; on their frontier of TPOT and tok/s are {len(result.plans):,}" * result.is_frontier
+    yield Fact("searched", f"{result.num_services:,} services that fit in memory{met_text}{frontier_text}")
+    yield from map(Condition, result.notes)
+    yield Symbols(ENGINE_SYMBOLS)
 
 
 def service_columns(first: str, service: Service) -> TableColumns:
@@ -124,10 +119,10 @@ _MEMORY = {"weights": "weights", "kv_cache": "KV", "activations": "activations"}
 
 
 def _step_words(pool: EnginePool) -> str:
-    """Returns the seconds of a step and of its parts by themselves, the longest first, without small ones."""
+    """Returns the seconds of a step and of its parts before overlap, longest first, without parts below 3%."""
     pairs = sorted(pool.bounds_s.items(), key=lambda part: -part[1])
     words = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in pairs if seconds > 0.03 * pool.step_s)
-    return f"{format_seconds(pool.step_s)} ({words}, each by itself)"
+    return f"{format_seconds(pool.step_s)}; before overlap {words}"
 
 
 def frontier_figure(result: ServiceResult) -> Figure:

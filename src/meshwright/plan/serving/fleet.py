@@ -53,8 +53,20 @@ def layout_of(strategy: Strategy) -> str:
     return next((name for name, rules in LAYOUTS.items() if rules == strategy.assignment), "prompts")
 
 
+ENGINE_SYMBOLS = {
+    "tp": "tensor parallelism",
+    "ep": "expert parallelism, which also splits the sequences",
+    "cp": "context, which splits prompts",
+    "kvb": "context that splits weights as tensor does, and the cache over sequences",
+    "kvs": "context that splits weights as tensor does, and the cache over positions",
+    "wd": "context that splits the other dim of weights (2-D weight-stationary)",
+    "fsdp": "context whose weights prefill gathers",
+}
+"""Prefix of a size in `engine_words` -> the mesh axis."""
+
+
 def engine_words(strategy: Strategy) -> str:
-    """Returns ``"ep8 tp4"``, the sizes of an engine; ``context`` is kvb, kvs or wd where it splits weights too."""
+    """Returns the sizes of an engine's mesh axes, such as ``"ep8 tp4"``, with the prefixes of `ENGINE_SYMBOLS`."""
     label = {"sequences": "kvb", "positions": "kvs", "widths": "wd", "gathered": "fsdp"}.get(layout_of(strategy), "cp")
     return short_mesh(strategy.mesh).replace("cp", label)
 

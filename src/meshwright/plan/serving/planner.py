@@ -186,16 +186,14 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
     """Yields the conventions behind the numbers."""
     model, cluster, usd_per_hour = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
     yield f"times rest on {setting.rates.describe()}"
+    if usd_per_hour is not None:
+        yield f"a chip-hour costs ${usd_per_hour:,.2f}; input tokens pay for prefill, output tokens for generation"
+    else:
+        yield f"{cluster.chip.name} has no price (--price), so no cost is given"
     yield (
-        "tok/s are output tokens per second and chip; tp is the mesh axis tensor; cp is context, which splits prompts, "
-        "named kvb or kvs where it splits weights as tensor does, and caches over sequences (batch) or positions, and "
-        "wd where it splits the other dim of weights (2-D weight-stationary); fsdp where prefill gathers weights"
-        + "; ep is expert, which also splits the sequences (experts with data-parallel attention)"
-        * bool(model.num_experts)
-    )
-    yield (
-        "TPOT is in the steady state with full batches: a step at the mean length of the cache and, where engines "
-        "prefill too, (batch - 1) / output prefills of other prompts"
+        "tok/s: output tokens per second and chip with full batches; TPOT: a step at the mean length of the cache and, "
+        "where engines prefill too, (batch - 1) / output prefills of other prompts; TTFT: without a queue, one prefill "
+        "of all its prompts, and with pools the transfer"
     )
     if service.chunks:
         yield (
@@ -215,11 +213,6 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
         )
     elif model.num_experts and setting.assumptions.holds_empty_slots:
         yield "a step reads the weights of all experts, as this package's compiled step does, also of those not chosen"
-    yield "TTFT is at low load, without a queue: one prefill, of all its prompts, and with pools the transfer"
-    if usd_per_hour is not None:
-        yield f"a chip-hour costs ${usd_per_hour:,.2f}; input tokens pay for prefill, output tokens for generation"
-    else:
-        yield f"{cluster.chip.name} has no price (--price), so nothing is said of cost"
     if math.isinf(setting.memory_limit):
         yield f"the memory of {cluster.short_name} is not known, so it was not compared"
     elif setting.memory_margin:
