@@ -19,89 +19,65 @@ if TYPE_CHECKING:
     from meshwright.serve.opening import OpenedEngine
 
 
-class EngineGiven(Options):
+class EngineGiven(Options, group="Engine"):
     """Options of every verb that opens an engine; those of vLLM are other names of ours."""
 
     what: Path = argument(metavar="FOLDER")
     on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
-    plan: Path | None = option(
-        "A plan written by service -o; it sets the mesh and options not given here.", group="Engine"
-    )
+    plan: Path | None = option("A plan written by service -o; it sets the mesh and options not given here.")
     axes: MeshSizes | None = option(
-        "Mesh axes, such as tensor=2; each index of data has its own engine. Default: planned.", group="Engine"
+        "Mesh axes, such as tensor=2; each index of data has its own engine. Default: planned."
     )
-    max_len: Count | None = option(
-        "Most positions of a request. Default: the model's.", "--max-len", "--max-model-len", group="Engine"
-    )
+    max_len: Count | None = option("Most positions of a request. Default: the model's.", "--max-len", "--max-model-len")
     max_requests: Count | None = option(
-        "Requests that run at once. Default: 256, 32 on CPUs.", "--max-requests", "--max-num-seqs", group="Engine"
+        "Requests that run at once. Default: 256, 32 on CPUs.", "--max-requests", "--max-num-seqs"
     )
     token_budget: Count | None = option(
-        "Tokens of a step. Default: 2,048, 256 on CPUs.",
-        "--token-budget",
-        "--max-num-batched-tokens",
-        group="Engine",
-        is_rare=True,
+        "Tokens of a step. Default: 2,048, 256 on CPUs.", "--token-budget", "--max-num-batched-tokens", is_rare=True
     )
     page_len: Count | None = option(
         "Positions of a page of the cache. Default: 32 on CPUs, 128 on TPUs, 16 on GPUs.",
         "--page-len",
         "--block-size",
-        group="Engine",
         is_rare=True,
     )
     cache_bytes: Bytes | None = option(
         "Memory of the cache on each device, such as 4GB. Default: what the weights leave.",
         "--cache-bytes",
         "--kv-cache-memory",
-        group="Engine",
     )
     host_cache_bytes: Bytes = option(
-        "Host memory for pages of prompts that are evicted from the devices, such as 16GB.",
-        default=0,
-        group="Engine",
-        is_rare=True,
+        "Host memory for pages of prompts that are evicted from the devices, such as 16GB.", default=0, is_rare=True
     )
     cache_dtype: Literal["auto", "bf16", "fp32", "int8", "fp8"] = option(
-        "Dtype of keys and values; auto: the weights'.",
-        "--cache-dtype",
-        "--kv-cache-dtype",
-        default="auto",
-        group="Engine",
+        "Dtype of keys and values; auto: the weights'.", "--cache-dtype", "--kv-cache-dtype", default="auto"
     )
-    weights: WeightStorage = option(
-        "How weights are stored.", "--weights", "--quantization", default="as they are", group="Engine"
-    )
+    weights: WeightStorage = option("How weights are stored.", "--weights", "--quantization", default="as they are")
     draft: str | None = option(
         "What drafts tokens that a step checks together: ngram, or the folder of a smaller model with the same tokens.",
-        "--draft", "--speculative-model", group="Engine")  # fmt: skip
+        "--draft", "--speculative-model")  # fmt: skip
     num_drafts: Count = option(
         "Tokens that --draft proposes in each step.",
         "--num-drafts",
         "--num-speculative-tokens",
         default=4,
         needs={"draft": "--draft"},
-        group="Engine",
         is_rare=True,
     )
     policy: Literal["chunked", "interleaved", "static"] = option(
-        "How requests share steps.", default="chunked", group="Engine", is_rare=True
+        "How requests share steps.", default="chunked", is_rare=True
     )
-    batch_invariant: bool = option(
-        "Results that do not depend, bit for bit, on what else runs.", group="Engine", is_rare=True
-    )
+    batch_invariant: bool = option("Results that do not depend, bit for bit, on what else runs.", is_rare=True)
     adapters: tuple[str, ...] = option(
         "Adapters in PEFT's format, which requests choose by name as their model.",
         "--adapters",
         "--lora-modules",
         metavar="NAME=FOLDER ...",
-        group="Engine",
     )
     no_prefix_cache: bool = option(
         "Recompute shared prefixes instead of reusing their pages.",
         "--no-prefix-cache",
         "--no-enable-prefix-caching",
-        group="Engine",
         is_rare=True,
     )
 

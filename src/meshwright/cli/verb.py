@@ -85,7 +85,7 @@ def option(
     *flags: str,
     needs: dict[str, str] | None = None,
     extra: str = "",
-    group: str = "Options",
+    group: str = "",
     is_rare: bool = False,
     **settings: Any,
 ) -> Any:
@@ -172,6 +172,12 @@ class Options:
     """The options of a verb: one attribute per option or argument, in the order of its help; ``form``: its format."""
 
     form = "text"
+
+    def __init_subclass__(cls, group: str = "Options") -> None:
+        """Puts the options that the class declares without a group under ``group``."""
+        for name, parameter in vars(cls).copy().items():
+            if isinstance(parameter, Parameter) and not parameter.group:
+                setattr(cls, name, msgspec.structs.replace(parameter, group=group))
 
     def __init__(self, **given: Any) -> None:
         self.__dict__.update(given)
