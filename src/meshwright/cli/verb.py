@@ -133,7 +133,8 @@ class VerbCommand(click.Command):
             record = param.get_help_record(ctx)
             if isinstance(param, VerbOption) and record:
                 if shows_all or not param.is_rare:
-                    groups.setdefault(param.group, []).append(record)
+                    group = "Needed" if param.required else param.group
+                    groups.setdefault(group, []).append((record[0], record[1].removesuffix("  [required]")))
                 else:
                     num_rare += param.group != PRINTING
         for group, records in groups.items():

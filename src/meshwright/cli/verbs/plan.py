@@ -48,9 +48,11 @@ class Given(plan_words.PlannerOptions):
         "Hide collectives over tensor behind products.", type=click.Choice(COLLECTIVE_MATMULS)
     )
     full: bool = option("Try every schedule, ZeRO stage, offload and attention; screen nothing out.")
-    breakdown: bool = option("Where the communication of the best plan's step goes; --png draws it.")
-    verify: bool = option("Compile each for its hardware, and list those that run and fit.", extra="run")
-    recipe: bool = option("The rules of thumb of a lecture, step by step, beside the search.")
+    breakdown: bool = option("Where the communication of the best plan's step goes; --png draws it.", group="Questions")
+    verify: bool = option(
+        "Compile each for its hardware, and list those that run and fit.", extra="run", group="Questions"
+    )
+    recipe: bool = option("The rules of thumb of a lecture, step by step, beside the search.", group="Questions")
     serve: bool = option(
         "services have a verb of their own. Write: meshwright service MODEL --on CLUSTER --prompt 8192 --output 512.",
         hidden=True,

@@ -31,7 +31,7 @@ MIN_HIDDEN = 0.1
 
 def why_not_option(example: str) -> Any:
     """Returns the option of questions like ``example``."""
-    return option(f"Why not {example}?", "--why-not", metavar="NAME=VALUE,...")
+    return option(f"Why not {example}?", "--why-not", metavar="NAME=VALUE,...", group="Questions")
 
 
 def what_if_option(names_text: str) -> Any:
@@ -41,6 +41,7 @@ def what_if_option(names_text: str) -> Any:
         f"domain or slice.",
         "--what-if",
         metavar="WHAT=Nx,...",
+        group="Questions",
     )
 
 
@@ -52,9 +53,11 @@ class PlannerOptions(Options):
     top: Count = option("How many plans to list.", default=5)
     pairs: tuple[str, ...] = SET
     calibration: Path | None = CALIBRATION
-    out: Path | None = option("Write the first plan to this file.", "-o", "--out")
-    pareto: bool = option("List the plans that nothing beats: time against memory, cost or tokens per chip.")
-    png: Path | None = option("Draw the plans that nothing beats.")
+    out: Path | None = option("Write the first plan to this file.", "-o", "--out", group="Results")
+    pareto: bool = option(
+        "List the plans that nothing beats: time against memory, cost or tokens per chip.", group="Questions"
+    )
+    png: Path | None = option("Draw the plans that nothing beats.", group="Results")
     why_nots: tuple[str, ...] = why_not_option("tensor=16,remat=block")
     what_ifs: tuple[str, ...] = what_if_option(", ".join(CHANGES))
 
