@@ -1,6 +1,17 @@
 """Tables for other programs."""
 
-from meshwright.report.answer import Paragraph, Table, as_csv, as_markdown, render
+from meshwright.report.answer import (
+    Condition,
+    Detail,
+    Paragraph,
+    Symbols,
+    Table,
+    as_csv,
+    as_markdown,
+    as_text,
+    render,
+    tables_of,
+)
 
 TABLE = Table(["name", "size", "ratio"], [["a,b", 1000, 3.5], ["c|d", None, 1 / 3]])
 
@@ -45,3 +56,40 @@ def test_lines_of_a_cell_hang_where_they_wrap():
         "8 x tp8             2.5  KV",
         "  fp8",
     ]
+
+
+PIECES = [
+    Condition("rates are of the data sheet"),
+    "12 B T^2 FLOPs for 1 T tokens",
+    Table(["step"], [[number] for number in range(5)], "Steps", first=2),
+    Detail("3 limits", [Table(["limit"], [[1], [2], [3]])]),
+    *(Condition(f"condition {number}, " + "which is long " * 5) for number in range(3)),
+    Condition("rates are of the data sheet"),
+    Symbols({"B": "sequences", "T": "positions", "N": "heads"}),
+]
+
+
+def test_a_text_is_an_answer_what_it_rests_on_and_how_to_ask_for_more():
+    lines = "\n".join(as_text(PIECES, 60, more=())).splitlines()
+    assert lines[0] == "12 B T^2 FLOPs for 1 T tokens"
+    assert lines[1:6] == ["Steps", "step", "────", "   0", "   1"]
+    assert lines[7:] == [
+        "rates are of the data sheet",
+        "condition 0, which is long which is long which is long which",
+        "  is long which is long",
+        "B sequences, T positions",
+        "more: --notes (2 more), --all (5 rows of Steps, 3 limits),",
+        "  --symbols",
+    ]
+
+
+def test_a_symbol_counts_where_it_is_no_unit():
+    assert list(as_text(["1 T tokens", PIECES[-1]], 60, more=())) == ["1 T tokens", "more: --symbols"]
+
+
+def test_more_prints_every_row_detail_condition_and_symbol():
+    lines = "\n".join(as_text(PIECES, 60)).splitlines()
+    assert sum(line.strip().isdigit() for line in lines) == 8
+    assert sum(line.startswith("condition") for line in lines) == 3
+    assert lines[-3:] == [f"{name:<18}{text}" for name, text in PIECES[-1].meanings.items()]
+    assert len(tables_of(PIECES)) == 2
