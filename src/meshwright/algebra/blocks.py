@@ -1,7 +1,7 @@
-"""Blocks of a sharded array on the devices of a mesh, in NumPy: which device has which, and steps run on them.
+"""NumPy reference: the block of a sharded array that each device of a mesh has, and steps executed on these blocks.
 
-A device's number is its place in row-major order over the mesh's axes as they are given, major to minor.
-This is the plainest possible execution of derived steps, against which faster ones are checked.
+Devices are numbered in row-major order over the mesh's axes, in the order given, major to minor. Faster executions of
+derived steps are checked against this one.
 """
 
 import math
@@ -80,8 +80,8 @@ def _region(index: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]
 def split(value: np.ndarray, array: ShardedArray, mesh: Mesh) -> list[np.ndarray]:
     """Returns the block of each device. Raises InputError when a dim does not divide.
 
-    An unreduced array is dealt out as addends that differ from device to device, so that a sum that is left
-    out or done twice shows. Their factors are whole numbers with sum 1: whole numbers stay exact.
+    Addends of an unreduced array are its block times integers that differ from device to device and sum to 1, so that a
+    missing or repeated reduction shows, and integers stay exact.
     """
     block_shape = local_shape(array, dict(zip(array.dims, value.shape, strict=True)), mesh)
     other_factors = range(2, product(mesh[a] for a in array.unreduced) + 1)
@@ -116,9 +116,9 @@ def join(blocks: BlockSet, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 
 def execute(
     steps: Iterable[Step], values: Mapping[ShardedArray, BlockSet], mesh: Mesh
 ) -> dict[ShardedArray, Sequence[np.ndarray]]:
-    """Returns blocks of every array after the steps, starting from ``values``.
+    """Returns the blocks of every array after the steps, starting from ``values``.
 
-    Runs collectives, slices, and the local ops "einsum", "add" and "copy".
+    Runs collectives, slices, and the local ops "einsum", "add" and "copy"; an AssertionError names any other op.
     """
     blocks_of = dict(values)
     for step in steps:

@@ -34,13 +34,13 @@ def derive(
     fused_head: bool = True,
     optimizer: str = "adamw",
 ) -> Derived:
-    """Derives the forward, backward and update steps of a program under a strategy's assignment, as they run.
+    """Derives the forward, backward and update steps of a program under a strategy's assignment.
 
-    Mesh axes of one device are left out, so that exactly the derived steps run; with ``symbolic`` every axis
-    stays but those of ``without`` (used only then), and the cost model fills in sizes, also arrays of them.
-    Without ``fused_head`` a chunked loss head computes its logits in both passes, as other software does.
-    ``optimizer`` is the op that updates the weights. Raises InputError for an assignment, remat or optimizer that
-    cannot work (two dims on one axis, a norm over a split D), and CannotRunError for stacks that no pipeline runs.
+    The steps have only mesh axes of several devices; with ``symbolic`` they have all axes but ``without`` (used only
+    then), whatever the sizes, so that the cost model can price sizes that are arrays. Without ``fused_head`` a chunked
+    loss head computes its logits in both passes, as other software does. ``optimizer`` is the op that updates the
+    weights. Raises InputError for an assignment, remat or optimizer that cannot work (two dims on one axis, a norm over
+    a split D), and CannotRunError for a pipeline of a model that stages cannot run.
     """
     all_islands, strategy = strategy, strategy.inner()
     require_stages(program, strategy)
@@ -82,7 +82,7 @@ def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
 
 
 def forward_pass(block: Block, shardings: Shardings) -> Tape:
-    """Returns the tape of one block's forward steps, with the step that makes each result."""
+    """Returns the tape of one block's forward steps; its ``producers`` map each result to the step that makes it."""
     tape = Tape(shardings, block, "forward", _inputs(block, shardings))
     for op in block.ops:
         op_kind(op.kind).forward(tape.at(op))
@@ -120,7 +120,7 @@ def _backward(block: Block, shardings: Shardings, forward: Tape, saved_arrays: l
 
 
 def _both_passes(block: Block, shardings: Shardings) -> list[Step]:
-    """Returns the steps of both passes if nothing is kept."""
+    """Returns the forward and backward steps of a block if no forward result is kept."""
     forward = forward_pass(block, shardings)
     return [*forward.steps, *_backward(block, shardings, forward, []).steps]
 
@@ -142,10 +142,10 @@ def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
 
 
 def _update(program: Program, shardings: Shardings, weights: dict[str, Updated], optimizer: str) -> list[Step]:
-    """Returns the steps that sum the losses and the squared gradient norm, then those that update each shard.
+    """Returns the steps that sum losses and the squared gradient norm over devices, then the steps that update each
+    shard.
 
-    Where the optimizer is split further than the weights, the updated shards are gathered (ZeRO-1 and 2).
-    """
+    Where the optimizer is split further than the weights, the updated shards are gathered (ZeRO-1 and 2)."""
     require_known("optimizer", optimizer, OPTIMIZERS)
     steps, axes = list[Step](), shardings.axes
     stream_axes = next((shardings.declared(block.carry).spread for block in program.blocks if block.carry), axes)

@@ -18,10 +18,10 @@ class BlockSteps(msgspec.Struct, frozen=True):
     """Derived steps of one block, executed ``repeat`` times for every microbatch.
 
     ``kept`` are the forward results, and the block's input, that are stored until its backward pass uses them. With a
-    ``segment`` (a number of layers, or "sqrt" of those on a device) the backward pass begins with ``num_again`` steps
-    of the forward pass, and only each segment's input is stored until then. They run once, or with ``rerun`` as often
-    as it says, for later layers. ``split`` is the backward pass of a pipeline's layers in two parts;
-    the schedule says which microbatches use it.
+    ``segment`` (a number of layers; "sqrt": the square root of the layers on a device) only each segment's input is
+    stored, and the backward pass begins with ``num_again`` steps of the forward pass. These run once per layer, or as
+    often as ``rerun`` says. ``split`` is the backward pass of a pipeline's layer in two parts; the schedule says which
+    microbatches use it.
     """
 
     block: Block
@@ -47,23 +47,23 @@ class BlockSteps(msgspec.Struct, frozen=True):
         return bool(self.block.carry)
 
     def times_again(self, runs: Any = 1) -> Any:
-        """Returns how often all layers together run the first ``num_again`` steps of ``backward`` for a microbatch, in
-        a pipeline whose stages have ``runs`` runs of layers together."""
+        """Returns how often all layers of the block together run the first ``num_again`` steps of ``backward`` for a
+        microbatch; ``runs`` is the number of chunks of a pipeline, over all stages."""
         return self.repeat if self.rerun is None else self.rerun.times(self.repeat, runs)
 
 
 class Derived(msgspec.Struct, frozen=True):
-    """Everything that one step does, and the declared sharding of every variable.
+    """All steps of one training step or server step, and the declared sharding of every variable.
 
     ``update`` are the steps after the last microbatch: the loss and the gradient norm summed over devices, the
     optimizer. Sums of gradients over replicas, and their scatter to the optimizer's shards, are in their block's
     backward pass, with scope "step". ``boundary`` are the steps that send the stream to the next stage and its
-    cotangent back, none without stages; the schedule says how often they run. With ``ahead`` weights are gathered
-    before their layer runs, and those of the loop's last iteration stay gathered until the backward pass. ``ends``
+    cotangent back, none without stages; the schedule says how often they run. With ``ahead`` weights are prefetched:
+    gathered before their layer runs; weights of a loop's last iteration stay gathered until the backward pass. ``ends``
     are the sums over stages, once per step, of the gradients of weights that every stage has: embedding and loss head.
-    ``shared`` are results that later layers read, ``weights`` says how ``optimizer`` updates each weight.
-    ``beside`` are blocks of another program on the same devices, whose weights these hold too. ``outer`` are the sums
-    between islands, each with an `OuterSum` as its details; no program of an island has them.
+    ``shared`` are results that later layers read, ``weights`` says how ``optimizer`` updates each weight. ``beside``
+    are blocks of another program whose weights the devices also hold. ``outer`` are the sums between islands, each with
+    an `OuterSum` as its details; hosts run them, no compiled program.
     """
 
     program: Program
@@ -86,15 +86,15 @@ class Derived(msgspec.Struct, frozen=True):
 
     @property
     def num_layers(self) -> int:
-        """Repeats of the blocks that pipeline stages share out."""
+        """Number of layers: the repeats of all blocks that pipeline stages share out."""
         return sum(block.repeat for block in self.blocks if block.is_layer)
 
     def steps(self, num_microbatches: Any = 1, runs: Any = 1) -> Iterable[tuple[Step, Any]]:
-        """Yields each step of the blocks and the update with how often a training step runs it; ``runs`` are those of
-        `BlockSteps.times_again`.
+        """Yields pairs of each step of the blocks and the update, and how often a training step runs it. ``runs`` is
+        the number of pipeline chunks, as in `BlockSteps.times_again`.
 
-        Gradient sums of scope "step" and updates run once per layer, stacked updates once, whatever the microbatches.
-        """
+        Gradient sums of scope "step" and updates run once per layer, stacked updates once, for any number of
+        microbatches."""
         for block in self.blocks:
             # weights of the loop's last iteration are still gathered from the forward pass
             stay = block.block.num_in_last_iterations if self.ahead and block.is_layer and block.segment is None else 0

@@ -21,12 +21,12 @@ def common_prefix(left: Axes, right: Axes) -> Axes:
 
 @lru_cache(maxsize=4096)
 def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
-    """Returns the steps that reshard ``array`` to the sharding of ``target``, which has the same dims.
+    """Returns the steps that reshard ``array`` to the sharding of ``target``, which has the same dims; () if they are
+    equal.
 
-    Unreduced axes that the target shards are reduce-scattered into place, the others all-reduced; then
-    axes move by all-to-all where they only change dim, are gathered where the target lacks them, and are
-    sliced where it adds them. Empty when nothing has to be done.
-    """
+    Unreduced axes that the target shards are reduce-scattered, other ones all-reduced. Then axes that only change dim
+    move by all-to-all, axes that the target lacks are gathered, and axes that it adds are sliced. Raises InputError if
+    ``target`` is unreduced over axes over which ``array`` is not."""
     not_summable = [axis for axis in target.unreduced if axis not in array.unreduced]
     if not_summable:
         raise InputError(
@@ -102,7 +102,8 @@ def _slice(array: ShardedArray, target: ShardedArray) -> Step | None:
 
 
 def _resolve_conflicts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
-    """Returns operands of which no axis splits two dims: the dim that ``out`` does not keep on the axis loses it."""
+    """Returns operands in which no axis splits two different dims; the dim that ``out`` does not keep on the axis loses
+    it."""
     for axis in lhs.spread:
         left_dim, right_dim = lhs.dim_on(axis), rhs.dim_on(axis)
         if left_dim is None or right_dim is None or left_dim == right_dim:
@@ -122,10 +123,9 @@ def align(
 ) -> tuple[ShardedArray, ShardedArray]:
     """Returns the two operands, sharded so that they can be multiplied locally.
 
-    A shared dim that only one side splits is gathered there, unless the other side may take the axes
-    without communication worth naming: by an all-to-all (it has just given them up on another dim), by a
-    free slice that the output keeps (a batch dim, or a sum that is wanted unreduced), or because the axes
-    are in ``slice_axes``.
+    Where they split a shared dim differently, the further axes are gathered, unless the other operand can take these
+    axes: by an all-to-all (they split another dim of it), by a slice (the output keeps the axes on the dim, or is
+    unreduced over them), or because the axes are in ``slice_axes``.
     """
     left, right = _resolve_conflicts(lhs, rhs, out)
     for dim in (d for d in lhs.dims if d in rhs.dims and left.axes_of(d) != right.axes_of(d)):
@@ -166,7 +166,7 @@ def local_product(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Sh
 def product_steps(
     lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray, *, slice_axes: Collection[str] = ()
 ) -> tuple[Step, ...]:
-    """Returns the steps up to and with the local product, whose result is not yet reduced or resharded."""
+    """Returns the reshards of both operands and the local product, whose result is not yet reduced or resharded."""
     left, right = align(lhs.replace(unreduced=()), rhs.replace(unreduced=()), out, slice_axes=slice_axes)
     reshards = (*reshard(lhs, left), *reshard(rhs, right))
     result = local_product(left, right, out)

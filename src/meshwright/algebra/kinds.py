@@ -17,7 +17,7 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape
 
 OpRule = Callable[[Tape], None]
-"""A function that adds the steps of the op that the tape is at."""
+"""A function that adds to a tape the steps of the op that the tape is `at`."""
 
 CountRule = Callable[[Step, OpSizes], Number]
 """A function that counts the FLOPs or bytes of a step on one device."""
@@ -27,7 +27,7 @@ WorkGroup = Literal["contraction", "attention", "normalisation", "elementwise", 
 
 
 def nothing(step: Step, sizes: OpSizes) -> Number:
-    """Returns 0: no matrix product, or no bytes."""
+    """Returns 0: for steps without matrix products, or without memory traffic."""
     return 0.0
 
 
@@ -42,7 +42,7 @@ def row_stream(step: Step, sizes: OpSizes, *, rows: int = 1) -> Number:
 
 
 def row_bytes(step: Step, sizes: OpSizes, *, numbers: int = 1) -> Number:
-    """Returns the bytes of moved rows, each read and written, and of the input ``numbers``, which says which rows."""
+    """Returns the bytes of moving rows: the result twice (read and written), and input ``numbers``, the row numbers."""
     return sizes.bytes(step.inputs[numbers]) + 2 * sizes.bytes(step.result)
 
 
@@ -67,16 +67,16 @@ class StepKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def no_rule(tape: Tape) -> None:
-    """Refuses the backward pass of an op that only generation has, or any rule of a step that only a rewrite makes."""
+    """Raises AssertionError: the op has no backward pass (generation only), or only a rewrite makes its steps."""
     raise AssertionError(f"{tape.op.kind} has no backward pass; derive it with derive_forward")
 
 
 class Updated(msgspec.Struct, frozen=True, kw_only=True):
     """A weight as an optimizer updates it: the ``shard`` of one layer on one device, and the meaning of its dims.
 
-    ``inputs`` are the input dims of its matrices (() for a vector), ``batch`` those that count matrices: E of experts.
-    ``layers`` is the dim of the layers that have the weight, "" outside the layers; ``layer_axes`` split that dim.
-    """
+    ``inputs`` are the input dims of its matrices (() for a vector), ``batch`` the dims that count matrices: E of
+    experts. ``layers`` is the dim of the layers that have the weight, "" outside the layers; ``layer_axes`` split that
+    dim."""
 
     shard: ShardedArray
     inputs: tuple[str, ...] = ()

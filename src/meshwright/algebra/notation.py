@@ -16,8 +16,8 @@ Sizes = Mapping[str, Any]
 class ShardedArray(msgspec.Struct, frozen=True):
     """A named array: its dims, and for each dim the mesh axes that split it, major to minor.
 
-    ``unreduced`` are the axes over which the blocks still have to be summed, ``{U_X}``; ``dtype`` "" is the state's.
-    """
+    ``unreduced`` are the axes over which the blocks still have to be summed, ``{U_X}``; ``dtype`` "" is the training
+    state's."""
 
     name: str
     dims: tuple[str, ...]

@@ -8,12 +8,12 @@ WEIGHTS = ("weight", "vector")
 """Roles of weights. Training updates weights that are not frozen."""
 
 LOSSES = ("loss", "mtp_loss")
-"""Results that training differentiates: the cross entropy of the next token, and that of the token after it."""
+"""Names of losses that training differentiates: cross entropy of the next token, and of the token after it."""
 
 
 class Variable(msgspec.Struct, frozen=True):
-    """A named array of a program: its dims, the role that decides how it is split, and its dtype if it has one of its
-    own. ``inputs`` are the input dims of a weight's matrices, () for a vector. A ``frozen`` weight is not trained."""
+    """A named array of a program: its dims, its dtype ("": the training state's), and the role that decides how it is
+    split. ``inputs`` are the input dims of a weight's matrices, () for a vector. Training skips a ``frozen`` weight."""
 
     name: str
     dims: tuple[str, ...]
@@ -24,13 +24,13 @@ class Variable(msgspec.Struct, frozen=True):
 
     @property
     def is_whole_numbers(self) -> bool:
-        """True for tokens, labels, positions and what masks read; an encoder's features are floats."""
+        """True for integers: tokens, labels, positions, inputs of masks. An encoder's features (dim M) are floats."""
         return self.role in ("input", "position") and "M" not in self.dims
 
 
 class Op(msgspec.Struct, frozen=True):
-    """``out = kind(inputs; attributes)``; ``inputs`` and ``out`` are names of variables, ``attributes`` facts beside
-    the arrays, such as the window of an attention."""
+    """``out = kind(inputs; attributes)``; ``inputs`` and ``out`` are names of variables, ``attributes`` pairs of name
+    and value, such as the window of an attention."""
 
     kind: str
     inputs: tuple[str, ...]
@@ -39,11 +39,11 @@ class Op(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Ops that run in order; ``repeat`` layers of the model run them. A layer maps the stream ``carry`` to ``result``.
-    ``shares`` are further results of a block of one layer, which later layers read.
+    """Ops that run in order; ``repeat`` layers of the model run them. A layer maps the stream ``carry`` ("": the block
+    is no layer) to ``result``. ``shares`` are further results of a block of one layer, which later layers read.
 
-    Layers run in loops (`algebra.transformer.spans`): ``num_in_last_iterations`` counts those of the block that are in
-    the last iteration of their loop.
+    Layers run in loops (`algebra.transformer.spans`): ``num_in_last_iterations`` counts the block's layers that are in
+    the last iteration of a loop.
     """
 
     name: str
@@ -66,11 +66,11 @@ def layers_dim(block: str) -> str:
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that pass one stream on, by the names of their blocks.
+    """A residual stream with the names of the blocks that it passes.
 
     ``first`` makes the stream ``carry`` ("": an earlier stack's result), ``layers`` are the blocks of the layers in
-    order, and ``last`` ends the stream. ``inputs`` are results of earlier stacks that every layer of this one reads.
-    A stack without a stream is one block, ``last``, which prepares weights that all layers of a later stack read.
+    order, and ``last`` ends the stream. ``inputs`` are results of earlier stacks that every layer of this one reads. A
+    stack without a stream is one block, ``last``, which prepares weights that all layers of a later stack read.
     """
 
     first: str
@@ -101,8 +101,8 @@ class Program(msgspec.Struct, frozen=True):
         return "layer"
 
     def shared_inputs(self, block: str) -> tuple[str, ...]:
-        """Returns the results of earlier stacks, and those that earlier layers share, that every layer of a block
-        reads, by name."""
+        """Returns the names of the results that layers of a block read besides their stream: ``inputs`` of their stack,
+        and ``shares`` of earlier layers."""
         names_read = next((b.reads for b in self.blocks if b.name == block), {})
         from_layers = (name for b in self.blocks if b.name != block for name in b.shares if name in names_read)
         return (*next((stack.inputs for stack in self.stacks if block in stack.layers), ()), *from_layers)

@@ -18,10 +18,10 @@ Scores = Literal["on_chip", "in_memory", "in_memory_16"]
 """Scores of attention: never written, written in float32, or written in 16 bits (as Megatron-LM of 2021 does)."""
 
 WIDTHS = tuple((dim,) for dim in ("D", "Do", "Dl", "F", "Fw", "Fe", "Fs", "H", "Hf", "Hv", "Fx", "Hx", "Dc"))
-"""Last dims of arrays that TPUs have in the lanes of tiles, whatever that adds; of others the compiler chooses."""
+"""Last dims that TPUs lay along the lanes of tiles even if that pads them; for other dims the compiler chooses."""
 
 LANES, SUBLANES = 128, 8
-"""Numbers in the innermost dim of a TPU's tile, and rows of it, each of 32 bits in every lane."""
+"""A TPU's tile has 8 rows of 128 lanes, each of 32 bits."""
 
 
 def moment_bytes(state: str) -> float:
@@ -35,15 +35,15 @@ def master_bytes(state: str) -> float:
 
 
 class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes that counts of a step need: of dims (B of one microbatch) and mesh axes, and element widths.
+    """Sizes from which FLOPs and bytes of a step are counted: dims (B of one microbatch), mesh axes, and element
+    widths.
 
     ``state`` is the training state. ``scores`` says whether attention is one kernel that keeps its T x S scores on
     chip, or a chain of products and a softmax that writes them to memory. With ``causal`` attention skips masked keys,
     about half of them; else every key is counted. ``on_gpus``, ``on_cpus``: XLA compiles for them. ``tile_rows`` are
-    the rows of the tiles from which products on TPUs take 16-bit numbers, 0 on other chips; with ``padded`` bytes of
-    arrays are those of whole tiles. ``sequences`` are those of a packed step (`cost.work.sequences`), and ``cache``
-    remembers bytes of arrays.
-    """
+    the rows of the tiles from which products on TPUs take 16-bit numbers, 0 on other chips; with ``padded`` the bytes
+    of arrays count whole tiles. ``sequences`` are the groups of a packed step (`cost.work.sequences`), and ``cache``
+    remembers bytes of arrays."""
 
     dims: Mapping[str, Number]
     mesh: Sizes
@@ -64,7 +64,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows_each(self) -> Number:
-        """Positions of a sequence that the step runs; of packed sequences the most."""
+        """Positions that the step runs of one sequence; of packed sequences, the most of any."""
         return reduce(np.maximum, (part.rows for part in self.sequences), self.dims["T"])
 
     def elements(self, array: ShardedArray) -> Number:
@@ -79,9 +79,8 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.cache[array]
 
     def _padding(self, array: ShardedArray) -> Number:
-        """Returns the numbers of whole tiles over those of an array: products and attention have widths in the lanes.
-        They have not where these fill less than half of them.
-        """
+        """Returns the factor by which whole tiles exceed an array whose last dim is in `WIDTHS`; 1 if the last dim
+        fills less than half of the lanes, or without ``padded``."""
         if not self.padded or array.dims[-1:] not in WIDTHS:
             return 1.0
         local_width = self.local(array)[array.dims[-1]]

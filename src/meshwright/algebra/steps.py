@@ -12,10 +12,10 @@ from meshwright.core.notation import join_axes
 Phase = Literal["forward", "recompute", "backward", "update"]
 Scope = Literal["layer", "microbatch", "step", "outer"]
 Role = Literal["first", "layer", "last", "head"]
-"""Role of a block in its stack: it makes the stream, passes it on, or ends it; a head ends it in a loss or logits."""
+"""Role of a block in its stack: first makes the stream, layer updates it, last ends it, head makes logits or a loss."""
 
 BOOK_NAMES: dict[str, str] = {op: op.title().replace("_", "") for op in (*COLLECTIVES, "slice")}
-"""Move -> its name in the book: AllGather, ReduceScatter."""
+"""Maps a collective or "slice" to its name in "How to Scale Your Model": "all_gather" -> "AllGather"."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,8 +25,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     local step (`algebra.ops`); ``more`` are further results of a local step. A collective runs over the mesh ``axes``.
     It gathers or scatters ``dim``; an all-to-all moves the axes from ``dim`` to ``to_dim``; an all-reduce computes the
     ``reduction``. A permute sends a device's block to its neighbour, one hop, unless its details are a `Round`
-    (`rewrites.rings`). With ``accumulates`` the result is added to the array that exists already. ``details`` are facts
-    beside the arrays, in a type that the module of the op or of the rewrite declares. A collective matmul computes its
+    (`rewrites.rings`). With ``accumulates`` the result is added to the existing array of that name. ``details`` are the
+    op's parameters, a struct that the module of the op or of the rewrite declares. A collective matmul computes its
     ``parts`` together, block by block along ``dim``. ``role`` is the role of the block. ``phase`` and ``scope`` say
     when and how often the step runs; ``critical`` says whether the next matmul has to wait for it.
     """
@@ -50,7 +50,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def results(self) -> tuple[ShardedArray, ...]:
-        """Everything that the step makes."""
+        """All arrays that the step makes: ``result``, then ``more``."""
         return (self.result, *self.more)
 
     @property
@@ -60,7 +60,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def only_moves(self) -> bool:
-        """True if nothing is computed: a collective, or the part of an array that a device keeps."""
+        """True if nothing is computed: a collective or a slice."""
         return self.is_collective or self.op == "slice"
 
     @property
@@ -70,10 +70,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def full(self) -> ShardedArray:
-        """Array of a collective with the blocks of its group put together; the ring formulas take its bytes.
+        """The array of a collective with the blocks of one group joined, that is without ``axes``; ring formulas take
+        its bytes.
 
-        For a permute it is the block that is sent.
-        """
+        For a permute it is the block that is sent."""
         if self.op == "permute":
             return self.result
         remaining_axes = {

@@ -23,7 +23,7 @@ Details = TypeVar("Details", bound=msgspec.Struct)
 
 
 ALIKE = {"S": "T", "Nx": "N", "Kx": "K", "Fx": "F", "Dc": "F", "Dl": "D", "Vl": "V"}
-"""Dims of an encoder, and of layers' own embeddings, that have the rules of another dim, unless they have their own."""
+"""Dim of an encoder or of per-layer embeddings -> the dim whose rule it follows, unless it has a rule of its own."""
 
 
 class Shardings:
@@ -37,23 +37,23 @@ class Shardings:
         self._arrays: dict[tuple[str, str], ShardedArray] = {}
 
     def declared(self, name: str) -> ShardedArray:
-        """Returns the array of a variable as it is declared."""
+        """Returns the array of a variable in its declared sharding."""
         return self._array(name, "weight")
 
     def cotangent(self, name: str) -> ShardedArray:
-        """Returns the gradient of a variable as it is declared."""
+        """Returns the cotangent of a variable, named d + its name, in its declared sharding."""
         return self._array(name, "grad")
 
     def optimizer(self, name: str) -> ShardedArray:
-        """Returns the part of a weight that one device updates."""
+        """Returns the shard of a weight that one device updates."""
         return self._array(name, "optimizer")
 
     def as_read(self, name: str) -> tuple[ShardedArray, ...]:
-        """Returns a result as declared, and as later layers read it."""
+        """Returns the arrays in which blocks may read a result: as declared, and as later layers share it."""
         return (self.declared(name), *([self.shared[name].given] if name in self.shared else []))
 
     def as_left(self, name: str) -> ShardedArray:
-        """Returns the cotangent of a result as the blocks that read it leave it."""
+        """Returns the cotangent of a result in the sharding in which the blocks that read the result leave it."""
         return self.shared[name].cotangent if name in self.shared else self.cotangent(name)
 
     def _array(self, name: str, weight_role: str) -> ShardedArray:
@@ -109,14 +109,14 @@ class Tape:
         self.left: set[ShardedArray] = set()
 
     def at(self, op: Op) -> "Tape":
-        """Returns the tape at the next op: its inputs and result as declared, and their cotangents."""
+        """Moves the tape to an op: its inputs and result as declared, and their cotangents. Returns the tape itself."""
         self.op, self.out, self.dout = op, self.declared(op.out), self.cotangent(op.out)
         self.inputs, self.dinputs = ([getter(name) for name in op.inputs] for getter in (self.declared, self.cotangent))
         return self
 
     def details(self, form: type[Details]) -> Details:
-        """Returns the attributes of the op as the struct that its module declares, with defaults where they are not
-        given.
+        """Returns the attributes of the op as a ``form``, the struct that its module declares; absent ones have its
+        defaults.
 
         Raises InputError for an attribute that the op does not have, or a value that cannot be read.
         """
@@ -152,18 +152,18 @@ class Tape:
             self.contribute(name, cotangent)
 
     def as_parts(self, cotangents: Iterable[ShardedArray]) -> list[ShardedArray]:
-        """Returns cotangents under other names where they exist: of what several layers read, to which each adds its
-        part by `join_parts`."""
+        """Returns cotangents, each renamed to NAME_part if an array of its name exists already, because several layers
+        read the variable; `join_parts` adds the parts."""
         return [array.replace(name=f"{array.name}_part") if array in self.available else array for array in cotangents]
 
     def join_parts(self, parts: Iterable[ShardedArray], cotangents: Iterable[ShardedArray]) -> None:
-        """Adds parts to the cotangents that exist."""
+        """Adds the steps that add each part from `as_parts` to the cotangent that exists already."""
         for part, array in zip(parts, cotangents, strict=True):
             if part != array:
                 self.run("copy", (part,), array)
 
     def add(self, *steps: Step) -> None:
-        """Adds steps after the steps that make what they need, and skips a move whose result exists."""
+        """Adds steps, each after steps that recompute its missing inputs; skips moves whose result exists."""
         for step in steps:
             has_result = step.result in self.available
             if step.only_moves and has_result:
@@ -189,8 +189,8 @@ class Tape:
         self.available.update(step.results)
 
     def complete(self, product: ShardedArray) -> None:
-        """Reshards the product of the op to its result as declared. Products of several ops that have one result are
-        summed first: the last of them does it."""
+        """Reshards the op's local product to its declared result. If several ops of the block have this result, the
+        last of them sums all their products first."""
         makers, parts = [op for op in self.block.ops if op.out == self.op.out], self.parts.setdefault(self.op.out, [])
         if product not in parts:
             parts.append(product)
@@ -198,7 +198,7 @@ class Tape:
             self._sum(parts, self.out)
 
     def need(self, *arrays: ShardedArray) -> None:
-        """Adds the forward steps that remake arrays which are not kept, and the steps that those need."""
+        """Adds the forward steps that recompute arrays which are not available, and first what these steps need."""
         for array in arrays:
             if array in self.start and array not in self.used:
                 self.used.append(array)
@@ -211,7 +211,7 @@ class Tape:
             self._emit(step, "recompute")
 
     def contribute(self, name: str, array: ShardedArray) -> None:
-        """Adds to the cotangent of a variable, unless the variable depends on no weight that trains."""
+        """Records an addend of a variable's cotangent; ignores variables that depend on no trained weight."""
         if name not in self.shardings.differentiated:
             return
         addends = self.contributions.setdefault(name, [])
@@ -222,7 +222,7 @@ class Tape:
             self.finish(name)
 
     def finish(self, name: str) -> None:
-        """Sums the contributions to a cotangent in the sharding that is declared for it.
+        """Adds the steps that sum the contributions to a cotangent in its declared sharding.
 
         Contributions sharded differently are resharded one collective at a time, the one that needs most collectives
         first, and added as soon as their shardings agree. A partial sum is no longer available to other steps.
@@ -243,7 +243,7 @@ class Tape:
                 self._emit(step, self.phase, scope="step")
 
     def _sum(self, addends: Iterable[ShardedArray], target: ShardedArray) -> None:
-        """Adds the steps that reshard arrays to a target, and adds them as soon as their shardings agree."""
+        """Adds the steps that reshard arrays to a target, and sums them as soon as their shardings agree."""
         moves_of = {a: reshard(a, target) for a in addends}
         while unfinished_moves := {a: steps for a, steps in moves_of.items() if steps}:
             source_array = max(unfinished_moves, key=lambda a: len(unfinished_moves[a]))
@@ -263,7 +263,7 @@ def axes_beside(array: ShardedArray, other: ShardedArray) -> tuple[str, ...]:
 
 
 def require_whole(array: ShardedArray, dim: str, kind: str) -> None:
-    """Raises InputError where a dim that an op reduces over is split."""
+    """Raises InputError if ``array`` is split along ``dim``, over which the op ``kind`` reduces."""
     if array.axes_of(dim):
         raise InputError(
             f"{kind} needs {dim} whole, and {array} splits it over {', '.join(array.axes_of(dim))}. "

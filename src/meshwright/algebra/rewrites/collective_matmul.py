@@ -224,7 +224,7 @@ def _after(member_indices: set[int], predecessors: Sequence[set[int]]) -> set[in
 
 
 def _is_convex(member_indices: set[int], predecessors: Sequence[set[int]]) -> bool:
-    """True if nothing outside comes after one member and before another: then they can be one unit."""
+    """True if no unit outside has to run after one member and before another, so that the members can be one unit."""
     later_indices = _after(member_indices, predecessors)
     return not any(predecessors[index] & later_indices for index in member_indices)
 

@@ -1,4 +1,4 @@
-"""Backward passes beside frozen weights: they make only cotangents that the gradient of a trained weight needs."""
+"""Backward passes of models with frozen weights: they make only cotangents that gradients of trained weights need."""
 
 from collections.abc import Collection, Iterable
 
@@ -13,7 +13,7 @@ def trained(program: Program) -> tuple[Variable, ...]:
 
 
 def moved_buffers(program: Program) -> frozenset[str]:
-    """Returns the corrections of routers that training moves by counts, without a gradient."""
+    """Returns the names of router corrections, which training updates from token counts, without a gradient."""
     ops = (op for block in program.blocks for op in block.ops)
     return frozenset(op.inputs[1] for op in ops if dict(op.attributes).get("correction_rate"))
 
@@ -36,7 +36,7 @@ def differentiated(program: Program) -> frozenset[str]:
 
 
 def needed_steps(steps: Iterable[Step], left: Collection[ShardedArray]) -> tuple[list[Step], set[ShardedArray]]:
-    """Returns the steps that the finished cotangents ``left`` of a backward pass need, and all arrays needed."""
+    """Returns the steps on which arrays ``left`` depend, plus all of scope "step", in order; and all arrays needed."""
     needed_arrays, kept_steps = set(left), list[Step]()
     for step in reversed(list(steps)):
         if step.scope == "step" or not needed_arrays.isdisjoint(step.results):

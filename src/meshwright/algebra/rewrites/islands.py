@@ -1,4 +1,4 @@
-"""The steps between islands: what crosses them of each trained weight, how often, and in how many bits."""
+"""Sums between islands: for each trained weight the array that is exchanged, how often, and in how many bits."""
 
 from collections.abc import Iterator, Mapping
 
@@ -20,8 +20,8 @@ BITS_DTYPE = {32: "fp32", 8: "int8", 4: "int4"}
 class OuterSum(msgspec.Struct, frozen=True, kw_only=True):
     """Details of a collective over islands: it is due every ``period`` steps, and begins ``overlap`` steps earlier.
 
-    It is of ``num_layers`` layers of its weight, with several fragments every ``num_fragments``-th from layer
-    ``fragment`` on; 0 for a weight outside of the layers.
+    It sums ``num_layers`` layers of its weight (0: a weight outside the layers): every ``num_fragments``-th layer from
+    layer ``fragment`` on.
     """
 
     period: int = 1
@@ -33,18 +33,18 @@ class OuterSum(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """``"every 30 steps, 4 bits, fragment 1 of 3"``."""
+        """Period, bits and fragment as text: ``"every 30 steps, 4 bits, fragment 1 of 3"``."""
         parts = [f"every {self.period} steps" if self.period > 1 else "every step", f"{self.bits} bits"]
         parts += [f"fragment {self.fragment + 1} of {self.num_fragments}"] * (self.num_fragments > 1)
         return ", ".join(parts)
 
 
 def across_islands(derived: Derived, strategy: Strategy) -> Derived:
-    """Returns the steps of one island with those between the islands of a strategy as ``outer``.
+    """Returns the derivation of one island with the sums between islands as ``outer``; unchanged for a single island.
 
-    Each island has its own sum of gradients ("gradients"), or its own outer gradient, the weights at its last exchange
-    less those of now: partial sums over the axis ``islands``, each device of its shard, wanted whole. What training
-    moves without a gradient is a part of the latter only. Raises InputError as `fragment_numbers`.
+    Each device sums its shards over the axis ``islands``: of gradients (``islands_sync`` "gradients"), else of outer
+    gradients (weights after the last exchange less present weights), router corrections included. Raises InputError if
+    a fragment would have no weights.
     """
     if strategy.num_islands == 1:
         return derived
@@ -59,12 +59,12 @@ def across_islands(derived: Derived, strategy: Strategy) -> Derived:
 
 
 def fragment_numbers(forms: Mapping[str, tuple[int, int]], count: int) -> dict[str, range]:
-    """Maps weights, each given by its layers (0: it is of no layer) and dims of one, to those of ``count`` fragments
-    that have a part: layer i is in fragment i mod count (Streaming DiLoCo, arXiv 2501.18512).
+    """Maps each weight to the fragments, numbers below ``count``, that have a part of it: layer i is in fragment i mod
+    count (Streaming DiLoCo, arXiv 2501.18512). ``forms`` maps names to layers (0: outside the layers) and dims of one
+    layer.
 
-    What is no layer follows as further layers of the weights that have the most: matrices, then vectors, by name. As no
-    sizes are needed, a derivation says what a run sends. Raises InputError if a fragment has nothing.
-    """
+    Weights outside the layers count as further layers after the last one, one each: matrices, then vectors, by name. No
+    sizes are needed. Raises InputError if a fragment has no weights."""
     most_layers = max((layers for layers, _ in forms.values()), default=0)
     others = sorted((num_dims < 2, name) for name, (layers, num_dims) in forms.items() if not layers)
     numbers = {name: range(min(count, layers)) for name, (layers, _) in forms.items() if layers}

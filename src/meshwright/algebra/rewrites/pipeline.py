@@ -20,11 +20,11 @@ NO_SHARING = "a model whose layers share keys or embeddings does not run in a pi
 
 
 class SplitBackward(msgspec.Struct, frozen=True):
-    """A layer's backward pass in two parts, for schedules whose weight gradients have a pass of their own.
+    """A layer's backward pass in two parts, for schedules that run the weight gradients in a separate pass.
 
-    Both are indices of the backward steps that run for each microbatch: ``inputs`` are a segment's second run and the
-    steps that the cotangent of the layer's input needs, ``weights`` are the rest. ``handed`` are arrays that the second
-    part needs from the first, besides weights and inputs: activations, cotangents, finished gradients.
+    ``inputs`` and ``weights`` are indices of backward steps that run for each microbatch: first the recomputed segment
+    and the steps that the cotangent of the layer's input needs, then the rest. ``handed`` are the arrays that the
+    second part takes from the first, besides weights and inputs: activations, cotangents, finished gradients.
     """
 
     inputs: tuple[int, ...]
@@ -35,8 +35,8 @@ class SplitBackward(msgspec.Struct, frozen=True):
 class StageLayers(NamedTuple):
     """The layers of virtual stages. All devices run one program, so each stage runs the blocks of ``pattern``.
 
-    ``places`` has, for each stage, the layer at each place of the pattern, or -1. A layer whose weights are zero adds
-    nothing to the stream; such layers run at the places without one.
+    ``places`` has, for each stage, the number of the layer that runs as each block of the pattern, or -1: a layer of
+    zero weights runs there, which adds nothing to the stream.
     """
 
     pattern: tuple[str, ...]
@@ -47,8 +47,8 @@ class StageLayers(NamedTuple):
 def stage_layers(names: tuple[str, ...], stages: int) -> StageLayers:
     """Returns the layers of each of ``stages``; ``names`` are the blocks of the model's layers, in order.
 
-    The pattern is the shortest part of ``names`` that can hold the layers of every stage, and stages are as equal as
-    it allows; of more stages than layers some have none.
+    The pattern is the shortest run of consecutive ``names`` that has room for the layers of every stage, and stages are
+    as equal as it allows; of more stages than layers some have none.
     """
     for num_blocks in range(-(-len(names) // stages), len(names)):
         for pattern in dict.fromkeys(names[start : start + num_blocks] for start in range(len(names) - num_blocks + 1)):
@@ -59,7 +59,7 @@ def stage_layers(names: tuple[str, ...], stages: int) -> StageLayers:
 
 
 def _places(names: Sequence[str], stages: int, pattern: Sequence[str], *, even: bool) -> tuple[tuple[int, ...], ...]:
-    """Returns the places of all layers, () if they do not fit: as many in each stage as fit, or an ``even`` share."""
+    """Returns `StageLayers.places`, () if layers do not fit: a stage takes all that fit, at most an ``even`` share."""
     next_layer, layers_by_stage = 0, []
     for stage in range(stages):
         end_layer = next_layer + -(-(len(names) - next_layer) // (stages - stage)) if even else len(names)
@@ -73,15 +73,15 @@ def _places(names: Sequence[str], stages: int, pattern: Sequence[str], *, even: 
 
 
 def no_stages(program: Program) -> str:
-    """Returns why stages cannot hold the layers, "" if they can: the stream of every stack begins in the stack itself,
-    so that all streams enter the first stage, and no layer reads more than the stream of one before it."""
+    """Returns why a model cannot run in pipeline stages, "" if it can: each stack has to make its own stream, which
+    enters the first stage, and no layer may read results of another layer besides the stream."""
     if not all(stack.first or not stack.carry for stack in program.stacks):
         return NO_PIPELINE
     return NO_SHARING * any(block.shares for block in program.blocks)
 
 
 def require_stages(program: Program, strategy: Strategy) -> None:
-    """Raises CannotRunError for a pipeline of layers that stages cannot hold."""
+    """Raises CannotRunError if the strategy has pipeline stages and the program cannot run in stages (`no_stages`)."""
     if (reason := no_stages(program)) and strategy.mesh.get("pipeline", 1) > 1:
         raise CannotRunError(reason)
 
@@ -89,7 +89,7 @@ def require_stages(program: Program, strategy: Strategy) -> None:
 def boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
     """Returns the steps that send the stream of each stack to the next stage and its cotangent back; () without stages.
 
-    If a stream is whole over ``tensor``, each device of that axis sends a part, which the next stage gathers.
+    If ``tensor`` does not split a stream, each device of that axis sends a part, and the next stage gathers the parts.
     """
     stream_names = dict.fromkeys(block.carry for block in program.blocks if block.carry)
     if not _has_stages(program, shardings) or not stream_names:

@@ -59,8 +59,8 @@ def keeps_logits(strategy: Strategy) -> bool:
 
 
 def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
-    """Returns the steps of a block. With segments a layer's backward pass begins with its forward steps, in the
-    phase recompute, or backward for gathers of weights: all of them, or with a `Rerun` those that the stream needs."""
+    """Returns a block's steps; with segments a layer's backward pass begins with its forward steps (with a `Rerun` only
+    those that the stream needs), in the phase recompute, or backward for gathers of weights."""
     segment, rerun = shardings.strategy.segment, None
     if segment is None or not steps.is_layer:
         return steps

@@ -1,5 +1,5 @@
-"""Key and value heads that ``tensor`` does not divide: they are repeated, so that every device has those of its own
-queries. The weights of keys and values are whole over ``tensor`` then."""
+"""Repeats key and value heads whose number ``tensor`` does not divide, so that every device has the heads that its
+queries read. The weights of keys and values are then whole over ``tensor``."""
 
 import math
 
@@ -9,7 +9,7 @@ from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.spec.strategy import GENERATION_RULES, REPEATED_HEADS, Strategy
 
 READERS = ("attention", "cache_write")
-"""Ops that need the keys and values of the device's own queries."""
+"""Ops whose inputs of keys and values are repeated."""
 KV_HEADS = {"K", "Kf"}
 """Dims of kv heads, which are repeated as Kt and Kft, or Kct and Kfct."""
 
@@ -20,7 +20,7 @@ def repeated_dim(strategy: Strategy) -> str:
 
 
 def with_repeated_heads(strategy: Strategy) -> Strategy:
-    """Returns the strategy with its rules of kv heads for repeated ones: no axis splits K itself then."""
+    """Returns the strategy with its rules for K moved to the repeated heads (`repeated_dim`); no axis splits K then."""
     new_dim, old_rules = repeated_dim(strategy), GENERATION_RULES | strategy.assignment
     new_rules = {
         role: {new_dim if dim == "K" else dim: axes for dim, axes in rules.items()} for role, rules in old_rules.items()
@@ -29,15 +29,15 @@ def with_repeated_heads(strategy: Strategy) -> Strategy:
 
 
 def strategy_of_heads(strategy: Strategy, num_kv_heads: int) -> Strategy:
-    """Returns the strategy with repeated kv heads where the devices that split the heads do not divide their number;
-    of layers with several numbers, all of them."""
+    """Returns the strategy with repeated kv heads if the devices that split heads do not divide ``num_kv_heads``, else
+    the strategy unchanged. Layers with several numbers of kv heads: pass their greatest common divisor."""
     num_devices = math.prod(strategy.mesh.get(axis, 1) for axis in REPEATED_HEADS[repeated_dim(strategy)])
     is_standard = strategy.rules("activation").get("K") == ("tensor",)
     return with_repeated_heads(strategy) if is_standard and num_kv_heads % num_devices else strategy
 
 
 def repeating(program: Program, strategy: Strategy) -> Program:
-    """Returns the program in which attention reads, and caches hold, the kv heads that the strategy's rules name."""
+    """Returns the program; with a rule for repeated heads, kv heads are repeated before attention and in caches."""
     dim = next((dim for dim in REPEATED_HEADS if dim in strategy.rules("activation")), "")
     if not dim:
         return program
@@ -52,7 +52,7 @@ def _renamed(dims: tuple[str, ...], new_dim: str) -> tuple[str, ...]:
 
 
 def _ops(block: Block, variables: dict[str, Variable], dim: str) -> tuple[Op, ...]:
-    """Returns the ops of a block with repeats before the first op that reads them; adds their results to
+    """Returns a block's ops with a ``repeat_heads`` op for each kv array before the first reader; adds their results to
     ``variables``."""
     ops, repeat_of = list[Op](), dict[str, str]()
     for op in block.ops:

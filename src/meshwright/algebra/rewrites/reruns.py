@@ -21,8 +21,8 @@ class Rerun(msgspec.Struct, frozen=True):
     segment: int
 
     def times(self, repeat: int, runs: Number = 1) -> Number:
-        """Returns how often ``repeat`` layers of the block run again in one backward pass of all layers, on average if
-        these are in ``runs`` runs of a pipeline, each with its own segments; ``runs`` may be an array."""
+        """Returns how often layers of the block run again in one backward pass, of ``repeat`` such layers in all.
+        ``runs`` is the number of pipeline chunks, each with its own segments; it may be an array."""
         distinct_runs, run_indices = np.unique(runs, return_inverse=True)
         mean_reruns = []
         for num_runs in distinct_runs:

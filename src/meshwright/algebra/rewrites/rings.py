@@ -50,8 +50,8 @@ def num_before(window: int | None, ring_size: Number, sizes: OpSizes, *, chunked
 
 
 def positions_back(window: int, length: Number, *, chunked: bool) -> Number:
-    """Returns how many positions before those of a device, ``length`` of them, its queries see at most: all but one of
-    a window. Where devices begin in chunks differ by multiples of the greatest common divisor of both lengths."""
+    """Returns how many positions before its own ``length`` a device's queries see at most: ``window`` - 1; with chunks
+    ``window`` - gcd(``length``, ``window``), as starts of devices and chunks differ by multiples of it."""
     return window - np.gcd(np.asarray(length, dtype=np.int64), window) if chunked else window - 1
 
 

@@ -1,7 +1,5 @@
-"""Gradients of weights: as a microbatch leaves them, their sums once per step, and backward passes in two parts.
-
-And what the update does with each weight.
-"""
+"""Gradients of weights after a microbatch, their sums once per step, backward passes in two parts, and the update of
+each weight."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -24,7 +22,7 @@ def cotangent_of(derived: Derived, name: str) -> ShardedArray:
 
 
 def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
-    """Maps each weight to its gradient as a microbatch leaves it, before the sums that run once per step."""
+    """Maps each weight to the sharding of its gradient after a microbatch, before the sums that run once per step."""
     sum_steps_of = step_steps(derived)
     return {
         name: sum_steps_of[name][0].inputs[0] if name in sum_steps_of else shard.replace(name=f"d{name}")
@@ -33,7 +31,7 @@ def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
 
 
 def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
-    """Maps a weight to the steps that run once per step on its gradient, during or after the last microbatch."""
+    """Maps each weight to the steps of scope "step" on its gradient, which run during or after the last microbatch."""
     steps_by_weight: dict[str, tuple[Step, ...]] = {}
     for step in (step for block in derived.blocks for step in block.backward if step.scope == "step"):
         name = step.result.name.removeprefix("d")
@@ -42,7 +40,7 @@ def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
 
 
 class WeightUpdate(NamedTuple):
-    """The steps that reshard a weight as the optimizer's state, those that update it, and those that bring it back."""
+    """Update steps of one weight: moves to the optimizer's sharding, the optimizer's steps, and moves back."""
 
     before: list[Step]
     update: list[Step]
@@ -62,7 +60,8 @@ def weight_updates(derived: Derived) -> dict[str, WeightUpdate]:
 
 
 def state_of_layer(weight: Updated, steps: Iterable[Step]) -> tuple[ShardedArray, ...]:
-    """Returns the running means of one layer that the steps of an update read and replace."""
+    """Returns the optimizer states (such as moments) that update steps of a weight read and replace, without the dim of
+    layers."""
     return tuple(
         array.replace(dims=array.dims[num_leading:], axes=array.axes[num_leading:])
         for step in steps
@@ -90,9 +89,9 @@ def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:
 
 
 def meetings(derived: Derived) -> tuple[Step, ...]:
-    """Returns the permutes of a pipeline with two copies of the weights, in which each device has the layers of two
-    stages, and what ends stacks between them: weights are sent to the device at the other end of the pipeline before a
-    step, and their gradients, summed in float32, and router counts are sent back after it."""
+    """Returns the permutes of a pipeline with two copies of the weights, where each device runs two stages: before a
+    step it sends weights of layers and of blocks between stacks to the device at the mirrored position, and after the
+    step their gradients, summed in float32, and router counts back."""
     gradient_of = gradient_arrays(derived)
     sent_arrays: list[tuple[ShardedArray, Phase]] = []
     block_role = derived.program.block_role
@@ -109,7 +108,7 @@ def meetings(derived: Derived) -> tuple[Step, ...]:
 
 
 def once_per_layer(block: BlockSteps) -> tuple[Step, ...]:
-    """Returns the backward steps of one layer and microbatch, without sums over the step and a segment's second run."""
+    """Returns the backward steps of a block without recomputed segments and without sums of scope "step"."""
     return tuple(step for step in block.backward[block.num_again :] if step.scope != "step")
 
 
@@ -121,8 +120,8 @@ def with_split_backward(derived: Derived) -> Derived:
 
 
 def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
-    """Splits a backward pass: first the steps that the cotangents of the stream and of earlier stacks' results need,
-    then the others, in derived order."""
+    """Splits a backward pass: first the steps that the cotangents of the stream and of shared inputs need, then the
+    rest, in derived order."""
     shared = [derived.shared[name] for name in derived.program.shared_inputs(block.name)]
     needed_arrays = {cotangent_of(derived, block.block.carry), *(result.cotangent for result in shared)}
     input_places, weight_places = list(range(block.num_again)), list[int]()

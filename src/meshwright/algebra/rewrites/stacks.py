@@ -1,5 +1,4 @@
-"""Results that later layers read, of an earlier stack, as a decoder reads its encoder's, or of an earlier layer: they
-are resharded once for all layers, and their cotangents are reduced once, after all layers have added to them."""
+"""Results of earlier stacks or layers that later layers read: resharded once, and their cotangents reduced once."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,15 +11,16 @@ from meshwright.core.errors import InputError
 
 
 class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
-    """A result as the later layers that read it need it sharded, and its cotangent as they leave it,
-    which may be unreduced until all layers have added to it."""
+    """A shared result in the sharding in which later layers read it, and its cotangent in the sharding in which they
+    leave it, perhaps unreduced until all layers have added to it."""
 
     given: ShardedArray
     cotangent: ShardedArray
 
 
 def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]]) -> dict[str, SharedInput]:
-    """Returns every `SharedInput` of a program by name. ``steps_of`` returns the steps of both passes of a block."""
+    """Returns every `SharedInput` of a program by name. ``steps_of`` returns the steps of both passes of a block.
+    Raises InputError if layers need a result in different shardings."""
     shared_by_name: dict[str, SharedInput] = {}
     readers = {block.name: program.shared_inputs(block.name) for block in program.blocks}
     steps_by_block = {block.name: list(steps_of(block)) for block in program.blocks if readers[block.name]}

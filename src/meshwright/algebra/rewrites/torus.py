@@ -1,11 +1,11 @@
-"""Sums over a whole torus run in two turns, and small ones along one physical axis after the other.
+"""Legs of collectives on a torus: large sums over a whole torus run in two legs, small ones along one axis after
+another.
 
 A reduce-scatter over a whole slice, and one of a small array over any part of it, is compiled as an all-reduce of the
 whole array on TPUs, which sends twice the bytes. A large one over a part of the slice, and then one over the rest, stay
-reduce-scatters, which send (n - 1)/n of the array in all: see `second_turn`. So are gathers of small arrays over a
-whole slice compiled, and of all arrays over several whole slices or where two mesh axes share physical axes: these run
-along one axis after the other. Others stay what they are, and use all axes at once.
-"""
+reduce-scatters, which send (n - 1)/n of the array in all: see `second_turn`. Gathers run along one axis after another
+where TPUs would compile them as all-reduces too: of small arrays over a whole slice, and of all arrays over several
+whole slices or where two mesh axes share physical axes. Other collectives use all axes at once."""
 
 import math
 import re
@@ -22,11 +22,11 @@ from meshwright.spec.cluster_shapes import SLICES, TORUS_AXES
 from meshwright.spec.strategy import Strategy
 
 SMALL_BYTES = 2**25
-"""Arrays of fewer bytes go leg by leg. libtpu 0.0.51 compiles one gather over a whole v5e:8x8 or v5e:16x16 as an
-all-reduce up to 17 MB, and as a gather from 34 MB (2026-11-24); 0.0.42 one scatter over 8 x 8 x 8 of v5p:16x16x16 as an
-all-reduce up to 10 MB, and as a scatter from 94 MB (2026-11-25). On v5p:4x4x4 all sizes are an all-reduce if the
-group's order of chips interleaves a physical axis with others, else none. Over two whole slices of v4p or v5p all sizes
-are (libtpu 0.0.42, 2026-11-25), of v5e, v6e and tpu7x none."""
+"""Arrays of fewer bytes are gathered and scattered leg by leg. libtpu 0.0.51 compiles one gather over a whole v5e:8x8
+or v5e:16x16 as an all-reduce up to 17 MB, and as a gather from 34 MB (2026-11-24); 0.0.42 one scatter over 8 x 8 x 8 of
+v5p:16x16x16 as an all-reduce up to 10 MB, and as a scatter from 94 MB (2026-11-25). On v5p:4x4x4 all sizes are an
+all-reduce if the group's order of chips interleaves a physical axis with others, else none. Over two whole slices of
+v4p or v5p all sizes are (libtpu 0.0.42, 2026-11-25), of v5e, v6e and tpu7x none."""
 
 _PLACED = re.compile(r"(?:(\d+) of )?(\S+) \((\d+)\)")
 
@@ -46,8 +46,8 @@ def parts_of(placement: Mapping[str, str], axis: str) -> tuple[PlacedPart, ...]:
     """Returns the parts of a mesh axis, major to minor; () for one chip.
 
     Slices and levels of switches come first, outermost first, then torus axes, the longest before shorter ones: sums
-    cross these in this order, and copy nothing between. ``placement`` is that of a strategy, such as
-    ``{"fsdp": "8 of x (16) x y (8)"}``.
+    cross the parts in this order without copies between. ``placement`` is a strategy's, such as ``{"fsdp": "8 of x (16)
+    x y (8)"}``.
     """
     matches = _PLACED.findall(placement.get(axis, ""))
     parts = [PlacedPart(link, int(factor or size)) for factor, link, size in reversed(matches)]
@@ -70,12 +70,12 @@ def mesh_order(
 
 
 class Legs(msgspec.Struct, frozen=True, dict=True):
-    """The legs that a collective crosses one after the other: physical axes, or all torus axes together.
+    """The legs that a collective crosses one after another: physical axes, or all torus axes together.
 
-    ``parts`` are the factors of its group, major to minor, of the mesh ``axes``; ``order`` has for each leg, in the
-    order in which a sum crosses them, the indices of its parts. Gathers cross them in reverse. ``at_once`` is the order
-    of gathers, and of sums of large arrays, if it is another. ``fills_slices``: the group is several whole slices.
-    """
+    ``parts`` are the factors of its group, major to minor, and ``axes`` their mesh axes; ``order`` has for each leg, in
+    the order in which a sum crosses the legs, the indices of its parts. Gathers cross them in reverse. ``at_once`` is
+    the order of gathers, and of sums of large arrays, if it differs. ``fills_slices``: the group is several whole
+    slices."""
 
     parts: tuple[int, ...]
     axes: tuple[str, ...]
@@ -84,7 +84,7 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
     fills_slices: bool = False
 
     def of(self, op: str, full_bytes: int) -> "Legs":
-        """Returns the legs with the order in which a collective crosses them with an array of so many bytes."""
+        """Returns the legs in the order for ``op`` on an array of ``full_bytes``: gathers, large sums ``at_once``."""
         if self.at_once and (op == "all_gather" or full_bytes >= SMALL_BYTES):
             return msgspec.structs.replace(self, order=self.at_once, at_once=())
         return self
@@ -101,7 +101,7 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def is_interleaved(self) -> bool:
-        """True if other parts of the group are between those of a leg."""
+        """True if the parts of some leg are not consecutive in the group."""
         return any(leg != tuple(range(leg[0], leg[-1] + 1)) for leg in self.order)
 
     @cached_property
@@ -114,14 +114,14 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
 
 
 def second_turn(factors: Mapping[str, Sequence[int]], used: Collection[str]) -> tuple[str, int]:
-    """Returns the torus axis, and the number of its chips, that a large scatter crosses after all others; ("", 1) if it
-    crosses all at once.
+    """Returns the torus axis, and the number of its chips, that a large scatter crosses after all other chips; ("", 1)
+    if it crosses all at once.
 
-    ``factors`` are a group's on each torus axis, major to minor; ``used`` has the axes on which other groups lie. Over
-    a slice of three axes, or over two of them and a part of the third, libtpu sums the whole array, and over a slice
-    of two equal axes of at least 4 chips. So of three axes the shortest comes later, and of two the neighbours on one:
-    2 chips of an even number. libtpu 0.0.52 scatters in both turns on v4p, v5e, v5p, v6e and tpu7x, and at once over
-    slices of 2x2 and of unequal axes of v5e and v6e (2026-11-28).
+    ``factors`` are a group's sizes on each torus axis, major to minor; ``used`` has the axes that other groups use.
+    Over a slice of three axes, or over two of them and a part of the third, libtpu sums the whole array, and over a
+    slice of two equal axes of at least 4 chips. So of three axes the shortest comes later, and of two the neighbours on
+    one: 2 chips of an even number. libtpu 0.0.52 scatters in both turns on v4p, v5e, v5p, v6e and tpu7x, and at once
+    over slices of 2x2 and of unequal axes of v5e and v6e (2026-11-28).
     """
     links = sorted(factors, key=lambda link: -math.prod(factors[link]))
     link_sizes = [math.prod(factors[link]) for link in links]
@@ -134,11 +134,11 @@ def second_turn(factors: Mapping[str, Sequence[int]], used: Collection[str]) -> 
 
 
 def group_legs(strategy: Strategy, axes: tuple[str, ...], *, scatters: bool = False) -> Legs | None:
-    """Returns the legs of a group of mesh axes; None if no part of it is on a torus, or the strategy's placement is not
-    of its mesh.
+    """Returns the legs of a group of mesh axes; None if no part of it is on a torus, or the strategy's placement does
+    not fit its mesh.
 
     Each torus axis is a leg, the longest first, and slices follow. If the group does not fill a slice, all torus axes
-    can be crossed at once; where it ``scatters``, all but those of its `second_turn`.
+    can be crossed at once; a group that ``scatters`` crosses the chips of its `second_turn` in a leg after.
     """
     axis_parts = [(axis, part) for axis in axes for part in parts_of(strategy.placement, axis)]
     group_size = math.prod(strategy.mesh[axis] for axis in axes)
@@ -178,7 +178,7 @@ def _order(parts: Sequence[PlacedPart], leg_names: Sequence[str]) -> tuple[tuple
 
 
 def leg_by_leg(steps: Iterable[Step], strategy: Strategy) -> tuple[Step, ...]:
-    """Returns steps whose gathers and reduce-scatters have their `Legs` as details."""
+    """Returns the steps; every gather and reduce-scatter gets its `Legs` as details."""
     return tuple(
         msgspec.structs.replace(step, details=group_legs(strategy, step.axes, scatters=step.op == "reduce_scatter"))
         if step.op in ("all_gather", "reduce_scatter")
@@ -188,7 +188,7 @@ def leg_by_leg(steps: Iterable[Step], strategy: Strategy) -> tuple[Step, ...]:
 
 
 def blocks_leg_by_leg(blocks: Iterable[BlockSteps], strategy: Strategy) -> tuple[BlockSteps, ...]:
-    """Returns blocks with their steps after `leg_by_leg`."""
+    """Returns the blocks; every gather and reduce-scatter in them gets its `Legs` as details."""
     return tuple(
         msgspec.structs.replace(
             block, forward=leg_by_leg(block.forward, strategy), backward=leg_by_leg(block.backward, strategy)
@@ -198,8 +198,8 @@ def blocks_leg_by_leg(blocks: Iterable[BlockSteps], strategy: Strategy) -> tuple
 
 
 class CrossedLeg(NamedTuple):
-    """One leg of a collective: its devices, its mesh axes, and the parts into which longer legs have divided the
-    array."""
+    """One leg of a collective: its devices, its mesh axes, and the number of parts into which the legs before it in
+    `Legs.order` have divided the array."""
 
     size: int
     axes: tuple[str, ...]
@@ -207,9 +207,9 @@ class CrossedLeg(NamedTuple):
 
 
 def crossed_legs(step: Step, full_bytes: int) -> tuple[CrossedLeg, ...]:
-    """Returns the legs of a collective that crosses several one after the other; () for every other step.
+    """Returns the legs of a gather or reduce-scatter that crosses several one after another; () for every other step.
 
-    ``full_bytes`` are those of the step's whole array.
+    ``full_bytes`` are the bytes of the step's whole array (`Step.full`).
     """
     if step.op not in ("all_gather", "reduce_scatter") or not isinstance(step.details, Legs):
         return ()
