@@ -1,7 +1,7 @@
 """One file per op: its sharding rules forward and backward, and FLOPs, bytes and group of the steps they make.
 
-`nn.ops` has a file of the same name for each, with the JAX functions. Some ops stand in no program, only in steps.
-"""
+`nn.ops` has a file of the same name for each, with the JAX functions. Some ops occur only in derived steps, in no
+program."""
 
 import functools
 import pkgutil

@@ -29,8 +29,8 @@ def stacked(weight: Updated, name: str) -> ShardedArray:
 
 
 def update(weight: Updated) -> tuple[Step, ...]:
-    """Returns the steps that make the moments, the scaled gradient, the mean squares of it and of the weight, and the
-    clipped change."""
+    """Returns the steps that make the moments, the scaled gradient, the mean squares of that gradient and of the
+    weight, and the clipped change of the weight."""
     shard, name, steps = weight.shard, weight.shard.name, list[Step]()
 
     def run(op: str, inputs: tuple[ShardedArray, ...], result: ShardedArray, *more: ShardedArray) -> None:

@@ -1,4 +1,4 @@
-"""AdamW: two moments of each weight, the running means of its gradient and of its square."""
+"""AdamW: two moments of each weight, the running means of the gradient and of the squared gradient."""
 
 from functools import partial
 
@@ -10,14 +10,14 @@ from meshwright.spec.strategy import STATE_BYTES
 
 
 def elementwise_update(op: str, kinds: tuple[str, ...], weight: Updated) -> tuple[Step, ...]:
-    """Returns the step of an optimizer that works on each entry by itself, and keeps a running mean of each kind."""
+    """Returns the step of optimizer ``op``, which updates each entry by itself, with a running mean of each kind."""
     shard = weight.shard
     means = tuple(shard.replace(name=f"{shard.name}.{kind}.state", dtype="fp32") for kind in kinds)
     return (Step(op=op, inputs=(shard.replace(name=f"d{shard.name}"), shard, *means), result=shard, more=means),)
 
 
 def update_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts two reads of the gradient (norm and use), and weights, moments and master copy, read and written."""
+    """Returns the bytes of two reads of the gradient, and of weights, moments and master copy, read and written."""
     gradient, weight, *moments = step.inputs
     element_bytes = sizes.width + master_bytes(sizes.state) + len(moments) * moment_bytes(sizes.state)
     return 2 * gradient_bytes(gradient, sizes) + 2 * sizes.elements(weight) * element_bytes
@@ -29,7 +29,7 @@ def gradient_bytes(gradient: ShardedArray, sizes: OpSizes) -> Number:
 
 
 def elementwise_optimizer(name: str, *kinds: str) -> OpKind:
-    """Returns the kind of an elementwise optimizer that keeps running means of these kinds."""
+    """Returns the `OpKind` of an elementwise optimizer called ``name`` that keeps running means of these kinds."""
     return OpKind(
         update=partial(elementwise_update, name, kinds),
         steps={name: StepKind(hbm_bytes=update_bytes, group="optimizer")},

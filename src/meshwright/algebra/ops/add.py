@@ -6,13 +6,13 @@ from meshwright.algebra.tape import Tape, axes_beside
 
 
 def forward(tape: Tape) -> None:
-    """Reshards inputs to the sharding of the result; an input that lacks a dim is broadcast."""
+    """Adds the op in the sharding of its result, after reshards; an input that lacks a dim is broadcast."""
     out = tape.out
     tape.run(tape.op.kind, [tape.move(array, array.like(out)) for array in tape.inputs], out)
 
 
 def backward(tape: Tape) -> None:
-    """Copies the cotangent for an input that has all dims; sums it for a broadcast input."""
+    """Adds a copy of the cotangent for an input that has all dims; a sum of it for a broadcast input."""
     dout, broadcast_cotangents = tape.dout, list[tuple[str, ShardedArray]]()
     for name, cotangent in local_cotangents(tape, dout):
         if cotangent.dims != dout.dims:

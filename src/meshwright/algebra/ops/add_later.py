@@ -6,7 +6,7 @@ from meshwright.algebra.tape import Tape
 
 
 def backward(tape: Tape) -> None:
-    """Copies the cotangent of the streams, and sums it over those that the array was added to."""
+    """Adds a copy of the cotangent for the streams; for the added array, its sum over all streams but the first."""
     (streams, dstreams), added = local_cotangents(tape, tape.dout)
     tape.run("copy", (tape.dout,), dstreams)
     tape.contribute(streams, dstreams)

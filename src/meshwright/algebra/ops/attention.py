@@ -25,12 +25,11 @@ from meshwright.masks.user import is_users, table_of_user
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: ``sees_all`` says that every query sees every key, or all that ``mask`` leaves; ``window`` is in
-    positions, and ``chunked`` if it begins where the query's chunk of so many does. ``softcap`` bounds the scores,
-    ``ring`` has the mesh axes around which keys are sent. ``mask`` is the rule in place of causal; ``score`` is one for
+    """Details: ``sees_all`` says that every query sees every key, or every key that ``mask`` leaves; ``window`` is in
+    positions, with ``chunked`` those of the query's chunk of that length. ``softcap`` bounds the scores, ``ring`` has
+    the mesh axes around which keys are sent. ``mask`` is the rule in place of causal, ``score`` the rule that changes
     scores, as `layers` writes them. With a ``distance`` scores have T5's learnt bias of each head for each bucket of
-    distances, of which all from ``distance`` on share the last.
-    """
+    distances; distances from ``distance`` on share the last bucket."""
 
     sees_all: bool = False
     window: int | None = None
@@ -45,10 +44,10 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
     """Operands of an attention step by role: ShardedArrays of the step, or the values that an interpreter has for them.
 
-    A backward step is ``given`` the cotangent of the result, the result and its log-sum-exp. ``passing`` are the keys
-    and values that go round a ring. ``data`` are the arrays that the mask reads of each sequence, of all positions.
-    ``per_head`` is the parameter of each head: its sink, or its biases of distances. Operands that an op does not have
-    are empty or None.
+    ``given`` has a backward step's cotangent of the result, result and log-sum-exp. ``passing`` are the keys and values
+    that go round a ring. ``data`` are the arrays that the mask reads of each sequence, of all positions. ``per_head``
+    is the parameter of each head: its sink, or its biases of distances. Operands that an op does not have are empty or
+    None.
     """
 
     given: tuple[Any, ...]
@@ -117,7 +116,7 @@ def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, Shard
 
 
 def forward(tape: Tape) -> None:
-    """Reshards queries, keys and values so that attention is local, then its result."""
+    """Adds the steps that reshard queries, keys and values so that attention is local, and the attention."""
     details, operands = _layout(tape)
     for array, target in zip(tape.inputs, operands, strict=True):
         tape.move(array, target)
@@ -128,7 +127,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Makes the cotangents of queries, keys and values; those of keys and values are unreduced if queries are split."""
+    """Adds the steps that make the input cotangents; of keys and values unreduced if only queries are split."""
     details, operands = _layout(tape)
     q, *keys = operands[:3]
     dout = tape.move(tape.dout, tape.dout.like(q))
@@ -160,9 +159,9 @@ MOST_BLOCKS = 512
 
 @lru_cache(maxsize=256)
 def block_share(mask: str, window: int | None, length: float, *, chunked: bool = False) -> float:
-    """Returns the share of the blocks of a mask that exist, in blocks of 128 positions, or more of long sequences; with
-    example data (`masks.names.example_data`) where the mask reads any. A user's mask is counted in a child process, for
-    the first head."""
+    """Returns the share of the T x T blocks of a mask that attention computes, with blocks of 128 positions, or more
+    for long sequences. A mask that reads arrays is counted with example data (`masks.names.example_data`), a user's
+    mask in a child process, for the first head."""
     seq_len = max(1, round(length))
     mask_sizes: dict[str, Any] = {"q_len": seq_len, "kv_len": seq_len, "block": max(128, -(-seq_len // MOST_BLOCKS))}
     window_mask = None if window is None else mods.chunk(window) if chunked else mods.window(window)
@@ -189,14 +188,14 @@ def keys_per_query(length: Number, *, window: int | None = None, causal: bool = 
 
 
 def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
-    """Returns the blocks of keys that attention works through one after the other: those of the devices of its ring,
-    as far as a window or a chunk reaches; 1 without a ring."""
+    """Returns the number of blocks of keys that attention computes one after another: one for each device of its ring,
+    up to where a window or a chunk ends; 1 without a ring."""
     ring_size = product(sizes.mesh[axis] for axis in step.details.ring)
     return 1 + num_before(step.details.window, ring_size, sizes, chunked=step.details.chunked)
 
 
 def score_elements(step: Step, sizes: OpSizes) -> Number:
-    """Returns the local B x N x T x S, S the keys of a query: all or the window, masked ones too unless causal."""
+    """Returns the local scores B x N x T x S, S all keys or the window; masked ones count unless causal or ``mask``."""
     arrays, window, chunked = AttentionArrays.of(step), step.details.window, step.details.chunked
     q_sizes = sizes.local(arrays.q)
     num_keys = sizes.local(arrays.k)[positions_of(arrays.k)] * product(sizes.mesh[axis] for axis in step.details.ring)
@@ -210,8 +209,8 @@ def score_elements(step: Step, sizes: OpSizes) -> Number:
 
 
 def _counted(step: Step, sizes: OpSizes) -> OpSizes:
-    """Returns the sizes by which a step is counted: scores with a bias of distances pass through memory, because no
-    fused kernel looks up a table."""
+    """Returns the sizes by which a step is counted: scores with a bias of distances go through memory, and masked keys
+    count, because no fused kernel looks up a table."""
     if not step.details.distance:
         return sizes
     score_storage = "in_memory" if sizes.scores == "on_chip" else sizes.scores

@@ -7,7 +7,7 @@ from meshwright.algebra.steps import Step
 
 
 def vector_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts only the vector, read: compilers add or multiply it in the epilogue of the op before."""
+    """Returns the bytes of the vector, read: compilers add or multiply it in the epilogue of the op before."""
     return sizes.total(*step.inputs[1:])
 
 

@@ -7,8 +7,8 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Writes ``cache_write(cache[Pg,Pl,..], values[B,T,..], slots[B,T])``, with positions T or S, where the cache
-    is."""
+    """Adds the step ``cache_write(cache[Pg,Pl,..], values[B,T,..], slots[B,T])``, with positions T or S, on the devices
+    that have the pages."""
     cache, values, slots = tape.inputs
     row_split = {"B": cache.axes[0], values.dims[1]: ()}
     local_values = tape.move(values, values.like(cache).resharded(row_split))

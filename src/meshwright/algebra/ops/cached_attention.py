@@ -12,24 +12,24 @@ from meshwright.core.notation import Axes
 
 
 def reads_cache(step: Step) -> bool:
-    """True if a step is attention on a cache."""
+    """True if a step is attention on pages of a cache."""
     return step.op.endswith("attention") and any("Pl" in array.dims for array in step.inputs)
 
 
 def queries_of(step: Step) -> ShardedArray:
-    """Returns the queries of any attention step; those on a cache have them first."""
+    """Returns the queries of an attention step: the first input of a step on a cache, else `AttentionArrays.q`."""
     has_queries_first = step.details is None or reads_cache(step)
     return step.inputs[0] if has_queries_first else AttentionArrays.of(step).q
 
 
 def forward(tape: Tape) -> None:
-    """Moves the queries to the devices of their cache, attends, and reshards the result for the product after it.
+    """Adds the steps that move queries to the devices of their cache, attend, and reshard the result for the next
+    product.
 
-    Devices that split a cache over sequences beyond the batch of the queries exchange heads for sequences by
-    all-to-all. Rows that further axes split stay so. Devices that split the slots of pages gather the heads of queries,
-    and each attends to its own positions: results are scaled by each device's share of the sum of exponentials, and
-    summed.
-    """
+    Devices that split a cache over sequences beyond the batch of queries exchange heads for sequences by all-to-all;
+    other axes keep splitting rows. Devices that split the slots of pages gather the heads of queries, attend each to
+    its slots, and sum results weighted by their share of exponentials. Raises InputError if heads are split
+    differently."""
     (q, *operands), details = tape.inputs, tape.details(Attention)
     cache = next(array for array in operands if array.dims[1:2] == ("Pl",))
     row_axes, slot_axes = cache.axes[0], cache.axes[1]
@@ -59,7 +59,7 @@ def forward(tape: Tape) -> None:
 
 
 def slots_met(step: Step, sizes: OpSizes) -> Number:
-    """Returns the slots that a query meets on a device in the mean: the positions that it sees."""
+    """Returns the mean number of a device's slots that a query attends to: the positions that it sees."""
     num_rows = sum(part.count * part.rows for part in sizes.sequences)
     is_cross, window, chunked = step.details.sees_all, step.details.window, step.details.chunked
     num_pairs = sum(
@@ -70,7 +70,7 @@ def slots_met(step: Step, sizes: OpSizes) -> Number:
 
 
 def slots_read(step: Step, sizes: OpSizes) -> Number:
-    """Returns the slots that a device reads: those that any row of its sequences sees."""
+    """Returns the number of slots that a device reads: slots that any row of its sequences sees, each once."""
     is_cross, window, chunked = step.details.sees_all, step.details.window, step.details.chunked
     num_seen_slots = sum(
         part.count * part.source if is_cross else part.positions(window, chunked=chunked) for part in sizes.sequences
@@ -85,7 +85,7 @@ def split_slots(step: Step) -> Axes:
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """Returns 2 B T N S (H + Hv), with the S slots that a query meets."""
+    """Returns 2 B T N S (H + Hv), with S the slots of a query (`slots_met`)."""
     queries, _, values = step.inputs[:3]
     num_rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
     return 2.0 * num_rows * slots_met(step, sizes) * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])

@@ -1,4 +1,4 @@
-"""Products computed block by block beside a permute: a step of `rewrites.collective_matmul`, not of programs."""
+"""Products computed block by block while a permute sends blocks: only `rewrites.collective_matmul` makes this step."""
 
 from typing import Literal
 
@@ -23,7 +23,7 @@ class Blocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def num_blocks(step: Step, sizes: OpSizes) -> Number:
-    """Returns the blocks in which each part is computed: the device's own, and ``ways`` for each other device."""
+    """Returns the number of blocks in which each part is computed: 1 of this device, ``ways`` of each other device."""
     if not step.parts:
         return 1
     return 1 + (product(sizes.mesh[axis] for axis in step.details.axes) - 1) * step.details.ways

@@ -7,7 +7,7 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Moves results back to their tokens' devices and sums them per token."""
+    """Adds the steps that move results back to their tokens' devices and sum them per token."""
     slots, gates, _ = tape.inputs
     moved_slots, local_out = tape.move(slots, own_slots(slots, gates)), tape.out.like(gates)
     tape.run("combine", (moved_slots, chosen_of(gates)), local_out)
@@ -15,7 +15,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Copies each token's cotangent to its slots, which are moved to their experts' devices."""
+    """Adds the steps that copy each token's cotangent to its slots and move these to their experts' devices."""
     _, gates, weights = tape.inputs
     dout, dslots = tape.move(tape.dout, tape.dout.like(gates)), own_slots(tape.dinputs[0], gates)
     tape.run_backward((chosen_of(gates), own_slots(weights, gates)), [(tape.op.inputs[0], dslots)], dout=dout)

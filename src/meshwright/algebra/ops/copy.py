@@ -5,13 +5,13 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Reshards the array to the sharding of the result."""
+    """Adds the steps that reshard the array to the sharding of the result, and the copy."""
     (array,) = tape.inputs
     tape.run("copy", (tape.move(array, array.like(tape.out)),), tape.out)
 
 
 def backward(tape: Tape) -> None:
-    """Copies the cotangent."""
+    """Adds a copy of the cotangent."""
     cotangent = tape.dinputs[0].like(tape.dout)
     tape.run("copy", (tape.dout,), cotangent)
     tape.contribute(tape.op.inputs[0], cotangent)

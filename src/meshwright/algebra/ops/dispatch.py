@@ -1,8 +1,7 @@
-"""Dispatch: sorts tokens and their weights into slots of their experts, and moves the slots to the devices of the
-experts.
+"""Dispatch: sorts tokens and their weights into slots of their experts, and moves the slots to expert devices.
 
-Each device sorts its own tokens into slots of every expert, xe[E, C_{axes of its tokens}, D]; the declared sharding
-has experts on devices, xe[E_expert, C, D], and moving the axis from C to E is the AllToAll.
+Each device sorts its own tokens into slots of every expert, xe[E, C_{axes of its tokens}, D]; the declared sharding has
+experts on devices, xe[E_expert, C, D], and moving the axis from C to E is the AllToAll.
 """
 
 from collections.abc import Iterable
@@ -28,10 +27,10 @@ FEW_SLOTS = 1024
 """Slots on a device, of all its experts, up to which one batched product is as good as blocks."""
 
 ROOM = 1.5
-"""Rows that a device of experts has room for in one exchange, over the rows that devices have in the mean."""
+"""Rows that a device of experts can receive in the first round of an exchange, over the mean rows of a device."""
 
 FURTHER_ROOM = 0.25
-"""The same for each further round, which takes rows that found no room: few, so that little memory waits for them."""
+"""`ROOM` of each further round, for rows that found no room before: few, so that their buffers take little memory."""
 
 
 def blocks_at_once(mean_rows: Number) -> Number:
@@ -44,23 +43,23 @@ def blocks_at_once(mean_rows: Number) -> Number:
 
 
 def is_at_experts(step: Step) -> bool:
-    """True for the steps from one exchange to the other: on slots, but not those that fill or empty them."""
+    """True for steps on slots between the two exchanges, on expert devices; False for dispatch and combine."""
     return any(map(has_slots, (*step.inputs, *step.results))) and not step.op.startswith(("dispatch", "combine"))
 
 
 def rounds_begin_with(backward: Iterable[Step]) -> tuple[ShardedArray, ...]:
     """Returns the arrays from which further rounds of an exchange compute gradients: tokens, their slots and weights,
-    and the cotangents of their results; () if slots have a bound or are not exchanged."""
+    and the cotangents of results; () if slots have a bound or are not exchanged."""
     step_by_op = {step.op: step for step in backward}
     tokens, gates = (step_by_op[op].inputs[1:] for op in ("dispatch_backward", "dispatch_gates_backward"))
     return (*tokens, *gates[1:], step_by_op["combine_backward"].result) if tokens[1:] else ()
 
 
 def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
-    """Returns ``slots`` as one device fills them from its own tokens: every expert, and C split as the tokens are.
+    """Returns ``slots`` sharded as each device fills them from its own tokens: all experts, and C split as the tokens
+    are.
 
-    The axes that the declared sharding has on E are minor in C, so that a single AllToAll moves them.
-    """
+    The axes that the declared sharding has on E are minor in C, so that a single AllToAll moves them."""
     own_axes = token_axes(tokens)
     expert_axes = tuple(axis for axis in slots.axes_of("E") if axis in own_axes)
     slot_axes = tuple(axis for axis in slots.axes_of("C") if axis in own_axes)
@@ -74,28 +73,29 @@ def has_slots(array: ShardedArray) -> bool:
 
 
 def is_bounded(steps: Iterable[Step]) -> bool:
-    """True if no step fills as many slots as tokens need."""
+    """True if every dispatch among the steps bounds the slots of an expert."""
     return all(step.details.capacity for step in steps if step.op == "dispatch")
 
 
 def exchanges_slots(step: Step) -> bool:
-    """True for an AllToAll of slots between the devices of tokens and those of experts."""
+    """True for an AllToAll that moves slots between token devices and expert devices."""
     return step.op == "all_to_all" and has_slots(step.full)
 
 
 def moves_of_slots(steps: Iterable[Step]) -> tuple[Step, ...]:
-    """Returns the steps that move slots between devices, or leave out some."""
+    """Returns the collectives and slices among the steps whose result is slots."""
     return tuple(step for step in steps if step.only_moves and has_slots(step.result))
 
 
 def packs(moves: Iterable[Step]) -> bool:
-    """True if packed tokens can be moved so: exchanged between the devices of experts, gathered, or summed."""
+    """True if all moves have a form that packed tokens support: AllToAll between C and E, gather, scatter or sum."""
     forms = {("all_to_all", "C", "E"), ("all_to_all", "E", "C"), ("all_gather", "C", ""), ("reduce_scatter", "C", "")}
     return all(step.op == "all_reduce" or (step.op, step.dim, step.to_dim) in forms for step in moves)
 
 
 def forward(tape: Tape) -> None:
-    """Sorts tokens into slots and moves the slots to the devices of their experts."""
+    """Adds the steps that sort tokens into slots and move the slots to expert devices. Raises InputError if tokens and
+    gates are split differently."""
     x, gates, weights = tape.inputs
     require_whole(x, "D", "dispatch")
     for dim in ("B", "T"):
@@ -109,14 +109,14 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Moves cotangents of slots back and sums them per token; with the tokens further rounds of an exchange begin."""
+    """Adds the steps that move cotangents of slots back and sum them per token; further rounds read tokens too."""
     x, gates, _ = tape.inputs
     slots_backward(tape, x, chosen_of(gates))
 
 
 def slots_backward(tape: Tape, given: ShardedArray, chosen: ShardedArray) -> None:
-    """Moves cotangents of the slots of ``given`` back and makes its cotangent, with the array itself if slots are
-    exchanged in rounds."""
+    """Adds the steps that move cotangents of slots back and make the cotangent of ``given``; slots that are exchanged
+    without a bound need ``given`` as an input too, for further rounds."""
     dslots = tape.move(tape.dout, own_slots(tape.dout, given))
     has_rounds = dslots != tape.dout and not tape.details(Routing).capacity
     inputs = (chosen, given) if has_rounds else (chosen,)
@@ -124,7 +124,7 @@ def slots_backward(tape: Tape, given: ShardedArray, chosen: ShardedArray) -> Non
 
 
 def backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts the cotangents of slots and the indices, read, and the cotangent of the tokens, written."""
+    """Returns the bytes of the slots' cotangents and the indices, read, and of the tokens' cotangent, written."""
     return sizes.total(*step.inputs[:2], step.result)
 
 

@@ -1,4 +1,4 @@
-"""Weights of the chosen experts as slots, which go to the devices of the experts as the tokens do."""
+"""Weights of the chosen experts as slots, which move to the devices of the experts as the tokens do."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.dispatch import own_slots, slots_backward
@@ -7,7 +7,7 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Sorts weights into slots and moves the slots to the devices of their experts."""
+    """Adds the steps that sort weights into slots and move the slots to the devices of their experts."""
     (gates,) = tape.inputs
     slots = own_slots(tape.out, gates)
     tape.run("dispatch_gates", (gates, chosen_of(gates)), slots, details=tape.details(Routing))
@@ -15,7 +15,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Moves cotangents of slots back to the weights of their tokens."""
+    """Adds the steps that move cotangents of slots back to the weights of their tokens."""
     (gates,) = tape.inputs
     slots_backward(tape, gates, chosen_of(gates))
 

@@ -9,7 +9,7 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Multiplies by the rules of one sharded einsum."""
+    """Adds the steps of the product by the rules of one sharded einsum, and the reshard of its result."""
     lhs, rhs = tape.inputs
     steps = product_steps(lhs, rhs, tape.out, slice_axes=tape.slice_axes)
     tape.add(*steps)
@@ -17,7 +17,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Makes dB = A * dC, then dA = dC * B, each with its primal's sharding."""
+    """Adds the products dB = A * dC, then dA = dC * B, each with its primal's sharding."""
     lhs, rhs = tape.op.inputs
     for left, right, name in ((tape.declared(lhs), tape.dout, rhs), (tape.dout, tape.declared(rhs), lhs)):
         steps = product_steps(left, right, tape.cotangent(name), slice_axes=tape.slice_axes)

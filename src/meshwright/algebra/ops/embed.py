@@ -18,7 +18,7 @@ def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
 
 
 def forward(tape: Tape) -> None:
-    """Looks rows up in each device's part of the table; further inputs (scales of rows) are sharded as the table is."""
+    """Adds the look-up in each device's part of the table; further inputs (scales of rows) are sharded as the table."""
     row_numbers, table, *scales = tape.inputs
     left, right = align(one_hot(row_numbers, table), table, tape.out)
     inputs = [tape.move(row_numbers, row_numbers.like(left)), tape.move(table, right)]
@@ -29,7 +29,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Adds cotangents up per row of the table."""
+    """Adds the steps that sum cotangents per row of the table."""
     row_numbers, table = tape.inputs
     dtable = tape.dinputs[1]
     left, right = align(one_hot(row_numbers, table), tape.dout, dtable)
@@ -40,7 +40,7 @@ def backward(tape: Tape) -> None:
 
 
 def backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts the gradient, cleared; per token a row of the cotangent, read, and of the gradient, read and written."""
+    """Returns the bytes that clear the gradient and, per token, read a cotangent row and add it to a gradient row."""
     return sizes.total(*step.inputs, step.result) + 2 * sizes.bytes(step.inputs[1])
 
 

@@ -6,14 +6,14 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Multiplies in the sharding of the weights; every device has the numbers of all experts."""
+    """Adds the product in the sharding of the weights; every device has the numbers of all experts."""
     gates, scale = tape.inputs
     inputs = (gates, chosen_of(gates), tape.move(scale, scale.resharded({"E": ()})))
     tape.run("expert_scaled", inputs, tape.out, details=tape.details(Routing))
 
 
 def backward(tape: Tape) -> None:
-    """Makes the cotangents of the weights and of the numbers; the latter are sums over the device's tokens."""
+    """Adds the step for the cotangents of the weights, and of the numbers, which are sums over the device's tokens."""
     gates, scale = tape.inputs
     dgates, dscale = tape.dinputs
     sums = dscale.resharded({"E": ()}).replace(unreduced=token_axes(gates))

@@ -40,7 +40,7 @@ def num_chunks(step: Step, sizes: OpSizes) -> Number:
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts inputs and results (the table and its gradient or slope once for every chunk) and passes over logits."""
+    """Returns the bytes of inputs and results (the table and its gradient once per chunk) and of passes over logits."""
     num_out = num_cotangents(step)
     tables = (step.inputs[1], *(array for array in step.results if array.dims == step.inputs[1].dims))
     reread = (num_chunks(step, sizes) - 1) * sizes.total(*tables)
@@ -50,8 +50,8 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 def chunk_bytes(step: Step, sizes: OpSizes) -> Number:
     """Returns the bytes of one chunk's logits and their cotangent, in float32.
 
-    Joined passes on TPUs make the cotangent inside its products, unless the logits are capped, and hold the sum of the
-    table's over chunks in float32 until the last.
+    A fused head on TPUs makes the cotangent inside its products, unless the logits are capped, and keeps the table's
+    cotangent in float32 until its last chunk.
     """
     chunk_logits_bytes = DTYPE_BYTES["fp32"] * local_logits(step, sizes) / num_chunks(step, sizes)
     if step.op != "fused_head" or not sizes.tile_rows:

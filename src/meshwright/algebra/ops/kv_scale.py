@@ -1,4 +1,4 @@
-"""The scale of each token, and head if there are any, of keys, values or latents that are kept as int8."""
+"""The scales of keys, values or latents that are kept as int8: one per token, and per head if the array has heads."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.add import forward

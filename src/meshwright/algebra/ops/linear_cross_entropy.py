@@ -50,12 +50,12 @@ class _Head:
         self.in_chunks = not keeps_logits(tape.shardings.strategy)
 
     def per_token(self, array: ShardedArray) -> ShardedArray:
-        """Returns the statistic reduced, and split over tokens as the residual stream is."""
+        """Returns a statistic reduced over V, and split over tokens as the residual stream is."""
         return array.replace(unreduced=()).like(self.x)
 
 
 def forward(tape: Tape) -> None:
-    """Makes the loss from statistics of the logits, each reduced over the parts of V."""
+    """Adds the steps that make the loss from statistics of the logits, each reduced over the parts of V."""
     head = _Head(tape)
     x, table, local_labels = (
         tape.move(*pair)
@@ -80,7 +80,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Makes the cotangents of the stream and of the table, from logits that are kept or recomputed in chunks."""
+    """Adds the steps for the cotangents of stream, table and bias, from kept logits or logits recomputed in chunks."""
     head = _Head(tape)
     peak, scaled_sum = head.per_token(head.whole_peak), head.per_token(head.scaled)
     dscaled_sum, dpicked_logit = (head.per_token(a).replace(name=f"d{a.name}") for a in (head.scaled, head.picked))
@@ -119,7 +119,7 @@ def backward(tape: Tape) -> None:
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Returns the bytes by which capped logits, which the statistics make in float32, exceed the cotangent."""
+    """Returns the bytes by which capped float32 logits exceed their cotangent in the backward pass; 0 without a cap."""
     return sizes.bytes(step.inputs[0]) - sizes.bytes(step.result) if step.details and step.details.softcap else 0.0
 
 

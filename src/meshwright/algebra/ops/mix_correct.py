@@ -1,4 +1,4 @@
-"""Predicted residual streams plus the error of the prediction of one, times a coefficient of each stream and token."""
+"""Corrects predicted residual streams: adds one stream's prediction error times a coefficient per stream and token."""
 
 from meshwright.algebra.ops.mix_predict import of_rows
 

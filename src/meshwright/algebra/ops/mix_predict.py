@@ -12,19 +12,19 @@ from meshwright.algebra.tape import Tape, require_whole
 
 
 def forward(tape: Tape) -> None:
-    """Computes in the sharding of the result, whose rows are whole."""
+    """Adds the op in the sharding of the result, whose rows have to be whole."""
     require_whole(tape.out, "D", tape.op.kind)
     add.forward(tape)
 
 
 def flops(step: Step, sizes: OpSizes, *, products: int = 1) -> Number:
-    """Returns the FLOPs of the products that make a token's coefficients, of the weights over Am."""
+    """Returns the local FLOPs of a token's coefficients: products with the weights that have the dim Am."""
     local_size, weights = sizes.local(step.inputs[0]), [array for array in step.inputs if "Am" in array.dims]
     return 2.0 * products * local_size["B"] * local_size["T"] * sum(map(sizes.elements, weights))
 
 
 def of_rows(name: str) -> OpKind:
-    """Returns the kind of an op that reduces over rows of D, under its name."""
+    """Returns the `OpKind` of an op called ``name`` that reduces over rows of D."""
     steps = {
         name: StepKind(flops=flops, hbm_bytes=row_stream, group="normalisation"),
         f"{name}_backward": StepKind(

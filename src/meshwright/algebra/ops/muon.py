@@ -23,8 +23,8 @@ ITERATIONS = 5
 class Dealt(msgspec.Struct, frozen=True, kw_only=True):
     """Details of steps on whole matrices that are distributed over the devices of ``axes``.
 
-    The dim ``over`` counts the matrices; the axes ``among`` split it before, and zeros pad it to a multiple of the
-    devices. The next ``num_inputs`` dims are the inputs of a matrix.
+    The dim ``over`` counts the matrices; before the distribution the axes ``among`` split it, and zeros pad it to a
+    multiple of the devices. The next ``num_inputs`` dims are the inputs of a matrix.
     """
 
     over: str
@@ -75,7 +75,7 @@ def update(weight: Updated) -> tuple[Step, ...]:
 
 
 def _joined(weight: Updated, name: str) -> ShardedArray:
-    """Returns the stacked array with layers and experts joined in its first dim."""
+    """Returns the array of all layers with the dims of layers and experts joined as its first dim."""
     array = stacked(weight, name)
     lead_dims = (weight.layers, *weight.batch)
     axes = tuple(axis for dim in lead_dims for axis in array.axes_of(dim))
@@ -96,14 +96,14 @@ def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """Counts X X^T, its square, and the product of their mix with X: 4 n^2 m + 2 n^3 for n x m matrices, n <= m."""
+    """Returns the FLOPs of X X^T, its square, and their mix times X: 4 n^2 m + 2 n^3 for n x m matrices, n <= m."""
     num_matrices, min_side, max_side = _matrices(step, sizes)
     return ITERATIONS * num_matrices * (4 * min_side**2 * max_side + 2 * min_side**3)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts for each iteration, in float32: X read three times and written, X X^T written and read three times, and
-    its mix with its square written and read."""
+    """Returns the bytes of each iteration, in float32: X read three times and written, X X^T written and read three
+    times, and its mix with its square written and read."""
     num_matrices, min_side, max_side = _matrices(step, sizes)
     return DTYPE_BYTES["fp32"] * ITERATIONS * num_matrices * (4 * min_side * max_side + 6 * min_side**2)
 

@@ -1,6 +1,6 @@
 """Attention of rows on the latents that a cache had before their step.
 
-Queries are multiplied with the keys' projection, what they find with that of values; nothing where nothing came before.
+Queries are multiplied with the keys' projection, results with the values'; rows without earlier positions cost nothing.
 """
 
 import numpy as np
@@ -14,17 +14,17 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape
 
 CHUNK_BYTES = 2**27
-"""Bytes of the absorbed queries, in float32, that are at work at a time."""
+"""Bytes of absorbed queries, in float32, for which attention runs at a time."""
 
 
 def chunk_rows(num_rows: Number, elements: Number) -> Number:
-    """Returns the rows at work at a time, of rows with so many ``elements`` of absorbed queries."""
+    """Returns how many of ``num_rows`` run at a time, if a row has ``elements`` of absorbed queries: at least 32."""
     return np.minimum(num_rows, np.maximum(32, CHUNK_BYTES // (4 * elements)))
 
 
 def forward(tape: Tape) -> None:
-    """Attends with ``past_latent_attention(q[B,T,N,H], latents[Pg,Pl,Rkv], shared[Pg,Pl,Hr], .., wk, wv)`` where the
-    sequences are, and leaves statistics (`prompt_attention`); rows that further axes split stay so."""
+    """Adds ``past_latent_attention(q[B,T,N,H], latents[Pg,Pl,Rkv], shared[Pg,Pl,Hr], .., wk, wv)`` on the devices of
+    each sequence, with its statistics (`prompt_attention`); axes that split rows further keep doing so."""
     q, latents, *operands = tape.inputs
     owner_axes = latents.axes[0]
     head_axes = tuple(axis for axis in q.axes_of("N") if axis not in owner_axes)
@@ -43,13 +43,13 @@ def forward(tape: Tape) -> None:
 
 
 def _share(sizes: OpSizes) -> Number:
-    """Returns the share of rows with something before them."""
+    """Returns the share of rows whose sequence has positions before this step."""
     num_rows = sum(part.count * part.rows for part in sizes.sequences)
     return sum(part.count * part.rows * (np.asarray(part.before) > 0) for part in sizes.sequences) / num_rows
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """Returns 2 B T N (Hn Rkv + Rkv Hv), of rows with something before them, + 2 B T N S (Rkv + Hr + Rkv)."""
+    """Returns 2 B T N (Hn Rkv + Rkv Hv) for rows with earlier positions + 2 B T N S (2 Rkv + Hr), S their mean."""
     queries, latents, shared = step.inputs[:3]
     num_rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
     latent_width, rotated_width, query_width = (sizes.dims[array.dims[-1]] for array in (latents, shared, queries))
@@ -60,7 +60,7 @@ def flops(step: Step, sizes: OpSizes) -> Number:
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts the results, written once; of rows with something before them the queries, the latents and the weights."""
+    """Returns the bytes of results, and of queries, latents and weights that rows with earlier positions read."""
     caches = [array for array in step.inputs if "Pl" in array.dims]
     num_seen_slots = sum(part.count * part.before for part in sizes.sequences)
     num_seen_slots = num_seen_slots / product(sizes.mesh[axis] for axis in caches[0].axes[0])
@@ -72,7 +72,7 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Returns the bytes of the rows at work: absorbed queries, running sums of tiles and of blocks, in float32."""
+    """Returns the bytes for rows that run at a time: five float32 arrays as large as the absorbed queries."""
     local_sizes = sizes.local(step.inputs[0])
     row_elements = local_sizes["N"] * sizes.dims[step.inputs[1].dims[-1]]
     return 5 * 4 * row_elements * chunk_rows(local_sizes["B"] * local_sizes["T"], row_elements)

@@ -1,14 +1,14 @@
-"""Picks one position of each sequence, or of all rows those that are asked for: generation needs few logits."""
+"""Picks one position of each sequence, or the rows whose logits a step returns: generation needs few logits."""
 
 from meshwright.algebra.kinds import OpKind, StepKind, row_bytes
 from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Picks ``pick(x[B,T,D], number[B])``: the device that has the position returns it, the others return zeros.
+    """Adds ``pick(x[B,T,D], number[B])``: the device that has the position returns it, all other devices zeros, and the
+    sum follows.
 
-    ``pick(x[B,T,D], number[O])``, of one position a row, picks rows in the same way.
-    """
+    ``pick(x[B,T,D], number[O])``, of one position a row, picks rows in the same way."""
     (x, row_numbers), out = tape.inputs, tape.out
     if row_numbers.dims == ("O",):
         row_axes = tuple(axis for axis in x.axes_of("B") if axis in out.axes_of("O"))

@@ -1,4 +1,4 @@
-"""What each row keeps of several adapters that stand side by side in the rank: the columns of its own one."""
+"""Keeps, of the columns of several adapters side by side in the rank, the columns of each row's own adapter."""
 
 import msgspec
 
@@ -7,14 +7,14 @@ from meshwright.algebra.tape import Tape
 
 
 class PickAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details of the step: ``count`` adapters have as many columns each; those that are kept are multiplied ``by``."""
+    """Details: ``count`` adapters own equal runs of columns; a row keeps its adapter's run, scaled by ``by``."""
 
     count: int
     by: float
 
 
 def forward(tape: Tape) -> None:
-    """Picks ``pick_adapter(x[B,T,Ra], adapters[B,T])`` in the sharding of the result; no axis splits Ra."""
+    """Adds the op ``pick_adapter(x[B,T,Ra], adapters[B,T])`` in the sharding of the result; no axis splits Ra."""
     inputs = [tape.move(array, array.like(tape.out)) for array in tape.inputs]
     tape.run("pick_adapter", inputs, tape.out, details=tape.details(PickAdapter))
 

@@ -1,6 +1,6 @@
 """Attention of packed rows on the rows before them in the same step, whose keys and values need not come from a cache.
 
-It leaves each query's largest score and sum of exponentials, by which ``share`` joins it with attention on the cache.
+It returns each query's largest score and sum of exponentials, by which ``share`` joins it with attention on the cache.
 """
 
 from meshwright.algebra.kinds import OpKind, StepKind
@@ -11,15 +11,15 @@ from meshwright.algebra.tape import Tape
 
 
 def statistics(out: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
-    """Returns the largest score and the sum of exponentials of each query of an attention's result."""
+    """Returns the arrays of each query's largest score and sum of exponentials, for the result of an attention."""
     dims_and_axes = out.dims[:3], out.axes[:3]
     peak, exp_sum = (ShardedArray(f"{out.name}_{name}", *dims_and_axes, dtype="fp32") for name in ("peak", "total"))
     return peak, exp_sum
 
 
 def forward(tape: Tape) -> None:
-    """Attends with ``prompt_attention(q[B,T,N,H], k[B,T,N,H], v[B,T,N,Hv], first[Q], counts[Q])`` where the sequences
-    are; rows that further axes split meet the keys of all rows of their sequences."""
+    """Adds ``prompt_attention(q[B,T,N,H], k[B,T,N,H], v[B,T,N,Hv], first[Q], counts[Q])`` on the devices of the
+    sequences; axes that split rows further split queries, not the keys of a sequence."""
     q, k, v, first_rows, row_counts = tape.inputs
     owner_axes = first_rows.axes_of("Q")
     head_axes = tuple(axis for axis in q.axes_of("N") if axis not in owner_axes)
@@ -33,7 +33,7 @@ def forward(tape: Tape) -> None:
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """Returns 2 B T N S (H + Hv), with S the rows of its sequence up to a query in the mean."""
+    """Returns 2 B T N S (H + Hv), with S the mean number of rows of its sequence up to and with a query."""
     queries, _, values = step.inputs[:3]
     num_rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
     num_pairs = sum(part.count * part.rows * (part.rows + 1) / 2 for part in sizes.sequences)

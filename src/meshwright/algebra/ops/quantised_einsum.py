@@ -19,13 +19,13 @@ def has_groups(scale: ShardedArray) -> bool:
 
 
 def forward(tape: Tape) -> None:
-    """Makes ``lhs * values`` like any product, times the scale of each output channel or group."""
+    """Adds the product ``lhs * values`` like any product, times the scale of each output channel or group."""
     lhs, values, scale = tape.inputs
     tape.complete(_multiply(tape, lhs, values, scale, tape.out))
 
 
 def backward(tape: Tape) -> None:
-    """Makes dA = dC * B from the values and scales of B."""
+    """Adds the product dA = dC * B, from the values and scales of B."""
     _, values, scale = tape.inputs
     name = tape.op.inputs[0]
     tape.contribute(name, _multiply(tape, tape.dout, values, scale, tape.cotangent(name)))
@@ -45,8 +45,8 @@ def _multiply(
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts factors, scales and result. On GPUs XLA also writes a matrix with groups of inputs widened, and reads it;
-    TPUs hold it on chip."""
+    """Returns the bytes of factors, scales and result. On GPUs XLA also writes and reads a widened copy of a matrix
+    with groups of inputs; TPUs keep it on chip."""
     is_widened = sizes.on_gpus and has_groups(step.inputs[2])
     return stream(step, sizes) + 2 * is_widened * sizes.width * sizes.elements(step.inputs[1])
 

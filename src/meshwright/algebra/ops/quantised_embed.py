@@ -7,7 +7,7 @@ from meshwright.algebra.steps import Step
 
 
 def row_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts the number, a row and its scale for each token, read, and the row of the result, written."""
+    """Returns the bytes per token of its number, table row and scale, read, and of the result's row, written."""
     row_numbers, table, scale = step.inputs
     table_row, row_scale = step.result.replace(dtype=table.dtype), row_numbers.replace(dtype=scale.dtype)
     return sizes.total(row_numbers, table_row, row_scale, step.result)

@@ -9,7 +9,7 @@ from meshwright.algebra.tape import Tape, require_whole
 
 
 def forward(tape: Tape) -> None:
-    """Normalises ``kind(x, scale)`` or ``kind(x, scale, bias)`` in the sharding of the row."""
+    """Adds the op ``kind(x, scale)`` or ``kind(x, scale, bias)`` in the sharding of the rows, each of them whole."""
     x, *vectors = tape.inputs
     require_whole(x, x.dims[-1], tape.op.kind)
     local_vectors = [tape.move(vector, _as_rows(vector, x)) for vector in vectors]
@@ -19,7 +19,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Makes the cotangents of the rows and of the vectors; those of vectors are sums over the device's rows."""
+    """Adds the step for the cotangents of the rows, and of the vectors, which are sums over the device's rows."""
     x, scale, *_ = tape.inputs
     dx, *dvectors = tape.dinputs
     scale = _as_rows(scale, x)
@@ -34,7 +34,7 @@ def _as_rows(vector: ShardedArray, x: ShardedArray) -> ShardedArray:
 
 
 def norm(name: str) -> OpKind:
-    """Returns the kind of a norm under its name."""
+    """Returns the `OpKind` of a norm called ``name``."""
     return OpKind(
         forward=forward,
         backward=backward,

@@ -6,7 +6,7 @@ from meshwright.algebra.tape import Tape
 
 
 def backward(tape: Tape) -> None:
-    """Rotates the cotangent back."""
+    """Adds the step that rotates the cotangent back."""
     x, positions = tape.inputs
     tape.run_backward((positions.like(x),), [(tape.op.inputs[0], tape.dinputs[0])])
 

@@ -19,8 +19,8 @@ ROUTING = ShardedArray("routing", ("Er", "E"), ((), ()), dtype="fp32")
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Details: ``balance`` and ``z`` are weights of losses on the router (load balance, squared log-sum-exp of scores),
-    ``capacity`` bounds an expert's slots relative to the mean load (0: no bound), ``microbatches`` is their number in a
-    step, over which losses are averaged, and ``correction_rate`` that of the correction, which the step applies."""
+    ``capacity`` bounds an expert's slots relative to the mean load (0: no bound), losses are averaged over the step's
+    ``microbatches``, and ``correction_rate`` is the change of the score correction per step."""
 
     balance: float = 0.0
     z: float = 0.0
@@ -30,7 +30,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def chosen_of(gates: ShardedArray) -> ShardedArray:
-    """Returns the array of each token's experts and of its slots there."""
+    """Returns the int32 array with the numbers of each token's experts and of its slots there."""
     return gates.replace(name="chosen", dtype="int32")
 
 
@@ -40,12 +40,12 @@ def token_axes(tokens: ShardedArray) -> tuple[str, ...]:
 
 
 def _counts(tape: Tape) -> tuple[ShardedArray, ...]:
-    """Returns the counts that a device makes of its own tokens; () where no attribute of the op needs them."""
+    """Returns the array of counts that a device makes from its own tokens; () if the op has no attributes."""
     return (ROUTING.replace(unreduced=token_axes(tape.out)),) if tape.op.attributes else ()
 
 
 def forward(tape: Tape) -> None:
-    """Makes the weights of each token's chosen experts from the scores of all experts."""
+    """Adds the step that makes the weights of each token's chosen experts from the scores of all experts."""
     gates = tape.out
     scores = tape.move(tape.inputs[0], _scores(tape.inputs[0], gates))
     # the second input, if any, is a correction of each expert's score
@@ -55,10 +55,10 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Makes the cotangent of the scores from the cotangent of the weights and from the losses that the attributes name.
+    """Adds the step that makes the cotangent of the scores from that of the weights and from the losses that attributes
+    name.
 
-    The losses are means over the microbatches, whose number is in the details of the step.
-    """
+    The losses are means over the microbatches, whose number is in the details of the step."""
     gates, details = tape.out, tape.details(Routing)
     scores = _scores(tape.inputs[0], gates)
     tape.need(scores, chosen_of(gates))

@@ -1,4 +1,4 @@
-"""An array times a number; its cotangent is scaled alike."""
+"""An array times a number; the cotangent is multiplied by the same number."""
 
 import msgspec
 
@@ -13,13 +13,13 @@ class Scaled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def forward(tape: Tape) -> None:
-    """Multiplies in the sharding of the result."""
+    """Adds the product in the sharding of the result."""
     (array,) = tape.inputs
     tape.run("scaled", (tape.move(array, array.like(tape.out)),), tape.out, details=tape.details(Scaled))
 
 
 def backward(tape: Tape) -> None:
-    """Multiplies the cotangent by the same number."""
+    """Adds the product of the cotangent and the same number."""
     cotangent = tape.dinputs[0].like(tape.dout)
     tape.run("scaled", (tape.dout,), cotangent, details=tape.details(Scaled))
     tape.contribute(tape.op.inputs[0], cotangent)

@@ -1,4 +1,4 @@
-"""Joins two attentions of the same queries: each result is scaled by its share of both sums of exponentials."""
+"""Weighs one of two attentions of the same queries by its share of the exponentials of both, so that the two add up."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.prompt_attention import statistics
@@ -6,7 +6,7 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Scales the first result of ``share(o1[B,T,N,H], o2[B,T,N,H])``."""
+    """Adds the step that scales o1 in ``share(o1[B,T,N,H], o2[B,T,N,H])``, by the statistics of both attentions."""
     o1, o2 = tape.inputs
     tape.run("share", (o1, *statistics(o1), *statistics(o2)), tape.out)
 

@@ -8,18 +8,18 @@ from meshwright.algebra.tape import Tape
 
 
 def backward(tape: Tape) -> None:
-    """Makes cotangents from the inputs of the forward pass, in the sharding of the result."""
+    """Adds the step that makes cotangents from the inputs of the forward pass, in the sharding of the result."""
     out = tape.out
     tape.run_backward([array.like(out) for array in tape.inputs], local_cotangents(tape, out))
 
 
 def slope_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Returns the bytes of the activation's slope, which CPUs hold beside both cotangents."""
+    """Returns the bytes of the activation's slope, which CPUs hold besides both cotangents; 0 on other devices."""
     return sizes.bytes(step.inputs[1]) if sizes.on_cpus else 0.0
 
 
 def elementwise(name: str, scratch_bytes: CountRule = nothing) -> OpKind:
-    """Returns the kind of an elementwise op under its name."""
+    """Returns the `OpKind` of an elementwise op called ``name``."""
     steps = {name: StepKind(), f"{name}_backward": StepKind(scratch_bytes=scratch_bytes)}
     return OpKind(forward=forward, backward=backward, steps=steps)
 

@@ -1,4 +1,4 @@
-"""The part of an array that a device keeps: nothing is moved. `reshard` makes the step; no program names it."""
+"""The part of an array that a device keeps: no data moves. `reshard` makes the step; programs do not have the op."""
 
 from meshwright.algebra.kinds import OpKind, StepKind, nothing
 

@@ -1,6 +1,6 @@
-"""Gates less a bound that a share of them is below, if those of a row are normally distributed; zero below it.
+"""Gates minus a bound where they exceed it, else zero: of normally distributed gates a fixed share is below the bound.
 
-The bound is ``mean + by deviation`` of a row over F, whose sums are reduced between devices."""
+The bound is ``mean + by * deviation`` of a row over F, whose sums are reduced between devices."""
 
 import msgspec
 
@@ -10,13 +10,13 @@ from meshwright.algebra.tape import Tape
 
 
 class SparseGate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details of the steps: ``by`` standard deviations are between mean and bound."""
+    """Details of the steps: the bound is ``by`` standard deviations above the mean."""
 
     by: float
 
 
 def forward(tape: Tape) -> None:
-    """Sums each device's part of a row, then the squares of what is off the mean, reduces both, and bounds the part."""
+    """Adds the steps that sum each row, then squared deviations from its mean, reduce both, and apply the bound."""
     (gates,) = tape.inputs
     whole_sums: list[ShardedArray] = []
     for name in ("sum", "squares"):
@@ -28,7 +28,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Reduces the sum over each row of the cotangent where gates are above the bound, then makes theirs."""
+    """Adds the steps that sum a row's cotangent where gates exceed the bound, reduce it, and make their cotangent."""
     (gates,) = tape.inputs
     whole_sums = [_sums(tape, name).replace(unreduced=()) for name in ("sum", "squares")]
     above, details = _sums(tape, "above"), tape.details(SparseGate)

@@ -8,12 +8,12 @@ from meshwright.algebra.tape import Tape
 
 
 def backward(tape: Tape) -> None:
-    """Makes the cotangent of all streams, zero where none was taken."""
+    """Adds the step that makes the cotangent of all streams, zero for streams that the op did not take."""
     tape.run_backward((), [(tape.op.inputs[0], tape.dinputs[0].like(tape.dout))])
 
 
 def taken_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Returns the bytes of what is taken, read and written."""
+    """Returns the bytes of the streams that the op takes, read and written."""
     return 2 * sizes.bytes(step.result)
 
 

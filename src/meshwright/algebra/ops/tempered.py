@@ -1,4 +1,4 @@
-"""Queries that grow with their positions, so that attention stays as sharp among more keys; see `nn.ops.tempered`."""
+"""Queries times a factor that grows with position: attention to more keys stays sharp (`nn.ops.tempered`)."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.add import forward
@@ -6,7 +6,7 @@ from meshwright.algebra.tape import Tape
 
 
 def backward(tape: Tape) -> None:
-    """Multiplies the cotangent by the same numbers."""
+    """Adds the step that multiplies the cotangent by the same factors."""
     _, positions = tape.inputs
     cotangent = tape.dinputs[0].like(tape.dout)
     tape.run("tempered", (tape.dout, positions.like(tape.dout)), cotangent)

@@ -1,6 +1,6 @@
-"""Each position beside its two neighbours, or every other position: what a convolution over three positions multiplies.
+"""Joins each position, or every other one, with its two neighbours: the operand of a convolution over three positions.
 
-Zeros stand before the first and after the last position. Neighbours may be on other devices, so positions are whole."""
+Zeros pad both ends. Neighbours may be on other devices, so positions are gathered."""
 
 import msgspec
 
@@ -24,7 +24,7 @@ def _whole(tape: Tape, array: ShardedArray) -> ShardedArray:
 
 
 def forward(tape: Tape) -> None:
-    """Gathers positions, and keeps a device's part of the result."""
+    """Adds the steps that gather positions, unfold them, and keep the device's part of the result."""
     (array,) = tape.inputs
     whole = _whole(tape, tape.out)
     inputs = (tape.move(array, array.like(whole).resharded({FRAMES: ()})),)
@@ -33,7 +33,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Adds what the neighbours of a position give it; features have no cotangent."""
+    """Adds the step that sums each position's cotangent over the rows it is joined into; features get no cotangent."""
     (name,) = tape.op.inputs
     if tape.shardings.program.variables[name].role == "input":
         return

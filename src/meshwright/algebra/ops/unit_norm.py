@@ -5,7 +5,7 @@ from meshwright.algebra.tape import Tape, require_whole
 
 
 def forward(tape: Tape) -> None:
-    """Normalises in the sharding of the row."""
+    """Adds the norm in the sharding of the rows; raises InputError if rows are split."""
     (x,) = tape.inputs
     require_whole(x, x.dims[-1], tape.op.kind)
     local_out = tape.out.like(x)
@@ -14,7 +14,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Makes the cotangent of the rows in their sharding."""
+    """Adds the step that makes the cotangent of the rows in their sharding."""
     (x,) = tape.inputs
     dout = tape.move(tape.dout, tape.dout.like(x))
     tape.run_backward((x,), [(tape.op.inputs[0], tape.dinputs[0].like(x))], dout=dout)

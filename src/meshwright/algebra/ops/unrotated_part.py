@@ -1,4 +1,4 @@
-"""The unrotated first part of a query, in latent attention that generates."""
+"""The first part of each query, which rope does not rotate, in generation with latent attention."""
 
 from meshwright.algebra.kinds import OpKind, StepKind, nothing
 from meshwright.algebra.ops.add import forward

@@ -6,7 +6,7 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Sums the squares of each device's part of a row, reduces the sums, and normalises the part."""
+    """Adds the steps that sum squares over a device's part of a row, reduce the sums, and normalise the part."""
     x, scale = tape.inputs
     sums = _sums(tape, "squares")
     tape.run("sum_squares", (x,), sums)
@@ -17,7 +17,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Reduces the sum over each row of scaled cotangent times input, then makes the cotangents of the device's part."""
+    """Adds the steps that sum cotangent x scale x input over each row, reduce it, and make the part's cotangents."""
     x, scale = tape.inputs
     dx, dscale = tape.dinputs
     square_sums, along_sums = _sums(tape, "squares").replace(unreduced=()), _sums(tape, "along")
