@@ -19,17 +19,17 @@ ENCODER, CROSS = "encoder_", "cross_"
 ENCODER_END, ENCODED = f"{ENCODER}end", "encoded"
 """The last block of an encoder, and its result."""
 EMBEDDED = ("embedded", "shared_layer_norm")
-"""What the first block shares with layers that have embeddings of their own."""
+"""Results that the first block shares with layers, in models with per-layer embeddings."""
 FULL = "_full"
-"""Suffix of variables that have dims of their own in layers without a window; the rest of a name is as in others."""
+"""Suffix of variables in layers without a window, where their dims differ from the dims in layers with one."""
 
 FEATURES = f"{ENCODER}features"
 """The variable of an encoder's features, in place of its tokens."""
 
 ENCODER_LENGTHS = f"{ENCODER}lengths"
-"""The input [B] that has the positions of each row of the encoder that are no padding, where any are."""
+"""The input [B] with the number of positions of each encoder row that are not padding, if rows are padded."""
 PADDED = "padded"
-"""The mask that reads them."""
+"""The mask that hides the padding after `ENCODER_LENGTHS`."""
 
 _PRODUCT = re.compile(r"(\w+)\[(.*)\] = (\w+)\[(.*)\] \* (\w+)\[(.*)\]")
 
@@ -38,10 +38,10 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Options of a job that change the program of its model.
 
     ``documents``: rows have several documents, and attention stays inside each. ``encoder_lengths``: an encoder's rows
-    are padded, and their first ``encoder_lengths``[B] positions alone are attended to. ``z_loss``, ``balance_loss`` and
-    ``router_z_loss`` are the weights of these losses beside the cross entropy. ``capacity_factor`` bounds the slots
+    are padded, and only their first ``encoder_lengths``[B] positions are attended to. ``z_loss``, ``balance_loss`` and
+    ``router_z_loss`` are the weights of these losses, added to the cross entropy. ``capacity_factor`` bounds the slots
     of an expert to that many times the mean load; 0 drops nothing. If the router has a correction, a step adds
-    ``correction_rate`` to that of each expert below the mean load and subtracts it from that of each expert above.
+    ``correction_rate`` to the correction of experts below the mean load and subtracts it from that of experts above.
     """
 
     documents: bool = False
@@ -130,7 +130,7 @@ AFTER_ATTENTION = """
     x1l[B,T,D] = add(x[B,T,D], a~[B,T,D], ly~[B,T,D]) if laurel_rank
     {x1}[B,T,D] = scaled(x1l[B,T,D]; by={half}) if laurel_rank
 """
-"""Beside attention a product of low rank may read the same rows: Menghani et al., LAuReL (2024), as in Gemma 3n."""
+"""A low-rank product may run parallel to attention on its input: Menghani et al., LAuReL (2024), as in Gemma 3n."""
 
 CROSS_ATTENTION = """
     cross_h[B,T,D] = norm(x0[B,T,D], cross_norm[D]) if pre_norms
@@ -146,7 +146,7 @@ CROSS_ATTENTION = """
     {sum}[B,T,D] = add(x0[B,T,D], cross_a~[B,T,D])
     x1[B,T,D] = norm({sum}[B,T,D], cross_norm[D]) if sum_norms
 """
-"""Queries of the stream on keys and values of the encoder's result."""
+"""Cross-attention: queries from the decoder's stream, keys and values from the encoder's result."""
 
 DENSE = """
     h1[B,T,D] = norm({mlp_x}[B,T,D], mlp_norm[D]) if pre_norms !shared_norm
@@ -165,8 +165,8 @@ DENSE = """
     {sum}[B,T,D] = add({before}[B,T,D], {y}~[B,T,D])
     {x2}[B,T,D] = norm({sum}[B,T,D], mlp_norm[D]) if sum_norms
 """
-"""Where it ``joins`` attention, whose input it has, the last products of both make one result, ``a``: partial sums over
-devices are reduced once for both."""
+"""The dense feed-forward block. If it ``joins`` attention, it reads attention's input, and the last products of both
+are summed in one result, ``a``, whose partial sums over devices are reduced once."""
 
 EXPERTS = """
     h1[B,T,D] = norm({mlp_x}[B,T,D], mlp_norm[D]) if pre_norms !shared_norm
@@ -208,8 +208,8 @@ EXPERTS = """
 """
 """E routed experts of C slots each; shared experts see every token, as one feed-forward of their joint width.
 
-The weights of slots go to the devices of the experts, and are applied before the last product, so that the backward
-pass needs neither its result nor its way back; only a bias after that product keeps them behind it."""
+The weights of slots move to expert devices and are applied before the last product, so that the backward pass need not
+keep or move its result; if a bias follows that product, they are applied after it."""
 
 LAYER_END = """
     xc[A,B,T,D] = mix_correct(xp[A,B,T,D], x3[B,T,D], mix_norm[D], mix_router[D,Am], mix_correct[Am,A]) if num_streams
@@ -229,8 +229,8 @@ LAYER_END = """
     streams2[A,B,T,D] = add_later(xc[A,B,T,D], po~[B,T,D]) if num_streams
     x2[B,T,D] = scaled_by({x4}[B,T,D], layer_scale[]) if layer_scale
 """
-"""What follows the feed-forward block, whose stream is x3 then: what the layer itself knows of the token and of its
-embedding, gated by the stream; a number. Of several streams, corrected first, all but the first have the former added.
+"""Lines after the feed-forward block, whose result is then x3: the layer's own embedding of the token, gated by the
+stream and added; a learnt scale. Several streams are corrected first, and all but the first get the embedding added.
 Source: Gemma 3n and Gemma 4, per-layer embeddings."""
 
 EMBED = """
@@ -338,14 +338,14 @@ def loss_text(model: Model, options: ProgramOptions) -> str:
 
 
 def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
-    """Returns the arrays that the decoder's attention reads of each sequence, by name."""
+    """Returns the names of the arrays that the decoder's mask reads of each sequence, such as document numbers."""
     data_names = mask_named(model.attention_mask).data if model.attention_mask else ()
     return data_names if "documents" in data_names or not options.documents else (*data_names, "documents")
 
 
 class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs between layers: ``sliding`` limits its attention to the window, ``routed`` makes its feed-forward
-    experts, ``rotates`` adds rope, ``sparse`` bounds its gates; its feed-forward block is one of the ``wide`` ones."""
+    """Differences between layers: ``sliding`` limits attention to the window, ``routed`` makes the feed-forward block
+    experts, ``rotates`` adds rope, ``sparse`` bounds gates; ``wide`` gives the feed-forward block the larger width."""
 
     sliding: bool
     routed: bool
@@ -355,7 +355,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layer_text(model: Model, form: LayerForm, options: ProgramOptions) -> str:
-    """Returns the lines of one layer from x to x2, or of all residual streams."""
+    """Returns the lines of one layer, from x to x2, or from and to all residual streams."""
     sliding, routed, rotates = form.sliding, form.routed, form.rotates
     data_text = "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
     # norms and adapters come between the products and their sum
@@ -386,8 +386,8 @@ def layer_text(model: Model, form: LayerForm, options: ProgramOptions) -> str:
 
 
 def with_dims(text: str, dim_of: Mapping[str, str], *, but: Collection[str]) -> str:
-    """Returns the lines of a layer with other dims. Arrays that have one get names of their own, Hf of k in k_full:
-    their other dims are those of arrays of other layers. Names of ``but``, of weights, stay."""
+    """Returns the lines of a layer with dims renamed by ``dim_of``. Arrays with such a dim get the suffix `FULL`,
+    k_full[Hf] for k[H], as k is a variable of layers with the old dims; names in ``but``, of weights, stay."""
 
     def renamed(match: re.Match[str]) -> str:
         dims = match[2].split(",")
@@ -398,12 +398,12 @@ def with_dims(text: str, dim_of: Mapping[str, str], *, but: Collection[str]) -> 
 
 
 def without_keys(text: str) -> str:
-    """Returns the lines of a layer without those that make its keys and values, which an earlier layer shares."""
+    """Returns the lines of a layer without its own keys and values, for a layer that reads an earlier layer's."""
     return re.sub(r"^([kv]\w*|w[kv]_lora_\w*)\[.*\n", "", text, flags=re.MULTILINE)
 
 
 def shared_keys(sliding: bool) -> dict[str, str]:
-    """Maps what attention reads as keys and values in the lines of a layer to their names where layers share them."""
+    """Maps the names of attention's keys and values in a layer's lines to the names under which layers share them."""
     kind_name = "_local" * sliding
     return {f"{name}{full}": f"shared_{name[0]}{kind_name}" for name in ("kr", "v") for full in ("", FULL)}
 
@@ -418,7 +418,7 @@ ADAPTED = """
     {out}_up[{out_dims}] = {a}_scaled[B,T,Ra] * {w}_lora_b[Ra,{outputs}]
     {out}[{out_dims}] = add({out}_base[{out_dims}], {out}_up[{out_dims}])
 """
-"""A product beside whose weight stands an adapter: y = x W + (alpha / r) (x A) B. Source: Hu et al., LoRA (2021)."""
+"""A product whose weight has an adapter: y = x W + (alpha / r) (x A) B. Source: Hu et al., LoRA (2021)."""
 
 
 def with_adapters(model: Model, text: str) -> str:
@@ -467,8 +467,8 @@ def _attention(
     causal: bool = True,
     rotates: bool = True,
 ) -> str:
-    """Returns the lines of attention from the stream x to the stream ``result_name``, or to its last product if that is
-    empty; qr, kr and v enter attention."""
+    """Returns the lines of attention from the stream x to the stream ``result_name``, or if that is "" to the output
+    projection; qr, kr and v enter attention."""
     # where neither bias nor norm nor rope follows, the products themselves have the names that policies keep
     has_qk_norm = model.qk_norm or model.head_qk_norm
     rotates = rotates and model.rotated_width > 0
@@ -509,7 +509,7 @@ def _attention(
 
 
 def _quoted(rule: str) -> str:
-    """Returns a rule as an attribute: without spaces, and with : in place of the commas, which end attributes."""
+    """Returns a rule as the value of an attribute: without spaces, and with : for commas, which separate attributes."""
     return rule.replace(" ", "").replace(",", ":")
 
 
@@ -521,11 +521,11 @@ def _dense(model: Model, joins: bool, *, sparse: bool = False) -> str:
 
 
 def sums(model: Model, result_name: str) -> dict[str, str]:
-    """Returns the name of a stream, x1, and of the sum that it is: another if its norm follows."""
+    """Maps "x1" to the name of a stream, "sum" to the name of its residual sum: another one if a norm follows it."""
     return {"x1": result_name, "sum": f"{result_name}s" if model.sum_norms else result_name}
 
 
 def given_attributes(**attributes: float | bool | str | None) -> str:
-    """Returns the attributes of a call, "; window=128", without None, 0 and False; True becomes the name alone."""
+    """Returns the attributes of a call, "; window=128", without None, 0 and False; a True one is only its name."""
     text = ", ".join(name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
     return f"; {text}" if text else ""

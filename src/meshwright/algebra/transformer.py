@@ -59,8 +59,8 @@ class LayerKind(LayerForm, frozen=True, kw_only=True):
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """Returns the kinds of layers in order of their first layer: "layer", then _moe with routed experts, _sparse with
     bounded gates, _wide with the greater of two widths, _unrotated without rope, _source if later layers read its keys
-    and values, _shared if it reads such, _local with a window; at the end _mtp, the layer like the last one for the
-    token after the next."""
+    and values, _shared if it reads those of an earlier layer, _local with a window; at the end _mtp, the layer like the
+    last one for the token after the next."""
     layers_by_form: dict[tuple[LayerForm, str], list[int]] = {}
     sources = {layer: model.kv_source(layer) for layer in range(model.num_layers)}
     shared_sources = {source for layer, source in sources.items() if source != layer}
@@ -93,7 +93,7 @@ def layer_names(model: Model) -> tuple[str, ...]:
 
 
 def stage_names(model: Model) -> tuple[str, ...]:
-    """Returns the block of every layer that stages of a pipeline share out, those of an encoder first."""
+    """Returns the block of every layer that pipeline stages share out, encoder layers first."""
     return (f"{ENCODER}layer",) * (model.encoder.num_layers if model.encoder else 0) + layer_names(model)
 
 
@@ -106,7 +106,7 @@ def local_name(weight: Weight) -> str:
 def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
     """Maps each variable of the program to its row of the weight table, and the number of layers that have it.
 
-    Where layers are of several kinds, the weights of one kind are variables of their own: ``wq``, ``wq_moe``.
+    Where layers are of several kinds, each kind has separate variables: ``wq``, ``wq_moe``.
     """
     row_by_name: dict[str, tuple[Weight, int]] = {}
     for weight in (weight for weight in weight_table(model) if not weight.tied_to):
@@ -124,8 +124,8 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
 def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     """Returns the training program of a model: embed, layers, head, after the stack of an encoder if it has one.
 
-    With ``mtp_weight`` the loss head is a stack of its own, which runs after the layer for the token after the next.
-    """
+    With ``mtp_weight`` the loss head is a separate stack, after the layer for the token after the next. Raises
+    InputError for documents with an encoder."""
     if model.encoder and options.documents:
         raise InputError("rows of an encoder and a decoder have one document each. Leave documents out.")
     role_by_name = {"tokens": "input", "labels": "input", "positions": "position"}
@@ -163,13 +163,13 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
 
 
 def carry_of(model: Model) -> str:
-    """Returns the variable that layers pass on: the residual stream, or all of several."""
+    """Returns the variable that each layer updates: the residual stream x, or ``streams`` if there are several."""
     return "streams" if model.num_streams else "x"
 
 
 def _shared_bias(model: Model, prefix: str = "") -> dict[str, str]:
-    """Maps the variable of a table of biases that all layers of a stack share to its name in the layers, where an
-    earlier stack has prepared it; {} where each layer has a table."""
+    """Maps a table of biases that all layers of a stack share to the name under which layers read it, from an earlier
+    stack that prepares it; {} if each layer has a table."""
     return {f"{prefix}relative_bias": f"{prefix}shared_bias"} if model.relative_shared else {}
 
 
@@ -250,7 +250,7 @@ def _encoder(
 
 
 def _of_encoder(model: Model, text: str) -> str:
-    """Returns the lines of a decoder with the names and dims of the encoder's; the table of tokens is one for both."""
+    """Returns a decoder's lines with the encoder's names and dims; both share the table of tokens."""
     letters = {"T": "S", "P": "Ps", **model.encoder_letters}
 
     def renamed(found: re.Match[str]) -> str:
@@ -261,7 +261,7 @@ def _of_encoder(model: Model, text: str) -> str:
 
 
 def layer_dims(model: Model) -> dict[str, int]:
-    """Returns the sizes of the dims that count layers, and layers times experts, of each kind of layer."""
+    """Returns, for each kind of layer, the sizes of its dim of layers and of its dim of layers times experts."""
     num_by_dim = {layers_dim(kind.block): len(kind.layers) for kind in layer_kinds(model)}
     if model.encoder:
         num_by_dim[layers_dim(f"{ENCODER}layer")] = model.encoder.num_layers
@@ -306,15 +306,15 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole span."""
+        """Layers of the span: pattern length x repeats."""
         return len(self.pattern) * self.repeats
 
     def iterations(self, layers: int) -> int:
-        """Iterations of a segment of at most that many layers, at least one."""
+        """Returns how many iterations of the pattern fit in a segment of at most ``layers`` layers: at least 1."""
         return min(max(1, layers // len(self.pattern)), self.repeats)
 
     def row(self, position: int, number: Number) -> Number:
-        """Returns the index, among all layers of its kind, of a layer of the pattern in an iteration."""
+        """Returns the index, among all layers of its kind, of the layer at ``position`` in iteration ``number``."""
         kind = self.pattern[position]
         return self.starts[kind] + number * self.pattern.count(kind) + self.pattern[:position].count(kind)
 

@@ -37,7 +37,7 @@ def test_every_named_schedule_can_run(name):
 
 BROKEN = [
     (("F0 F1 B0", "F0 B0 F1 B1"), "B1 is missing on device 0. Every microbatch needs F and B"),
-    (("F0 B0 F0", "F0 B0"), "device 0, op 3: F0 stands there twice (first at device 0, op 1)"),
+    (("F0 B0 F0", "F0 B0"), "device 0, op 3: F0 occurs twice (first at device 0, op 1)"),
     (("F0 B0", "B0 F0"), "device 1, op 1: B0 comes before F0. Write F0 earlier."),
     (("F0 W0 B0", "F0 B0"), "device 0, op 2: W0 comes before B0."),
     (("F0 B0/1", "F0 B0"), "device 0, op 2: B0/1 cannot run on device 0: microbatch 0 passes no chunk 1 there"),

@@ -31,7 +31,7 @@ BROKEN = [
     ("placement = V-shape\n", ":1: placement 'V-shape' is not known."),
     ("0: F0 B0\n2: F0 B0\n", ":2: device 2 comes before device 1. Number them from 0."),
     ("0: F0 D0\n", ":1: 'D0' is no op. Write F0, B0 or W0, and F0/1 for chunk 1."),
-    ("0: F0 F1\n0: B0 B1 F0\n", ":2: F0 stands there twice (first at {path}:1). Leave one of them out."),
+    ("0: F0 F1\n0: B0 B1 F0\n", ":2: F0 occurs twice (first at {path}:1). Leave one of them out."),
     ("0: F0 B0\n1: B0 F0\n", ":2: B0 comes before F0. Write F0 earlier."),
     ("0: F0 F1 B0\n\n1: F0 B0 F1 B1\n", "B1 is missing on device 0."),
     ("0: F0 B0 F2 B2\n", "microbatch 1 is missing. Number them from 0 without a gap."),

@@ -112,7 +112,7 @@ def test_a_table_of_ones_own(call, tmp_path):
     (tmp_path / "mine.txt").write_text(text)
     said = call("schedule", "--table", "mine.txt")
     assert (said.code, said.out) == (2, "")
-    assert said.err == "meshwright: mine.txt:3: B1 stands there twice (first at mine.txt:3). Leave one of them out.\n"
+    assert said.err == "meshwright: mine.txt:3: B1 occurs twice (first at mine.txt:3). Leave one of them out.\n"
 
 
 def test_the_picture(call, tmp_path):

@@ -1,1 +1,1 @@
-"""Generation: its program, the cache that it reads and writes, and the steps that are derived of it."""
+"""Generation: its program, the cache that it reads and writes, and the steps derived from the program."""

@@ -37,12 +37,12 @@ class CacheArray(msgspec.Struct, frozen=True):
 
 
 def pages_of_window(window: int, page_len: Number, rows: Number = 1) -> Number:
-    """Returns the pages that the windows of a sequence's next rows touch at most, with those that the rows write."""
+    """Returns the most pages that a sequence's window touches together with the next ``rows`` that it writes."""
     return (window + rows - 3) // page_len + 2
 
 
 def pages_of_windows(window: int, page_len: int, *, num_seqs: int, num_rows: int) -> int:
-    """Returns the pages that windows of sequences need at most while a step writes so many rows, of any of them."""
+    """Returns the most pages that windows of ``num_seqs`` sequences need while a step writes ``num_rows`` rows."""
     # those that write several rows fill whole pages, and a part of one more each
     return num_seqs * int(pages_of_window(window, page_len)) + num_rows // page_len + min(num_seqs, num_rows // 2)
 
@@ -51,7 +51,7 @@ def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN,
     """Returns the sizes of the dims that only caches have, for sequences of up to ``max_len`` positions with sources of
     up to ``source_len``.
 
-    There are enough pages for every sequence and its source to be full, unless the storage says how many.
+    There are pages for every sequence and source at full length, unless ``storage.num_pages`` says how many.
     """
     page_len = storage.page_len or max(max_len, source_len)
     pages_per_seq, pages_per_source = -(-max_len // page_len), -(-source_len // page_len)
@@ -61,7 +61,7 @@ def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN,
 
 
 def source_len(model: Model) -> int:
-    """Returns the positions of a source at most, 0 in a model without an encoder."""
+    """Returns the most positions of an encoder's source, 0 in a model without an encoder."""
     return model.encoder.length if model.encoder else 0
 
 
@@ -73,7 +73,7 @@ def cache_table(
     storage: Storage = AS_WRITTEN,
     strategy: Strategy = ONE_DEVICE,
 ) -> tuple[CacheArray, ...]:
-    """Returns the rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions, on all devices.
+    """Returns the cache arrays of ``batch_seqs`` sequences of up to ``max_len`` positions, whole, over all devices.
 
     int8 keeps a float32 scale for each token and head, or for each token of latents.
     """
@@ -89,7 +89,7 @@ def cache_table(
 
 
 def sequence_bytes(model: Model, num_positions: int, storage: Storage) -> int:
-    """Returns the bytes of the cache of one sequence, on all devices: of layers with a window its positions alone."""
+    """Returns the bytes of one sequence's cache over all devices; layers with a window keep positions of the window."""
     window = min(model.sliding_window or 0, num_positions)
     exact_storage = replace(storage, page_len=1, num_pages=num_positions, window_pages=window)
     return sum(row.num_bytes for row in cache_table(model, batch_seqs=1, max_len=num_positions, storage=exact_storage))

@@ -22,8 +22,8 @@ from meshwright.spec.weights import without_mtp
 
 
 def derive_forward(program: Program, strategy: Strategy, axes: tuple[str, ...] | None = None) -> Derived:
-    """Derives the forward steps of a program that is never differentiated: no backward pass, no update, nothing
-    kept. ``axes`` stay in the steps whatever their sizes; by default those of several devices."""
+    """Derives the forward steps of a program that is never differentiated: no backward pass, no update, nothing kept.
+    The steps have the mesh ``axes`` whatever their sizes; by default the axes of several devices."""
     program = _with_wide_norms(repeating(program, strategy), strategy)
     shardings = Shardings(program, strategy, strategy.active_axes if axes is None else axes)
     blocks = [BlockSteps(block, tuple(forward_pass(block, shardings).steps), (), ()) for block in program.blocks]
@@ -60,7 +60,7 @@ def derive_job(
     options: ProgramOptions = PLAIN,
     fused_head: bool = True,
 ) -> Derived:
-    """Returns the step of a job: all passes and the update of a training job, else the step of a server."""
+    """Returns the derived step of a job: both passes and the update of a training job, else the step of a server."""
     strategy = strategy_of_heads(job_strategy(job, strategy), model.common_kv_heads)
     if job.trains:
         return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
@@ -75,8 +75,8 @@ def derive_generation(
     *,
     prompts: bool = False,
 ) -> Derived:
-    """Returns the step of a server; ``axes`` stay in it whatever their sizes. The strategy says if it repeats heads. A
-    step has ``prompts`` if its sequences have several rows."""
+    """Returns the step of a server, with the mesh ``axes`` whatever their sizes (default: axes of several devices).
+    Heads are repeated if the strategy says so. A step has ``prompts`` if its sequences have several rows."""
     # where positions of a cache are split, heads are gathered for all of them
     is_joined = prompts and not strategy.rules("cache").get("S")
     program = generation_program(without_mtp(model), storage, joined=is_joined)
@@ -86,7 +86,7 @@ def derive_generation(
 def derive_encoding(
     model: Model, strategy: Strategy, storage: Storage = AS_WRITTEN, axes: tuple[str, ...] | None = None
 ) -> Derived:
-    """Returns the steps that read sources for an engine whose step is that of `derive_generation`."""
+    """Returns the steps that encode sources (inputs of the encoder) for an engine with `derive_generation`'s step."""
     return derive_forward(encoding_program(model, storage), packed_sources(strategy), axes)
 
 
@@ -98,8 +98,8 @@ def derive_phase(
     *,
     prompts: bool = False,
 ) -> Derived:
-    """Returns the step of a server as `derive_generation` does, for counts; beside an encoder a step with ``prompts``
-    reads as many sources as it has rows, and then has the first row of each."""
+    """Returns the server step of `derive_generation` for counting. With an encoder a step with ``prompts`` also encodes
+    as many sources as it has rows, each with its first row; other steps list encoder blocks as ``beside``."""
     if not model.encoder:
         return derive_generation(model, strategy, storage, axes, prompts=prompts)
     encoder, decoder = encoding_program(model, storage), generation_program(model, storage)
@@ -112,7 +112,7 @@ def derive_phase(
 
 
 def derive_sources(model: Model, strategy: Strategy, storage: Storage = AS_WRITTEN) -> Derived:
-    """Returns the steps that read sources as `derive_encoding` does, for counts: with the decoder's weights beside."""
+    """Returns the steps of `derive_encoding` for counting, with the decoder's blocks as ``Derived.beside``."""
     encoder, decoder = encoding_program(model, storage), generation_program(model, storage)
     program = Program(encoder.blocks, encoder.variables | decoder.variables, encoder.stacks)
     return replace(derive_forward(program, packed_sources(strategy)), beside=decoder.blocks)
@@ -126,8 +126,8 @@ def job_strategy(job: Job, strategy: Strategy) -> Strategy:
 def generation_strategy(strategy: Strategy, *, prompts: bool = False) -> Strategy:
     """Returns the strategy as a step that generates runs it.
 
-    It has one microbatch, but pipelined steps of prompts, which are priced, not executed; nothing to offload and no
-    bound on the slots of experts. Keys are gathered over ``context`` also where training uses a ring or ulysses. Raises
+    It has no offload, no bound on the slots of experts, and one microbatch (pipelined prompts, which are priced but not
+    executed, keep their number). Keys are gathered over ``context`` also where training uses a ring or ulysses. Raises
     CannotRunError for pipeline stages without prompts.
     """
     stages = strategy.mesh.get("pipeline", 1)
@@ -140,7 +140,7 @@ def generation_strategy(strategy: Strategy, *, prompts: bool = False) -> Strateg
 
 
 def packed_sources(strategy: Strategy) -> Strategy:
-    """Returns the strategy for sources: an axis that splits neither sources nor heads splits their positions."""
+    """Returns the strategy for encoding sources: axes that split neither sequences nor heads split their positions."""
     packed_strategy = packed_rows(strategy)
     assignment = dict(packed_strategy.assignment)
     for role in ("activation", "input"):
@@ -153,9 +153,9 @@ def packed_sources(strategy: Strategy) -> Strategy:
 def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
     """Returns the strategy for packed rows.
 
-    A sequence belongs to the devices of one place on the axes that split the sequences of caches: its rows, its pages
-    and its rows with logits are there. Axes that split positions of caches split the slots of every page. In steps
-    with ``prompts``, whose rows are many, rows are split as the positions of prompts are, over further axes.
+    The axes that split sequences of caches assign each sequence to a group of devices, which has its rows, its pages
+    and its rows with logits. Axes that split positions of caches split the slots of every page. In steps with
+    ``prompts``, which have many rows, the axes that split positions of prompts also split rows.
     """
     rules_by_role = GENERATION_RULES | strategy.assignment
     owner_axes, output_axes = rules_by_role["cache"].get("B", ()), rules_by_role["output"].get("B", ())

@@ -1,9 +1,9 @@
 """The program of generation, made of the ops of a model's training program.
 
 It is the step of a server. A row is one position of any sequence, so that sequences which get one more token and parts
-of prompts share the step; keys and values are in pages. It ends in the logits of the rows that are asked for. With
-latent attention the cache has latents and the rotated keys that all heads share; rows attend to these: queries, not
-latents, are multiplied with the keys' projection (DeepSeek-V2, 2024, section 2.1.2).
+of prompts share the step; keys and values are in pages. It returns the logits of selected rows. With latent attention
+the cache has latents and the rotated keys that all heads share; rows attend to these: queries, not latents, are
+multiplied with the keys' projection (DeepSeek-V2, 2024, section 2.1.2).
 """
 
 from typing import Literal, get_args
@@ -30,12 +30,12 @@ WeightStorage = Literal["as they are", "int8", "fp8", "int4"]
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """How generation stores weights and caches.
 
-    ``weights`` is the dtype of matrices, see `quantised_weights` ("": the state's own); all but fp4 are executed in
-    this version. Of caches int8 has scales, fp8 has none: larger values are its largest. Position p of a sequence is
-    in slot p mod Pl of the page that ``pages[Q, Bp]`` names for p // Pl: pages have ``page_len`` slots (0: a page is
-    as long as a sequence), and all devices have ``num_pages`` together (0: enough for every sequence). Layers with a
-    window have ``window_pages`` of their own (0: pages as others have). ``adapters`` is the number of adapters that
-    share the rank of the model's own; a row has one of them.
+    ``weights`` is the dtype of matrices, see `quantised_weights` ("": the training state's); all but fp4 are executed
+    in this version. int8 caches have scales; fp8 caches have none and clip larger values. Position p of a sequence is
+    in slot p mod Pl of the page that ``pages[Q, Bp]`` names for p // Pl: pages have ``page_len`` slots (0: as many as a
+    sequence has positions), and all devices have ``num_pages`` together (0: enough for every sequence). Layers with a
+    window have ``window_pages`` of their own (0: they use ``num_pages``). ``adapters`` is the number of adapters that
+    share the rank of the model's adapter; each row uses one.
     """
 
     cache_dtype: CacheDtype = "bf16"
@@ -58,14 +58,14 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def executed(self) -> tuple[CacheDtype, WeightStorage]:
-        """The dtypes of caches and weights as a step takes them. Raises CannotRunError for others."""
+        """The dtypes of caches and weights that a step runs with. Raises CannotRunError for fp4 weights."""
         if self.weights == "fp4":
             raise CannotRunError("weights in fp4 are planned, not executed, in this version. Use int4, fp8 or int8.")
         return self.cache_dtype, self.weights or "as they are"
 
 
 def weight_dtype(weights: WeightStorage) -> WeightDtype:
-    """Returns the dtype of `Storage.weights`."""
+    """Returns the dtype for `Storage.weights`: "" for "as they are", else the argument."""
     return "" if weights == "as they are" else weights
 
 
@@ -77,7 +77,7 @@ PAGES = "pages"
 WINDOW_PAGES = "window_pages"
 """The page table of layers with a window, if these have pages of their own."""
 SOURCE_PAGES = "source_pages"
-"""The page table of sources, whose keys and values cross-attention reads; they are pages as others are."""
+"""The page table of sources, whose keys and values cross-attention reads from pages of the common pool."""
 
 
 def caches_of(block: Block) -> tuple[str, ...]:
@@ -94,11 +94,11 @@ def scale_name(name: str) -> str:
 
 
 def plain_program(model: Model, storage: Storage, *, joined: bool = False) -> Program:
-    """Returns the program with the weights of products as the state has them."""
+    """Returns the program with unquantised weights. Raises CannotRunError if a mask shows positions later ones."""
     if model.attention_mask and _sees_later(model.attention_mask):
         raise CannotRunError(
-            f"by attention_mask={model.attention_mask!r} of {model.name} a position sees later ones, which are not "
-            f"there when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
+            f"with attention_mask={model.attention_mask!r} of {model.name} a position sees later ones, which do not "
+            f"exist when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
         )
     training = transformer(model)
     writer, (_, stacks) = _Writer(model, storage, training, joined=joined), _parts(training)
@@ -108,7 +108,7 @@ def plain_program(model: Model, storage: Storage, *, joined: bool = False) -> Pr
 
 
 def plain_encoding(model: Model, storage: Storage) -> Program:
-    """Returns the program that reads sources with the weights of products as the state has them."""
+    """Returns the program that encodes sources, with unquantised weights."""
     training = transformer(model, ProgramOptions(encoder_lengths=True))
     writer, (stacks, (*_, decoder)) = _Writer(model, storage, training, joined=False), _parts(training)
     names = {name for stack in stacks for name in (stack.first, *stack.layers, stack.last)}
@@ -121,7 +121,7 @@ def plain_encoding(model: Model, storage: Storage) -> Program:
 
 
 def _parts(training: Program) -> tuple[tuple[Stack, ...], tuple[Stack, ...]]:
-    """Returns the stacks of an encoder, () without one, and those after it, which read its result in pages."""
+    """Returns the encoder's stacks, () without one, and the stacks after it, which read its result from pages."""
     stack_index = next((i for i, stack in enumerate(training.stacks, 1) if stack.last == ENCODER_END), 0)
     stacks = training.stacks[stack_index:]
     names = (tuple(name for name in stack.inputs if name != ENCODED) for stack in stacks)
@@ -135,7 +135,7 @@ def _program_of(blocks: tuple[Block, ...], writer: "_Writer", stacks: tuple[Stac
 
 
 def _sees_later(mask: str) -> bool:
-    """True if positions see later ones without a prefix or an image: 32 show it for every mask of the catalogue."""
+    """True if a mask shows later positions without prefix or image; 32 positions decide it for the catalogue."""
     if is_users(mask):
         return bool(np.triu(table_of_user(mask, q_len=32, kv_len=32, block=1).table.kinds, 1).any())
     positions, rule = np.arange(32), mask_named(mask)
@@ -144,7 +144,7 @@ def _sees_later(mask: str) -> bool:
 
 
 class _Writer:
-    """Blocks of a training program rewritten for generation, and every variable that they name."""
+    """Rewrites blocks of a training program for generation, and collects every variable that they name."""
 
     def __init__(self, model: Model, storage: Storage, training: Program, *, joined: bool) -> None:
         self.joined = joined and model.latent_attention and not (model.attention_mask or model.attention_score)
@@ -179,8 +179,8 @@ class _Writer:
         return replace(block, ops=self._needed(results), shares=shares)
 
     def source_keys(self, block: Block) -> Block:
-        """Returns a layer of the decoder as the program that reads sources has it: the keys and values of its
-        cross-attention go into its caches."""
+        """Returns a decoder layer's block in the program that encodes sources: it writes keys and values of its
+        cross-attention into its caches."""
         attention_op = next(op for op in block.ops if op.kind == "attention" and op.inputs[1].startswith(CROSS))
         self.ops, self.outputs = list(block.ops), []
         self.variables["encoder_slots"] = Variable("encoder_slots", ("B", "S"), "position")
@@ -205,7 +205,7 @@ class _Writer:
         return variable.name
 
     def _head(self, block: Block) -> None:
-        """Writes the logits of the rows that are asked for."""
+        """Adds the ops that make the logits of the rows ``last``[O]."""
         num_before = next(i for i, op in enumerate(block.ops) if op.out == "hf")
         norm_op, *division_ops, loss_op = block.ops[num_before:]
         table_weight, softcap = self.variables[loss_op.inputs[1]], self.model.logit_softcap
@@ -230,7 +230,7 @@ class _Writer:
         self.ops += (*block.ops[:num_before], *parse_block(block.name, "\n".join(lines), self.variables).ops)
 
     def _attention(self, op: Op, block: Block) -> None:
-        """Writes keys and values, or latents and rotated keys, into the cache, which attention reads."""
+        """Adds the ops that write keys and values, or latents and rotated keys, to the cache, and attention on it."""
         q, k, v, *operand_names = op.inputs
         maker_of = {maker.out: maker for maker in block.ops}
         source_by_letter = {"k": k, "v": v}
@@ -278,7 +278,7 @@ class _Writer:
             self.ops.append(Op("cached_attention", (q, *inputs, *operand_names), op.out, attributes))
 
     def _cross_attention(self, op: Op, block: Block) -> None:
-        """Attends to the keys and values of sources, which are in the caches of the layer's own."""
+        """Adds attention to the keys and values of sources, which are in separate caches of the same layer."""
         variables = Variable("source_lengths", ("Q",), "position"), Variable(SOURCE_PAGES, ("Q", "Bx"), "position")
         self.variables |= {variable.name: variable for variable in variables}
         caches = [f"{self._cache_name(letter, block)}{part}'" for part in ("", "_scale") for letter in "kv"]

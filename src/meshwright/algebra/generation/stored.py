@@ -20,13 +20,13 @@ from meshwright.spec.weights import group_dims
 
 
 def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Variable, Variable]]:
-    """Maps each weight that is quantised to its variable, as stored, and that of its scales in float32.
+    """Maps each quantised weight to two variables: the weight in its narrow dtype, and its scales in float32.
 
-    These are matrices of products and the table of tokens, not routers, which choose by small differences, nor tables
-    of positions, nor adapters; without a dtype, those that the model's folder stores narrow. Scales have the dims that
-    no product sums; those of int4 are of groups of `spec.model.GROUP` inputs. With int4 the table of tokens and the
-    head are in int8, as are matrices with an odd number of inputs. Scales are split as their weight is, but scales over
-    D, Rq or Rkv alone are whole.
+    Quantised are matrices of products and the table of tokens, but not routers, which choose by small differences,
+    tables of positions or adapters; without a ``dtype``, the matrices that the model's folder stores narrow. Scales
+    have the dims that no product sums; int4 scales are of groups of `spec.model.GROUP` inputs. With int4 the table of
+    tokens and the head are in int8, as are matrices with an odd number of inputs. Scales are split as their weight is,
+    but scales over D, Rq or Rkv only are whole.
     """
     stored_of = {name: (narrow, grouped) for name, narrow, grouped in model.stored.matrices} if model.stored else {}
     if not (dtype or stored_of):
@@ -65,7 +65,7 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
 
 
 def weight_bytes(model: Model, dtype: WeightDtype, width: int) -> float:
-    """Returns the bytes of all weights with their scales; ``width`` are those of an element that is not quantised."""
+    """Returns the bytes of all weights with their scales; ``width`` is the bytes of an unquantised element."""
     arrays_of, sizes = quantised_weights(model, dtype), model.dims
     return sum(
         num_layers * math.prod(sizes[dim] for dim in array.dims) * DTYPE_BYTES.get(array.dtype, width)
@@ -79,31 +79,31 @@ QUANTISED = ("einsum", "embed")
 
 
 def generation_program(model: Model, storage: Storage = AS_WRITTEN, *, joined: bool = False) -> Program:
-    """Returns the program, which ends in logits[O,V].
+    """Returns the program of a server's step, which ends in logits[O,V].
 
-    It reads a token of each row, tokens[B,T] at positions[B,T] where T is 1, and ``slots``[B, T], the slot of each row
-    in the pool of pages (padding: beyond it), to which it writes the row's key first. A sequence of Q has the rows from
-    ``first``[Q] on, ``counts``[Q] of them, and ``lengths``[Q] positions with these. ``last``[O] are the rows whose
-    logits it ends in. Beside an encoder a sequence's source has ``source_lengths``[Q] positions, in pages
-    ``source_pages``[Q,Bx] that `encoding_program` has written. With several adapters, ``adapters``[B, T] is the number
-    of each row's own, -1 for none. With latents, ``joined`` says that rows meet those of their own step by keys and
-    values of heads, as in training.
+    It reads a token of each row, tokens[B,T] at positions[B,T] where T is 1, and ``slots``[B,T], the slot of each row
+    in the pool of pages (beyond the pool for padding), to which it first writes the row's key. A sequence of Q has
+    ``counts``[Q] rows from ``first``[Q] on, and ``lengths``[Q] positions with these. ``last``[O] are the rows whose
+    logits it returns. With an encoder a sequence's source has ``source_lengths``[Q] positions, in pages
+    ``source_pages``[Q,Bx] that `encoding_program` has written. With several adapters, ``adapters``[B,T] is the number
+    of each row's adapter, -1 for none. In latent attention with ``joined`` rows attend to rows of their own step by
+    keys and values of heads, as in training.
     """
     return _with_narrow_weights(plain_program(model, storage, joined=joined), model, storage)
 
 
 def encoding_program(model: Model, storage: Storage = AS_WRITTEN) -> Program:
-    """Returns the program that reads sources: the encoder, then of every layer of the decoder the keys and values of
-    cross-attention.
+    """Returns the program that encodes sources: the encoder, then keys and values of cross-attention of every decoder
+    layer.
 
-    It reads ``encoder_tokens``[B,S] of B sources, of which the first ``encoder_lengths``[B] positions are there, and
-    writes to ``encoder_slots``[B,S] of the pool of pages (padding: beyond it).
+    It reads ``encoder_tokens``[B,S] of B sources, whose first ``encoder_lengths``[B] positions are not padding, and
+    writes to ``encoder_slots``[B,S] of the pool of pages (beyond the pool for padding).
     """
     return _with_narrow_weights(plain_encoding(model, storage), model, storage)
 
 
 def _with_narrow_weights(program: Program, model: Model, storage: Storage) -> Program:
-    """Returns a program with the weights of products, and their scales, as the storage has them."""
+    """Returns a program with the weights of products quantised, and with their scales, as ``storage`` says."""
     if not (pair_of := quantised_weights(model, storage.weights)):
         return program
     variable_by_name = program.variables | {variable.name: variable for pair in pair_of.values() for variable in pair}

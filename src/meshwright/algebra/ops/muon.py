@@ -96,14 +96,14 @@ def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """Returns the FLOPs of X X^T, its square, and their mix times X: 4 n^2 m + 2 n^3 for n x m matrices, n <= m."""
+    """Returns the FLOPs of all iterations (X X^T, its square, mix x X): 4 n^2 m + 2 n^3 each for n x m, n <= m."""
     num_matrices, min_side, max_side = _matrices(step, sizes)
     return ITERATIONS * num_matrices * (4 * min_side**2 * max_side + 2 * min_side**3)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Returns the bytes of each iteration, in float32: X read three times and written, X X^T written and read three
-    times, and its mix with its square written and read."""
+    """Returns the bytes of all iterations, each in float32: X read three times and written, X X^T written and read
+    three times, and its mix with its square written and read."""
     num_matrices, min_side, max_side = _matrices(step, sizes)
     return DTYPE_BYTES["fp32"] * ITERATIONS * num_matrices * (4 * min_side * max_side + 6 * min_side**2)
 

@@ -16,8 +16,8 @@ Where = Callable[[int, int], str]
 def check(schedule: Schedule, where: Where | None = None) -> Schedule:
     """Returns the schedule if it can run. Raises InputError if it cannot.
 
-    Every F and B must stand once and every W at most once, on the device of its virtual stage, B after its F and W
-    after its B. No devices may wait for each other in a ring.
+    Every F and B must occur once and every W at most once, on the device of its virtual stage, B after its F and W
+    after its B. Devices must not wait for each other in a cycle.
     """
     where_of = where or (lambda device, op_index: f"device {device}, op {op_index + 1}")
     _require_once(schedule, where_of)
@@ -40,7 +40,7 @@ def _require_once(schedule: Schedule, text_of: Where) -> None:
                     f"there. Correct the chunk or the placement."
                 )
             if first_where := where_of.get(Result(op.kind, stage, m)):
-                raise InputError(f"{where}: {op} stands there twice (first at {first_where}). Leave one of them out.")
+                raise InputError(f"{where}: {op} occurs twice (first at {first_where}). Leave one of them out.")
             where_of[Result(op.kind, stage, m)] = where
     num_stages = schedule.num_virtual_stages
     kinds: tuple[PassKind, ...] = ("F", "B")

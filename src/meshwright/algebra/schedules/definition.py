@@ -40,9 +40,9 @@ class StageForms(msgspec.Struct, frozen=True, kw_only=True):
     and W through all layers of a device; a step ends when its last device ends, and sends take no time. A stash is what
     the backward pass of one microbatch needs of its forward pass; it lives until W ends. ``stash`` is the largest
     number alive at once on one device; a stash of one of v chunks counts 1 / v. ``sends`` counts the sends in one
-    direction that a step waits for if a send is short beside a pass; it was read off the simulator for equal passes and
-    at least twice as many microbatches as stages. ``split`` counts the microbatches whose weight gradients have a pass
-    of their own, on the device with most of them; a pass of one of v chunks counts 1 / v.
+    direction that a step waits for if a send is short compared to a pass; it was read off the simulator for equal
+    passes and at least twice as many microbatches as stages. ``split`` counts the microbatches whose weight gradients
+    have a separate pass, on the device with most of them; a pass of one of v chunks counts 1 / v.
     """
 
     bubble_s: OfTimes
@@ -52,7 +52,7 @@ class StageForms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule as one program runs it on all devices. The defaults are those of 1F1B.
+    """A schedule as one program runs it on all devices. The defaults describe 1F1B.
 
     ``bubble_s`` is as in `StageForms`, and ``ticks`` counts the rows of the table. The next five fields are the counts
     of `ticks.Slots`, which all devices allocate; an entry of ``stash`` or ``handed`` is for one virtual stage.
@@ -74,8 +74,8 @@ class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishedBubble(msgspec.Struct, frozen=True, kw_only=True):
-    """The bubble of a schedule in its paper where its rows have another. ``seconds`` takes what `StageForms` take;
-    ``formula`` is in the paper's letters, ``why`` says what makes the difference."""
+    """The bubble that a schedule's paper gives, if the rows here have a different one. ``seconds`` takes the arguments
+    of `OfTimes`; ``formula`` is in the paper's letters, ``why`` explains the difference."""
 
     formula: str
     seconds: OfTimes

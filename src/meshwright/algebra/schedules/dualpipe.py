@@ -1,4 +1,4 @@
-"""DualPipe: microbatches from both ends at once, over two copies of the weights.
+"""DualPipe: microbatches enter at both ends of the pipeline, over two copies of the weights.
 
 Source: DeepSeek-V3 Technical Report (2024), section 3.2.1, and the order of its published code. There a forward and a
 backward pass of the long middle part overlap; here one runs after the other.

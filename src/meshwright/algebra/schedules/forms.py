@@ -95,7 +95,7 @@ def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, N
 
 @functools.lru_cache(maxsize=4096)
 def _simulated_lockstep(definition: ScheduleDefinition, size: Size) -> dict[str, Number]:
-    """Returns the values of `LockstepForms` by name, and ``paths`` as above."""
+    """Returns the values of `LockstepForms` by name, and ``paths`` as in `_simulated_stages`."""
     tables = tick_tables(_rows(definition, size))
 
     def step(f: int, b: int, w: int) -> int:
@@ -112,7 +112,7 @@ def _rows(definition: ScheduleDefinition, size: Size) -> Schedule:
 
 
 def too_many_passes(definition: ScheduleDefinition, stages: int, microbatches: int, chunks: int) -> str:
-    """Returns why a size is not simulated."""
+    """Returns the message that a size of a schedule without closed forms has too many passes to be simulated."""
     return (
         f"{definition.name} has no closed forms, and {stages} stages of {chunks} chunks x {microbatches} microbatches "
         f"are too many passes to simulate. Use at most {MAX_PASSES // (3 * stages * chunks)} microbatches."
@@ -183,7 +183,7 @@ def _simulated_forms(
     form: type[AnyForms],
     simulated: Callable[[ScheduleDefinition, Size], dict[str, Number]],
 ) -> AnyForms:
-    """Returns forms that simulate each size once; they are 0 for one stage, which has nothing to wait for."""
+    """Returns forms that simulate each size once; they are 0 for one stage, which waits for nothing."""
 
     def read(name: str, *arrays: Number) -> np.ndarray:
         """Returns the value ``name`` of each size, for "paths" the time of the longest."""

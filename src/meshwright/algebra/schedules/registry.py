@@ -28,10 +28,10 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def searched_schedules(*, every: bool) -> tuple[str, ...]:
-    """Returns the schedules that a search tries: the one with which meshes are screened, then the others, oldest first.
+    """Returns the schedules that a search tries: first the oldest "usual" one, which screens meshes, then the rest by
+    age.
 
-    They have ``search="usual"``, or with ``every`` also ``search="full"``.
-    """
+    They have ``search="usual"``, or with ``every`` also ``search="full"``."""
     searches = ("usual", "full") if every else ("usual",)
     searched_names = [schedule.name for schedule in definitions().values() if schedule.search in searches]
     first_name = next(schedule.name for schedule in definitions().values() if schedule.search == "usual")
@@ -39,7 +39,7 @@ def searched_schedules(*, every: bool) -> tuple[str, ...]:
 
 
 def definition(name: str) -> ScheduleDefinition:
-    """Returns the schedule of a name, or of a file at that path. Raises InputError if there is neither."""
+    """Returns the schedule called ``name``, or of the file at that path. Raises InputError if there is neither."""
     schedule = definitions().get(name)
     if schedule is not None:
         return schedule

@@ -1,4 +1,4 @@
-"""One simulator for every schedule: times of each op, idle time of each device, and the most it keeps alive."""
+"""One simulator for every schedule: times of each op, idle time and peak stash of each device."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -49,7 +49,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak_stash(self) -> tuple[float, ...]:
-        """Peak stash of each device: see the function of this name."""
+        """Peak stash of each device, in whole-stage microbatches (`simulation.peak_stash`)."""
         return peak_stash(self.schedule)
 
     @property
@@ -118,7 +118,7 @@ def simulate(
 def pass_times(
     schedule: Schedule, *, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds
 ) -> dict[str, list[float]]:
-    """Maps ``takes`` of a task to its seconds in each virtual stage."""
+    """Maps "F", "B", "W" and "BW" (B and W in one pass) to their seconds in each virtual stage."""
     num_stages = schedule.num_virtual_stages
     f_times = _of_each(forward_s, num_stages, "forward")
     b_times, w_times = _of_each(backward_s, num_stages, "backward"), _of_each(weight_s, num_stages, "weight")

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 PassKind = Literal["F", "B", "W"]
-"""F forward; B backward; W weight gradients, where a row of its own makes them: B then makes input gradients only."""
+"""F forward; B backward; W weight gradients in a separate pass, for microbatches whose B only makes input gradients."""
 
 
 class StagePass(msgspec.Struct, frozen=True):
@@ -35,11 +35,11 @@ class Result(NamedTuple):
 
 
 class Task(NamedTuple):
-    """An op by the result that it ``makes`` and the result that it ``needs``: of two, the one that is made last.
+    """An op by the result that it ``makes`` and the result that it ``needs``: of two results, the one that is made
+    later.
 
-    ``is_sent`` says whether that comes from another device. ``takes`` names the times that the op takes: "BW" if a B
-    is the whole backward pass.
-    """
+    ``is_sent``: the needed result comes from another device. ``takes`` says which pass times the op takes: "BW" if a B
+    is the whole backward pass."""
 
     makes: Result
     needs: Result | None
@@ -103,7 +103,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def is_split(self) -> bool:
-        """True if any weight gradients are made by a pass of their own."""
+        """True if any weight gradients are made in a separate pass W."""
         return any(op.kind == "W" for order in self.orders for op in order)
 
     def virtual_stages(self) -> dict[tuple[int, int, int], int]:
@@ -171,7 +171,7 @@ def _down(num_devices: int, chunk: int) -> Route:
 
 
 def microbatch_routes(orders: Sequence[Sequence[StagePass]], num_routes: int) -> dict[int, int]:
-    """Returns the route of each microbatch: with two routes, the one whose chunk its first op is in."""
+    """Maps each microbatch to its route; of two routes, to the one with the chunk of the microbatch's first op."""
     if num_routes == 1:
         return dict.fromkeys((op.microbatch for order in orders for op in order), 0)
     route_of: dict[int, int] = {}

@@ -78,7 +78,7 @@ OfPass = TypeVar("OfPass", ForwardColumns, BackwardColumns, WeightColumns)
 
 
 class Columns(NamedTuple):
-    """The columns of all passes and, for each channel, of the slot that the message of this tick is written to."""
+    """The columns of all passes, and for each channel a column of the slots to which each tick's message is written."""
 
     forward: ForwardColumns
     backward: BackwardColumns
@@ -146,7 +146,7 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_split(self) -> bool:
-        """True if any weight gradients are made by a pass of their own."""
+        """True if any weight gradients are made in a separate pass W."""
         return self._has("W")
 
     def _has(self, *takes: str) -> bool:
@@ -159,7 +159,7 @@ def tick_tables(schedule: Schedule) -> TickTables:
 
 
 def forward_tables(schedule: Schedule) -> TickTables:
-    """Returns the tables of the forward passes alone, in the order in which each device has them."""
+    """Returns the tables of only the forward passes, in the order in which each device has them."""
     orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.orders)
     return tick_tables(msgspec.structs.replace(schedule, orders=orders))
 
@@ -236,7 +236,7 @@ class _Queue:
         self._alive, self._limit = 0, limit
 
     def take(self, made: set[Result]) -> tuple[Task, ...]:
-        """Returns the tasks of one tick, from what was made in earlier ticks and by this device up to here."""
+        """Returns the tasks of one tick, which need results of earlier ticks or of this tick's tasks on this device."""
         tasks: list[Task] = []
         for kind in PASSES:
             task = self._next(kind, made, tasks)
@@ -341,7 +341,7 @@ class _Builder:
         return tuple(MessageChannel(offset, tuple(sorted(pairs))) for offset, pairs in sorted(pairs_by_offset.items()))
 
     def _arrivals(self, kind: PassKind, channel: MessageChannel, slot_of: dict[tuple[int, int], int]) -> np.ndarray:
-        """Returns the slot in which each device puts the message of this channel."""
+        """Returns the slot to which each device writes the message of this channel, for each tick."""
         stage_step, column = 1 if kind == "F" else -1, np.full(self.shape, IDLE, np.int32)
         for (stage, m), slot in slot_of.items():
             sender, receiver = self.schedule.place(stage - stage_step, m).device, self.schedule.place(stage, m).device
