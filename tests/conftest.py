@@ -13,6 +13,7 @@ from pathlib import Path
 # Level 0 makes XLA's CPU code three times faster to compile. The older emitter of fusions, which jax 0.11 no longer
 # has, saves a fifth of what is left, and code in one part a tenth; the HLO, and so the collectives, are the same.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"  # a busy machine is not stuck
 if version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ["JAX_PLATFORMS"] = "cpu"

@@ -22,6 +22,8 @@ from meshwright.spec.chip import GivenOptions, OptionValue, chip_of_kind, option
 from meshwright.spec.strategy import Strategy
 
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
+"""XLA aborts the process when emulated devices wait 40 s for each other, which a busy machine can make them do."""
 
 
 def emulate_devices(count: int) -> None:
@@ -31,7 +33,8 @@ def emulate_devices(count: int) -> None:
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if _DEVICES_FLAG not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {_DEVICES_FLAG}={count}".strip()
+        patience_flag = f" {_PATIENCE}=600" * (_PATIENCE not in flags)
+        os.environ["XLA_FLAGS"] = f"{flags} {_DEVICES_FLAG}={count}{patience_flag}".strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX takes an accelerator that is there
     # Before JAX starts its threads, which else get heaps of their own that give freed blocks back.
     keep_freed_memory()
