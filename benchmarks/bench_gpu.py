@@ -69,7 +69,7 @@ def main() -> None:
     def bench(name: str) -> None:
         seconds, parts = (TINY_SECONDS, TINY_PARTS) if part.tiny else (SECONDS, ())
         given = make_bench(jax.devices()[:1], chip=this_chip().name, dtypes=() if part.tiny else DTYPES)
-        report = run_bench(given, parts, seconds=seconds, say=lambda line: print(line, flush=True))
+        report = run_bench(given, parts, seconds=seconds)
         show(report_text(report))
         found["rates"] = calibration_of(report)
         save_calibration(found["rates"], part.options.out / "rates.toml")

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from meshwright.cli import output
 from meshwright.cli.output import (
     emit_json,
     format_energy,
@@ -26,22 +25,6 @@ TEXTS = [
     ("plan", "llama3-70b", "--on", "v5p:16x20x28", "--batch", "1120seq", "--seq", "4096", "--tokens", "15T"),
     ("plan", "llama3-70b", "--on", "4*v5e:16x16", "--batch", "4Mi", "--seq", "4096"),
 ]  # fmt: skip
-
-
-def test_programs_in_files_say_nothing_of_how_long_others_take(monkeypatch, capsys):
-    """Two are read in 7 s, of four others one takes 10 s: three more take 30 s."""
-    seconds = iter([0.0, 1.0, 7.0, 17.0, 27.0, 47.0])
-    monkeypatch.setattr(output, "perf_counter", lambda: next(seconds))
-    show = output.compiling()
-    show(0, 0)
-    for done, everything in ((0, 4), (0, 4), (1, 4), (2, 4), (4, 4)):
-        show(done, everything)
-    assert capsys.readouterr().err.splitlines() == [
-        "compiling 0 of 4 programs, 1 s",
-        "compiling 1 of 4 programs, 17 s, about 30 s more",
-        "compiling 2 of 4 programs, 27 s, about 20 s more",
-        "compiling 4 of 4 programs, 47 s",
-    ]
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -30,13 +30,16 @@ def most_lines(words: list[str]) -> float:
 
 
 @pytest.mark.slow  # what 173 commands print: minutes
-def test_answers_are_one_screen(monkeypatch):
+def test_answers_are_one_screen_without_escape_codes(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
     too_long = {}
     with empty_folder():
         for case in cases("commands.txt"):
             words = shlex.split(case.parts[0])
-            lines = product.call(words).out.splitlines()
+            said = product.call(words)
+            assert "\x1b" not in said.out + said.err
+            lines = said.out.splitlines()
             if len(lines) > most_lines(words) or any(len(line) > 80 for line in lines):
                 too_long[case.parts[0]] = len(lines)
     assert too_long == {}

@@ -12,6 +12,7 @@ import msgspec
 
 from meshwright.accuracy.records import ModelShape, Record
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.progress import tracked
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.work.ops import model_flops
@@ -105,7 +106,7 @@ def cases_of(
 ) -> tuple[tuple[Made, ...], tuple[Unpredicted, ...]]:
     """Returns the cases that ``make`` makes of records, and the records that it refuses, with its reasons."""
     cases, refusals = list[Made](), list[Unpredicted]()
-    for record in records:
+    for record in tracked(records, "reading records"):
         try:
             cases.append(make(record))
         except (InputError, CannotRunError) as error:

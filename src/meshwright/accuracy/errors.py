@@ -9,6 +9,7 @@ import numpy as np
 from meshwright.accuracy.batches import batches, calibrations
 from meshwright.accuracy.cases import Case, Unpredicted, cases_of, training_case
 from meshwright.accuracy.records import Record
+from meshwright.core.progress import tracked
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.weights import has_frozen_matrices
 
@@ -154,7 +155,7 @@ def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
     cases, refusals = cases_of(records, training_case)
     calibration_by_chip = calibrations(cases, datasheet=datasheet)
     predicted_s = np.empty(len(cases))
-    for batch in batches(cases):
+    for batch in tracked(batches(cases), "predicting records"):
         predicted_s[batch.numbers] = batch.seconds(calibration_by_chip)[0]
     return accuracy_of(cases, predicted_s, calibration_by_chip, refusals)
 

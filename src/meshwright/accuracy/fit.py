@@ -10,6 +10,7 @@ from scipy.optimize import least_squares
 
 from meshwright.accuracy.batches import CaseBatch, batches, calibrations
 from meshwright.accuracy.cases import NUM_FOLDS, Case
+from meshwright.core.progress import tracked
 from meshwright.spec.calibration import SHARES
 
 PRIORS: dict[str, tuple[float, float]] = {
@@ -184,7 +185,7 @@ def held_out(
     Every fit starts at the priors: numbers fitted on all cases would leak the held-out measurements.
     """
     predicted_s = np.empty(len(problem.cases))
-    for part in np.unique(parts).tolist():
+    for part in tracked(np.unique(parts).tolist(), "fitting without each part"):
         is_in_part = parts == part
         numbers = fitted[part] if fitted else fit(problem, ~is_in_part, rounds=rounds)
         predicted_s[is_in_part] = problem.seconds([numbers])[0, is_in_part]

@@ -17,6 +17,7 @@ from meshwright.batching.limits import Policy, SchedulerLimits
 from meshwright.batching.simulation import ReplicaPool, simulate
 from meshwright.batching.traffic import RequestTraffic, traffic_of, uniform
 from meshwright.core.errors import InputError
+from meshwright.core.progress import tracked
 from meshwright.plan.serving.fleet import transfer_bytes_per_s
 from meshwright.simulate.service import PAGE_LEN, PricedClock
 from meshwright.spec.calibration import Calibration
@@ -81,7 +82,7 @@ def queued_times(
     for case_index, case in enumerate(cases):
         indices_by_engine.setdefault(configuration(case), []).append(case_index)
     ttft_s, tpot_s = np.empty(len(cases)), np.empty(len(cases))
-    for indices in indices_by_engine.values():
+    for indices in tracked(indices_by_engine.values(), "simulating queues of engines"):
         first_case = cases[indices[0]]
         clock = _clock([cases[case_index] for case_index in indices], calibrations[indices[0]][first_case.chip.name])
         for case_index in indices:
@@ -121,7 +122,7 @@ def pooled_accuracy(records: Sequence[Record], numbers: Mapping[str, float]) -> 
     if not cases:
         return {}
     calibrations = served_calibrations([case.decode for case in cases], numbers)
-    ttft_and_tpot_s = [_simulated(case, calibrations) for case in cases]
+    ttft_and_tpot_s = [_simulated(case, calibrations) for case in tracked(cases, "simulating pools")]
     decode_cases = [case.decode for case in cases]
     return _by_time("pools", decode_cases, [calibrations] * len(cases), refusals, [*np.array(ttft_and_tpot_s).T])
 

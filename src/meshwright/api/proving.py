@@ -9,6 +9,7 @@ import msgspec
 from meshwright.algebra.rewrites.torus import mesh_order
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked
+from meshwright.core.progress import tracked
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.plan_file import PHASES, GenerationPhase, ServicePlan
@@ -81,7 +82,7 @@ def prove_service(
     step_by_phase = {phase: plan_as_run.phase(phase) for phase in phases}
     return {
         phase: prove_strategy(setting, msgspec.structs.replace(strategy, precision=""), options)
-        for phase, (setting, strategy) in step_by_phase.items()
+        for phase, (setting, strategy) in tracked(step_by_phase.items(), "proving steps")
     }
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 from scipy.optimize import nnls
 
+from meshwright.core.progress import tracked
 from meshwright.cost.breakdown import label_text
 from meshwright.cost.pass_times import loop_bytes
 from meshwright.cost.setting import Setting
@@ -110,8 +111,9 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
 def measure_references(calibration: Calibration, num_devices: int) -> list[MeasuredStep]:
     """Runs and profiles the reference steps on all devices."""
     with tempfile.TemporaryDirectory() as folder:
-        steps = [RunningStep(reference, num_devices, Path(folder) / reference.model.name) for reference in REFERENCES]
-        for round_index in range(ROUNDS):
+        references = tracked(REFERENCES, "compiling reference steps")
+        steps = [RunningStep(reference, num_devices, Path(folder) / reference.model.name) for reference in references]
+        for round_index in tracked(range(ROUNDS), "profiling reference steps, rounds"):
             for step in steps:
                 step.profile(round_index)
     return [step.measured(calibration) for step in steps]

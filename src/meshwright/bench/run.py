@@ -19,6 +19,7 @@ from meshwright.bench.links import measure_collectives, measure_overhead
 from meshwright.bench.results import BenchReport, Part
 from meshwright.bench.timing import NO_TIME, budget_of
 from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.progress import working
 from meshwright.nn.attention.platform import platform_of
 from meshwright.spec.chip import chip as find_chip
 from meshwright.spec.chip import chip_of_kind
@@ -69,9 +70,7 @@ def check_parts(what: Sequence[str]) -> None:
             raise InputError(f"bench has no part {name!r}.{nearest(name, PARTS)}")
 
 
-def run_bench(
-    bench: Bench, what: Sequence[str] = (), *, seconds: float = 60.0, say: Callable[[str], None] = lambda line: None
-) -> BenchReport:
+def run_bench(bench: Bench, what: Sequence[str] = (), *, seconds: float = 60.0) -> BenchReport:
     """Measures the requested parts (default: all), each within its share of the seconds left.
 
     Parts that ran out of time are repeated with the seconds that others left over; the result with more rows is kept.
@@ -84,21 +83,22 @@ def run_bench(
         """Measures the first of the parts that share the seconds left."""
         budget_share = PARTS[names[0]][0] / sum(PARTS[name][0] for name in names)
         runner = Runner(bench=bench, budget=budget.share(budget_share), found=part_by_name)
+        work.what, work.done = f"measuring {names[0]}, seconds", round(seconds - budget.left_s)
         part = PARTS[names[0]][1](runner)
         return msgspec.structs.replace(part, left_out=tuple(runner.left_out))
 
     part_names = [name for name in PARTS if not what or name in what]
-    for part_index, name in enumerate(part_names):
-        say(f"{part_index + 1}/{len(part_names)} {name}, {budget.left_s:.0f} s left")
-        part_by_name[name] = measure(part_names[part_index:])
-    cut_names = [name for name, part in part_by_name.items() if any(line.endswith(NO_TIME) for line in part.left_out)]
-    for part_index, name in enumerate(cut_names):
-        if budget.left_s < LEAST_REST * seconds:
-            break
-        say(f"{name} again, {budget.left_s:.0f} s left")
-        repeated_part = measure(cut_names[part_index:])
-        if num_rows(repeated_part) > num_rows(part_by_name[name]):
-            part_by_name[name] = repeated_part
+    with working("measuring", round(seconds)) as work:
+        for part_index, name in enumerate(part_names):
+            part_by_name[name] = measure(part_names[part_index:])
+        is_cut = {name: any(text.endswith(NO_TIME) for text in part.left_out) for name, part in part_by_name.items()}
+        cut_names = [name for name in part_names if is_cut[name]]
+        for part_index, name in enumerate(cut_names):
+            if budget.left_s < LEAST_REST * seconds:
+                break
+            repeated_part = measure(cut_names[part_index:])
+            if num_rows(repeated_part) > num_rows(part_by_name[name]):
+                part_by_name[name] = repeated_part
     return BenchReport(
         machine=bench.name,
         device_kind=bench.devices[0].device_kind,

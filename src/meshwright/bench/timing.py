@@ -10,6 +10,7 @@ import jax
 
 from meshwright.bench.results import Timing
 from meshwright.core.errors import first_line
+from meshwright.core.progress import tracked
 
 MIN_REPEATS = 3
 """Fewer repeats than this show no spread: the call counts as not measured."""
@@ -118,10 +119,10 @@ def sweep_medians(calls: Mapping[str, Call], *, seconds_each: float) -> dict[str
     Other load on the machine is bursty, so it affects few of the sweeps. A sweep repeats each call for its share of
     ``seconds_each``, 2 to 200 times.
     """
-    for call in calls.values():
+    for call in tracked(calls.values(), "compiling what is measured"):
         call.round_s(0)
     medians_by_name: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(SWEEPS):
+    for _ in tracked(range(SWEEPS), "measuring rates, sweeps"):
         for name, call in calls.items():
             times_s: list[float] = []
             end_s = time.perf_counter() + seconds_each / SWEEPS

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.algebra.generation.program import WeightStorage, weight_dtype
-from meshwright.cli.output import compiling, say, width
+from meshwright.cli.output import say, width
 from meshwright.cli.verb import Bytes, Count, MeshSizes, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.report.answer import filled
@@ -89,7 +89,7 @@ def open_given(
     options = opened_options(given)
     from meshwright.serve.opening import open_engine
 
-    opened_engine = open_engine(source or given.what, options, on_shape=compiling(), in_background=in_background)
+    opened_engine = open_engine(source or given.what, options, in_background=in_background)
     say_all(opened_engine.lines)
     return opened_engine
 

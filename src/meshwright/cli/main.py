@@ -132,6 +132,9 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Shows this package's warnings in one line, others as Python does."""
+    from meshwright.cli.progress import erase_progress
+
+    erase_progress()
     origin = "meshwright" if issubclass(category, FileWarning) else f"{filename}:{lineno}: {category.__name__}"
     click.echo(one_line(f"{origin}: {message}"), err=True)
 

@@ -2,15 +2,14 @@
 
 import math
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import click
 import msgspec
 
+from meshwright.cli.progress import erase_progress
 from meshwright.core.errors import InputError
 from meshwright.core.units import LONG_S, format_flops, format_seconds
 from meshwright.report.answer import Fact, Piece, Symbols, Table, as_markdown, unfolded
@@ -47,6 +46,7 @@ def _plain(value: Any) -> Any:
 
 def say(message: str) -> None:
     """Prints a message on standard error."""
+    erase_progress()
     click.echo(message, err=True)
 
 
@@ -122,28 +122,3 @@ def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
         label = f"{piece.label.strip()}: " if isinstance(piece, Fact) and piece.label.strip() else ""
         if stripped_text := text.strip():
             yield f"```text\n{text}\n```\n" if "\n" in stripped_text else f"{label}{stripped_text}\n"
-
-
-def compiling() -> Callable[[int, int], None]:
-    """Returns what says how many programs are compiled and how long the others will take: a line that grows on a
-    terminal, else the first two and one a quarter. Nothing if there are none."""
-    start_s, shown_quarters = perf_counter(), set[int]()
-    first_s = start_s
-
-    def show(done: int, all: int) -> None:
-        nonlocal first_s
-        if not all:
-            return
-        now_s = perf_counter()
-        first_s, passed_s = first_s if done else now_s, now_s - start_s  # others were read before the first
-        left_s = (now_s - first_s) / max(done, 1) * (all - done)
-        left_text = f", about {format_seconds(left_s)} more" if 0 < done < all else ""
-        line = f"compiling {done} of {all} programs, {format_seconds(passed_s)}{left_text}"
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{line:<78} " + ("\n" if done == all else ""))
-            sys.stderr.flush()
-        elif (quarter := 4 * done // all if done != 1 else -1) not in shown_quarters:
-            shown_quarters.add(quarter)
-            say(line)
-
-    return show

@@ -14,6 +14,7 @@ from click.shell_completion import CompletionItem
 
 from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.cli.output import answer_markdown, emit_json, say, width
+from meshwright.cli.progress import progress_shown
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.extras import lacking, require
 from meshwright.core.fields import LARGEST
@@ -239,14 +240,15 @@ def verb(
                 if needed and is_given and not any(getattr(option_set, attribute) for attribute in needed):
                     needs_text = " or ".join(needed.values())
                     raise InputError(f"{param.opts[0]} changes nothing here: it is for {needs_text}.")
-            try:
-                answer = function(option_set)
-            except (InputError, CannotRunError) as error:
-                raise type(error)(_with_flags(str(error), params)) from error
-            if answer is not None:
-                emit(answer, option_set.form, more)
-                if answer.error is not None:
-                    raise answer.error
+            with progress_shown(option_set.form == "text"):
+                try:
+                    answer = function(option_set)
+                except (InputError, CannotRunError) as error:
+                    raise type(error)(_with_flags(str(error), params)) from error
+                if answer is not None:
+                    emit(answer, option_set.form, more)
+                    if answer.error is not None:
+                        raise answer.error
 
         settings = {"ignore_unknown_options": passes_on}
         return VerbCommand(

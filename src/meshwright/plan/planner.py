@@ -11,6 +11,7 @@ from meshwright.algebra.ops.attention import block_share
 from meshwright.core.dims import ISLAND_AXES, ISLANDS
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import convert_fields
+from meshwright.core.progress import tracked
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import attention_scores
@@ -118,7 +119,7 @@ def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
     """
     results: list[PlanResult] = []
     first_error: CannotRunError | None = None
-    for setting in settings:
+    for setting in tracked(settings, "planning"):
         try:
             results.append(rank_plans(setting, **choices))
         except CannotRunError as error:

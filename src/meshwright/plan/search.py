@@ -12,6 +12,7 @@ import numpy as np
 
 from meshwright.algebra.schedules.registry import definition
 from meshwright.core.dims import ISLAND_AXES
+from meshwright.core.progress import tracked, working
 from meshwright.cost.arrays import select
 from meshwright.cost.memory.chip import total_bytes
 from meshwright.cost.network.placement import Placement, place_axes
@@ -182,21 +183,24 @@ class _Pricer:
         candidates = with_microbatches(self.space, self._laid(meshes, placements), most=microbatches)
         if not len(candidates):
             return
-        derivations = (pattern.derived for pattern in self.space.patterns)
+        derivations = (pattern.derived for pattern in tracked(self.space.patterns, "deriving programs"))
         rates = self.setting.step_rates(self.space.template, self.placements[first_placement:], *derivations)
-        for begin_row in range(0, len(candidates), AT_ONCE):
-            rows = select(candidates, slice(begin_row, begin_row + AT_ONCE))
-            priced_step = PricedStep(
-                derived=self.space.patterns[0].derived,
-                sizes=candidate_sizes(self.space, rows),
-                rates=select(rates, rows.laid - first_placement),
-                pipeline=candidate_pipeline(self.space, rows),
-            )
-            for pattern_index, pattern in enumerate(self.space.patterns[begin:], begin):
-                legal_indices = np.flatnonzero(legal_in(self.space, pattern, rows))
-                if len(legal_indices):
-                    pattern_step = msgspec.structs.replace(priced_step, derived=pattern.derived)
-                    yield from self._forms(pattern_index, pattern_step, rows, legal_indices)
+        begin_rows, patterns = range(0, len(candidates), AT_ONCE), [*enumerate(self.space.patterns)][begin:]
+        with working("pricing strategies", len(begin_rows) * len(patterns)) as work:
+            for begin_row in begin_rows:
+                rows = select(candidates, slice(begin_row, begin_row + AT_ONCE))
+                priced_step = PricedStep(
+                    derived=self.space.patterns[0].derived,
+                    sizes=candidate_sizes(self.space, rows),
+                    rates=select(rates, rows.laid - first_placement),
+                    pipeline=candidate_pipeline(self.space, rows),
+                )
+                for pattern_index, pattern in patterns:
+                    legal_indices = np.flatnonzero(legal_in(self.space, pattern, rows))
+                    if len(legal_indices):
+                        pattern_step = msgspec.structs.replace(priced_step, derived=pattern.derived)
+                        yield from self._forms(pattern_index, pattern_step, rows, legal_indices)
+                    work.done += 1
 
     def _laid(self, meshes: Candidates, max_placements: int | None) -> Candidates:
         """Repeats every mesh for each of its placements, at most ``max_placements`` of them."""

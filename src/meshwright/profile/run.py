@@ -9,6 +9,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.host_memory import keep_freed_memory
+from meshwright.core.progress import tracked, working
 from meshwright.parallel.train_step import TrainStep
 from meshwright.profile.events import STEP, STEP_END, newest_trace
 from meshwright.profile.hlo import parse_program
@@ -142,9 +143,10 @@ def record_steps(subject: Subject, *, folder: Path, steps: int, warmup: int) -> 
     with TracedSteps(folder, steps=steps, warmup=warmup) as traced_steps:
         subject.begin(0)
         traced_steps.sampler.mark("compile")
-        compiled = subject.compile()
+        with working("compiling the step"):
+            compiled = subject.compile()
         traced_steps.sampler.mark("step 1")
-        for step_index in range(warmup + steps):
+        for step_index in tracked(range(warmup + steps), "running steps"):
             with jax.profiler.TraceAnnotation(STEP, step=step_index):
                 start_s = time.perf_counter()
                 subject.advance(compiled)

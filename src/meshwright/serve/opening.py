@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread, main_thread
@@ -24,6 +24,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
+from meshwright.core.progress import working
 from meshwright.core.units import counted, format_bytes
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import Params
@@ -60,15 +61,14 @@ def open_engine(
     folder: Path | str | ModelFolder,
     options: EngineOptions = USUAL_ENGINE,
     *,
-    on_shape: Callable[[int, int], None] | None = None,
     in_background: bool = True,
     requests: Sequence[TokenRequest] = (),
 ) -> OpenedEngine:
     """Loads a folder, a finished run or a Hugging Face model, and compiles the shapes of its steps; a folder that is
     open already has its adapters.
 
-    ``on_shape`` is told how many shapes are compiled, of how many. If that may be done ``in_background``, only the two
-    that every step fits are waited for, and the engine runs while the others are read from files or compiled. An engine
+    If shapes may be compiled ``in_background``, only the two that every step fits are waited for, and the engine runs
+    while the others are read from files or compiled. An engine
     for some ``requests`` alone has room for these, as far as options do not say more, and two shapes. Raises InputError
     for options that contradict the model or the memory, CannotRunError for a model that cannot be served.
     """
@@ -114,7 +114,8 @@ def open_engine(
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
     # a batch-invariant engine runs requests while it warms up
     is_first_only = in_background and not requests and not options.batch_invariant
-    engine.warm_up(on_shape or (lambda num_done, num_shapes: None), requests, first_only=is_first_only)
+    with working("compiling programs") as work:
+        engine.warm_up(work.at, requests, first_only=is_first_only)
     if is_first_only:  # a script that ends waits for one program at most, the command line for none
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
     return OpenedEngine(source, engine, _lines(source, layout, storage, found_pages, engines[0].weight_bytes))

@@ -18,6 +18,7 @@ import numpy as np
 from meshwright.core.errors import CannotRunError
 from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
+from meshwright.core.progress import working
 from meshwright.core.toml_file import sealed_toml
 from meshwright.core.units import format_seconds
 from meshwright.islands.ledger import SampleBlock
@@ -164,7 +165,7 @@ class Run:
             self.land()
 
     def _compile(self, batch: Batch) -> Any:
-        with self.watch.timed("compile"):
+        with self.watch.timed("compile"), working("compiling the step"):
             compiled_step = self.setup.step.compile.lower(self.state, batch).compile()
             if self.setup.held_out and self.settings.evaluate_every:
                 self.setup.held_out.compile(self._evaluated_weights())

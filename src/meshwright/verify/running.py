@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.progress import working
 from meshwright.core.units import parse_bytes
 from meshwright.spec.chip import GivenOptions
 from meshwright.verify.request import ERROR, LOWERED, MEMORY, MODULE, OPTIONS, REQUEST, Memory, Request
@@ -103,7 +104,7 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
     (folder / REQUEST).write_bytes(msgspec.json.encode(request))
     log_path = folder / "compiler.log"
     start_s = time.monotonic()
-    with log_path.open("wb") as log_file:
+    with log_path.open("wb") as log_file, working(f"compiling the {request.step} step"):
         process = subprocess.Popen(
             [*program, str(folder)],
             stdout=log_file,

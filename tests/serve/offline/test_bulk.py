@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.core.errors import InputError
+from meshwright.core.progress import shown_by
 from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.model_folder import ModelFolder, Text
 from meshwright.serve.offline.bulk import USUAL, generate_file
@@ -40,10 +41,10 @@ def lines_of(path) -> list[dict]:
 def test_every_prompt_has_its_line(opened, params, tmp_path):
     prompts = write(tmp_path / "in.jsonl", [*PROMPTS, "5 9 60"], id="a")
     seen = []
-    done = generate_file(
-        *opened(), (prompts, tmp_path / "new" / "out.jsonl"), USUAL_FIVE, lambda done, all: seen.append((done, all))
-    )
-    assert (done.written, done.there, seen[-1]) == (7, 0, (7, 7))
+    with shown_by(seen.extend):
+        done = generate_file(*opened(), (prompts, tmp_path / "new" / "out.jsonl"), USUAL_FIVE)
+    assert (done.written, done.there) == (7, 0)
+    assert [(work.what, work.done, work.total) for work in seen] == [("generating", 7, 7)]
     found = sorted(lines_of(tmp_path / "new" / "out.jsonl"), key=lambda line: line["line"])
     assert [line["line"] for line in found] == list(range(1, 8))
     for line, prompt in zip(found, [*PROMPTS, [5, 9, 60]], strict=True):

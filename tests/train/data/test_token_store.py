@@ -1,4 +1,3 @@
-import io
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from meshwright.core.digests import write_sums
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.progress import shown_by
 from meshwright.train.data import store as data_store
 from meshwright.train.data.store import Written, open_store, tokenise
 from meshwright.train.data.text import open_corpus
@@ -99,22 +99,12 @@ def test_a_text_in_pieces_is_one_document(tmp_path, monkeypatch):
     assert store.num_documents == 1
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_is_shown_on_a_terminal_only(tmp_path, monkeypatch, capsys):
-    corpus = write_lines(tmp_path / "x.jsonl", ["a b"] * 3)
-    open_words(corpus, tmp_path / "quiet")
-    assert capsys.readouterr() == ("", "")
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    open_words(corpus, tmp_path / "shown")
-    assert "tokenising" in terminal.getvalue()
-    assert "9 tokens" in terminal.getvalue()
-    assert capsys.readouterr().out == ""
+def test_tokenising_says_how_many_bytes_are_read(tmp_path):
+    shown = []
+    with shown_by(lambda running: shown.extend(running)):
+        open_words(write_lines(tmp_path / "x.jsonl", ["a b"] * 3), tmp_path / "kept")
+    (work,) = shown
+    assert (work.what, work.done, work.total) == ("tokenising, bytes", *[(tmp_path / "x.jsonl").stat().st_size] * 2)
 
 
 class StopError(Exception):

@@ -10,6 +10,7 @@ from meshwright.algebra.notation import product
 from meshwright.cli.fields import PLANNED, parse_fields, take_axes, with_fields
 from meshwright.cli.sweeps.fields import OWN, SweptFields, combinations
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.progress import tracked
 from meshwright.core.units import counted, format_bytes, parse_count
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
@@ -107,7 +108,7 @@ def sweep_points(
     first_cluster = next(iter(fields["on"].values()))
     return tuple(
         _point({name: texts[name] for name in varied}, values, rates, first_cluster if weak else values["on"])
-        for texts, values in combinations(fields)
+        for texts, values in tracked(combinations(fields), "pricing points")
     )
 
 

@@ -60,7 +60,7 @@ def command(given: Given) -> Answer:
     dtypes = [word.strip() for word in given.dtypes.split(",")] if given.dtypes is not None else []
     bench = make_bench(devices, chip=given.chip_name, dtypes=dtypes, axes=given.mesh or {})
     keep_compiled_programs(cache_folder())
-    report = run_bench(bench, given.what, seconds=given.seconds, say=say)
+    report = run_bench(bench, given.what, seconds=given.seconds)
     facts = {**msgspec.structs.asdict(report), "calibration": given.out}
     if given.out is not None:
         save_calibration(_calibration(report, given.out), given.out)

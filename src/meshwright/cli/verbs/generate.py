@@ -9,7 +9,6 @@ from msgspec.structs import asdict, replace
 
 from meshwright.api.running import USUAL_TOKENS, GeneratedText, TextOptions, generate_text
 from meshwright.cli.engine import EngineGiven, folders_by_name, open_given, opened_options, prepare_devices, say_all
-from meshwright.cli.output import say
 from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_text
@@ -74,7 +73,7 @@ def bulk(given: Given) -> Answer:
 
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
     max_tokens = given.max_tokens or USUAL_TOKENS
-    request, told_tenths, out = replace(USUAL, max_tokens=max_tokens, sampling=sampling), set[int](), given.out
+    request, out = replace(USUAL, max_tokens=max_tokens, sampling=sampling), given.out
     assert out is not None
     # what cannot be read or run is said before anything compiles
     prepare_devices(given.on, given.axes)
@@ -82,13 +81,7 @@ def bulk(given: Given) -> Answer:
     bounds = RequestBounds.of(source.model, given.max_len or source.model.max_positions, source.adapters)
     read_work(source, bounds.check, (given.prompt_file, out), request)
     opened_engine = open_given(given, source)
-
-    def tell(done: int, all: int) -> None:
-        if (tenth := 10 * done // all) not in told_tenths:
-            told_tenths.add(tenth)
-            say(f"{done:,} of {all:,} lines")
-
-    result = generate_file(opened_engine.source, opened_engine.engine, (given.prompt_file, out), request, tell)
+    result = generate_file(opened_engine.source, opened_engine.engine, (given.prompt_file, out), request)
     facts = {"out": str(out), "written": result.written, "there": result.there}
     return Answer(facts, [Paragraph(f"{result.written:,} lines written to {out}, {result.there:,} were there", None)])
 

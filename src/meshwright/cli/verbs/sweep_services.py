@@ -11,6 +11,7 @@ from meshwright.cli.sweeps.fields import combinations, read_fields
 from meshwright.cli.verb import CALIBRATION, PNG, Options, argument, option, verb
 from meshwright.cli.verbs.sweep_plans import WIDE, Figures, Swept, refusals, varied_fields
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.progress import tracked
 from meshwright.core.units import format_count, format_seconds, parse_count
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service, parse_load, parse_target
@@ -87,7 +88,7 @@ def command(given: Given) -> Answer:
             raise InputError(f"a sweep of services needs {name}. Write {name}=512, or several values.")
     varied_names, points = varied_fields(fields), combinations(fields)
     rates = {cluster.chip.name: rates_for(cluster, given.calibration, fitted=True) for cluster in fields["on"].values()}
-    rows = [_point(texts, values, varied_names, rates) for texts, values in points]
+    rows = [_point(texts, values, varied_names, rates) for texts, values in tracked(points, "pricing points")]
     if all(row["axes"] is None for row in rows):
         raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
     sweep = SweptServices(rows=rows, varied=varied_names, figure=given.figure)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_json, write_text_whole, write_whole
+from meshwright.core.progress import tracked
 from meshwright.nn.hf.pickled import unpickled
 
 INDEX = "model.safetensors.index.json"
@@ -218,7 +219,7 @@ def write_file(path: Path, entries: Sequence[Entry]) -> None:
     def write(path: Path) -> None:
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(header_bytes)) + header_bytes)
-            for entry in entries:
+            for entry in tracked(entries, "writing weights"):
                 # The bytes of a transposed view are in the order of its base.
                 values = np.ascontiguousarray(entry.make(), dtype=entry.dtype)
                 if values.shape != entry.shape:

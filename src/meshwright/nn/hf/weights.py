@@ -21,6 +21,7 @@ from meshwright.algebra.transformer import local_name, rows
 from meshwright.core.digests import write_sums
 from meshwright.core.files import read_json, write_json_whole
 from meshwright.core.host_memory import returning_freed_memory
+from meshwright.core.progress import tracked
 from meshwright.nn import quantisation
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, ADAPTER_MODEL, adapter_config, base_folder, open_tensors
 from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensors, write_checkpoint, write_file
@@ -83,7 +84,7 @@ def read_params(
     pair_by_variable = quantised_weights(model, "")
     shape_by_name = quantisation.param_shapes(model, param_shapes(model), "")
     params: dict[str, Any] = {}
-    for variable, weight in rows(model).items():
+    for variable, weight in tracked(rows(model).items(), "loading weights"):
         parts_by_array: dict[str, Mapping[tuple[int, ...], Any]] = {variable: parts_by_variable[variable]}
         target_dtype = STORED_DTYPES.get(weight.dtype, dtype) if dtype is not None else None
         if variable in pair_by_variable:

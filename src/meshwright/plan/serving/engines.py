@@ -15,6 +15,7 @@ from meshwright.algebra.ops import kind_of
 from meshwright.algebra.rewrites.repeated_heads import with_repeated_heads
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import CannotRunError
+from meshwright.core.progress import tracked
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.formulas.serving import expected_tokens
 from meshwright.cost.memory.chip import total_bytes
@@ -114,7 +115,7 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
     chunk_lens = () if setting.model.encoder else service.chunks
     chunk_s_by_len = {chunk_len: np.full((2, len(fleet) * len(stored)), np.inf) for chunk_len in chunk_lens}
     least_bytes, least_chips = np.inf, 0
-    for pair_index, dtypes in enumerate(stored):
+    for pair_index, dtypes in enumerate(tracked(stored, "pricing engines by dtype")):
         for form in _forms(setting, service, fleet, dtypes):
             filled = form.prefill(num_prompts)
             # an aggregated engine prefills beside its caches: the largest batch without and with what that takes

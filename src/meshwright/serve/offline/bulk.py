@@ -11,6 +11,7 @@ import msgspec
 from meshwright.core.errors import InputError
 from meshwright.core.fields import convert_fields
 from meshwright.core.files import json_rows, read_text
+from meshwright.core.progress import working
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
@@ -64,19 +65,17 @@ def generate_file(
     engine: Engine | EngineGroup,
     files: tuple[Path, Path],
     usual: TokenRequest,
-    on_done: Callable[[int, int], None] = lambda num_done, num_lines: None,
 ) -> BulkDone:
     """Goes on from each prompt of the first file (JSON lines) and adds a `CompletionLine` to the second one.
 
     Lines that the second file has already are left out, and a last line that was cut is removed; so a call that was
-    stopped goes on when it is made again. ``usual`` has the settings of lines that say nothing else; ``on_done`` is
-    told how many lines are done, of how many. Raises InputError for a line that cannot be read or can never run, before
-    anything is generated.
+    stopped goes on when it is made again. ``usual`` has the settings of lines that say nothing else. Raises
+    InputError for a line that cannot be read or can never run, before anything is generated.
     """
     waiting_lines, num_answered = read_work(source, engine.check, files, usual)
-    num_lines, num_done = num_answered + len(waiting_lines), num_answered
+    num_done = num_answered
     tokens_of_line = [list[int]() for _ in waiting_lines]
-    with files[1].open("a", encoding="utf-8") as out_file:
+    with files[1].open("a", encoding="utf-8") as out_file, working("generating", len(waiting_lines)) as work:
         requests = [asked_line.request for asked_line in waiting_lines]
         for outputs in engine.steps(requests, AHEAD * engine.limits.max_requests):
             num_done_before = num_done
@@ -96,7 +95,7 @@ def generate_file(
                     num_done += 1
             if num_done > num_done_before:
                 out_file.flush()  # a call that is stopped keeps what has ended
-                on_done(num_done, num_lines)
+                work.done = num_done - num_answered
         os.fsync(out_file.fileno())
     return BulkDone(num_done - num_answered, num_answered)
 

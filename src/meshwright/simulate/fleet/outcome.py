@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from meshwright.core.errors import InputError
+from meshwright.core.progress import tracked
 from meshwright.simulate.fleet.fleet import Fault, FleetPolicy, TrainingFleet, drawn_faults
 from meshwright.simulate.fleet.policies import Trained, run_policy
 from meshwright.simulate.fleet.run import SAVE, WASTED, WORDS, WORK
@@ -68,9 +69,8 @@ def _outcome(
     fleet: TrainingFleet, policy: FleetPolicy, draws: Sequence[Sequence[Fault]], duration_s: float
 ) -> PolicyOutcome:
     trained: Trained = []
-    spent = np.array(
-        [run_policy(fleet, policy, faults, duration_s, None if n else trained) for n, faults in enumerate(draws)]
-    )
+    runs = enumerate(tracked(draws, f"simulating {policy}"))
+    spent = np.array([run_policy(fleet, policy, faults, duration_s, None if n else trained) for n, faults in runs])
     return PolicyOutcome(
         policy=policy,
         faults=float(np.mean([sum(fault.time_s < duration_s for fault in faults) for faults in draws])),

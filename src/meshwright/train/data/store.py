@@ -18,14 +18,12 @@ from typing import IO, BinaryIO, NamedTuple
 import msgspec
 import numpy as np
 import tokenizers
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from meshwright.core.digests import SUMS, require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import DAMAGED_JSON, sync, write_json_whole, write_text_whole
-from meshwright.core.units import format_count
+from meshwright.core.progress import working
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.train.data.chat import ChatTokenizer
 from meshwright.train.data.text import Corpus, TextPiece
@@ -213,11 +211,7 @@ def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
             counts = journal
     with ExitStack() as stack:
         tokens_file, starts_file = (stack.enter_context(_opened(*entry)) for entry in counts.files(folder, dtype))
-        # shown on stderr, if that is a terminal
-        console, label = Console(stderr=True, quiet=not sys.stderr.isatty()), TextColumn("{task.fields[tokens]} tokens")
-        bar_columns = TextColumn("tokenising"), BarColumn(), label, TimeRemainingColumn()
-        bar = stack.enter_context(Progress(*bar_columns, console=console, transient=True, disable=console.quiet))
-        bar_task = bar.add_task("", total=max(corpus.total_bytes, 1), tokens="0")
+        work = stack.enter_context(working("tokenising, bytes", corpus.total_bytes))
         for pieces in _batches(islice(corpus.pieces(), counts.pieces, None)):
             for piece, token_ids in zip(pieces, encoder.encode(pieces, skip_bad=corpus.bad is not None), strict=True):
                 counts.pieces += 1
@@ -235,7 +229,7 @@ def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
                 file.flush()
                 os.fsync(file.fileno())
             write_text_whole(folder / JOURNAL, msgspec.json.encode(counts).decode())
-            bar.update(bar_task, completed=pieces[-1].bytes_read, tokens=format_count(counts.tokens))
+            work.done = pieces[-1].bytes_read
         # The index ends with the number of tokens.
         starts_file.write(np.uint64(counts.tokens).tobytes())
         for file in (tokens_file, starts_file):
