@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.cli.output import (
+    busy_words,
     emit_json,
     format_energy,
     format_flop_count,
@@ -25,6 +26,13 @@ TEXTS = [
     ("plan", "llama3-70b", "--on", "v5p:16x20x28", "--batch", "1120seq", "--seq", "4096", "--tokens", "15T"),
     ("plan", "llama3-70b", "--on", "4*v5e:16x16", "--batch", "4Mi", "--seq", "4096"),
 ]  # fmt: skip
+
+
+def test_what_was_measured_on_a_busy_machine_is_called_too_long(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert [busy_words(1.0), busy_words(3.14)] == [[], ["measured at load 3.1 on 2 cores: times are too long"]]
+    monkeypatch.setattr("meshwright.cli.output.START_LOAD", 1.2)
+    assert busy_words() == ["measured at load 1.2 on 2 cores: times are too long"]
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -1,6 +1,7 @@
 """Prints answers, as one JSON object or as text as wide as the terminal, and messages on standard error."""
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,11 +12,14 @@ import msgspec
 
 from meshwright.cli.progress import erase_progress
 from meshwright.core.errors import InputError
-from meshwright.core.units import LONG_S, format_flops, format_seconds
+from meshwright.core.units import LONG_S, counted, format_flops, format_seconds
 from meshwright.report.answer import Fact, Piece, Symbols, Table, as_markdown, unfolded
 
 RENAMED: dict[str, tuple[str, str]] = {}
 """Old key of `--json` -> (its name now, the version that no longer prints the old one), see docs/api.md."""
+
+START_LOAD = os.getloadavg()[0]
+"""Load average of the minute before this process began."""
 
 
 def emit_json(value: Mapping[str, Any]) -> None:
@@ -57,6 +61,14 @@ def save_to(path: Path, save: Callable[[Path], None]) -> None:
     except OSError as error:
         raise InputError(f"cannot write the plan to {path}: {error.strerror}. Name a file in your folder.") from None
     say(f"wrote {path}")
+
+
+def busy_words(load: float | None = None) -> list[str]:
+    """Returns that measured times are too long, if the ``load`` before measuring (by default `START_LOAD`) was above
+    half of the cores; else []."""
+    load, num_cores = START_LOAD if load is None else load, os.cpu_count() or 1
+    cores_text = counted(num_cores, "core")
+    return [f"measured at load {load:.1f} on {cores_text}: times are too long"] * (load > num_cores / 2)
 
 
 def width() -> int:

@@ -32,16 +32,16 @@ def rates(tmp_path_factory):
 @pytest.mark.parametrize(
     ("speed", "load", "said"),
     [
-        (None, 99.0, []),
+        (None, 0.0, []),
         (1.05, 0.0, []),
         (0.5, 0.0, ["slower now than when its rates were measured: the same product runs at 0.50 of its", "take 4 s"]),
         (2.0, 0.0, ["faster now than", "at 2.00 of its speed then, at which the step would be predicted to take 1 s"]),
-        (1.0, 99.0, ["load 99.0 on ", "in the last minute, this run's threads included"]),
+        (1.0, 99.0, ["measured at load 99.0 on ", "times are too long"]),
     ],
 )
 def test_a_machine_of_another_speed_is_called_so(monkeypatch, speed, load, said):
     """A step predicted to take 2 s takes 4 s at half of the speed."""
-    monkeypatch.setattr(train.os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("meshwright.cli.output.START_LOAD", load)
     words = " ".join(train.speed_words(SimpleNamespace(predicted=SimpleNamespace(step_s=2.0)), speed))
     assert all(one in words for one in said)
     assert bool(words) is bool(said)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.algebra.sizes import Number
+from meshwright.cli.output import busy_words
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_flops, format_seconds
@@ -190,5 +191,6 @@ def _text(facts: Facts, counted: CountedTable) -> Iterator[Piece]:
     )
     if facts["measured"]:
         yield Table.of(facts["measured"], SECONDS, f"Measured here ({facts['device']}): the same, medians")
+        yield from busy_words()
         block_text, share = " x ".join(map(str, facts["kernel_blocks"])), facts["kernel_share"]
         yield Fact("1 - sparsity", f"{1 - facts['sparsity']:.3f}; in XLA's blocks of {block_text} it is {share:.3f}")

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from meshwright.algebra.generation.program import CacheDtype, Storage, WeightStorage
 from meshwright.api.running import require_devices
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
-from meshwright.cli.output import or_dash, say
+from meshwright.cli.output import busy_words, or_dash, say
 from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_seconds
@@ -118,6 +118,7 @@ def _text(profile: "Profile", paths: Sequence[Path]) -> Iterator[Piece]:
     predicted_parts = comparison.predicted.parts
     part_rows = [(name, predicted_parts[name], seconds, format_seconds) for name, seconds in times.mean.parts.items()]
     yield Table.compared([*headline_rows(profile), *part_rows])
+    yield from busy_words()
     hidden_text = or_dash(times.overlap, "{:.0%}".format)
     waits_text = f", waits {format_seconds(times.waited_s)} for other devices" if times.waited_s else ""
     yield (

@@ -1,7 +1,6 @@
 """`meshwright train`: run a plan, with the prediction beside every measured step."""
 
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import msgspec
 from meshwright.api.planning import plan_of
 from meshwright.api.running import island_plan, require_devices, run_training
 from meshwright.cli.asked import PlanOptions, read_fields, resolve
-from meshwright.cli.output import or_dash, say
+from meshwright.cli.output import busy_words, or_dash, say
 from meshwright.cli.verb import Count, argument, option, verb
 from meshwright.cli.verbs.plan_words import sharding_words
 from meshwright.core.errors import InputError, StoppedError
@@ -262,16 +261,14 @@ def result_text(chosen: Plan, result: "TrainResult", speed: float | None = None)
 
 
 def speed_words(chosen: Plan, speed: float | None) -> Iterator[str]:
-    """Yields how the machine's speed differs from that of its rates, if by a tenth, and its load if above its cores."""
+    """Yields that other work ran when this run began, and how the machine's speed differs from its rates, if by a tenth."""
+    yield from busy_words()
     if speed is not None and abs(speed - 1) > SAME_SPEED:
         yield (
             f"this machine is {'slower' if speed < 1 else 'faster'} now than when its rates were measured: the same "
             f"product runs at {speed:.2f} of its speed then, at which the step would be predicted to take "
             f"{format_seconds(chosen.predicted.step_s / speed)}"
         )
-    load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
-    if speed is not None and load > num_cores:
-        yield f"load {load:.1f} on {counted(num_cores, 'core')} in the last minute, this run's threads included"
 
 
 def goodput_words(goodput: "Goodput") -> str:
