@@ -24,10 +24,10 @@ def largest(values: Iterable[Number]) -> Number:
 
 
 def map_figures(change: Callable[..., Any], *parts: Any) -> Any:
-    """Applies ``change`` to corresponding leaves of structs, dicts and tuples of one shape.
+    """Applies ``change`` to corresponding leaves of structs, dicts and tuples of one shape; returns that shape of
+    results.
 
-    Dicts may differ in their keys; only common keys remain.
-    """
+    Dicts may differ in their keys; only common keys remain."""
     first = parts[0]
     if isinstance(first, msgspec.Struct):
         fields = first.__struct_fields__
@@ -41,13 +41,13 @@ def map_figures(change: Callable[..., Any], *parts: Any) -> Any:
 
 
 def select(parts: T, index: Number) -> T:
-    """Indexes all arrays of a struct; numbers and other fields stay."""
+    """Returns the struct with ``value[index]`` for each array; numbers and other fields stay."""
     entry: T = map_figures(lambda value: value[index] if isinstance(value, np.ndarray) and value.ndim else value, parts)
     return entry
 
 
 def stack(parts: Sequence[T]) -> T:
-    """Returns one struct whose figures are arrays, with an entry for each given struct."""
+    """Returns one struct whose figures are arrays, with an entry for each struct of ``parts``."""
     stacked_struct: T = map_figures(lambda *values: np.array(values), *parts)
     return stacked_struct
 

@@ -1,4 +1,4 @@
-"""Where the seconds of one training step go: what each kind of work takes alone, and what it adds to the step."""
+"""Where the seconds of one training step go: each kind of work's seconds without overlap, and what they add to it."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
@@ -33,14 +33,14 @@ WORDS: dict[str, str] = {
 }
 
 ROUNDING = 1e-9
-"""Share of a step below which a difference of sums is rounding."""
+"""Share of a step below which a difference of two sums counts as rounding error."""
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of work: its seconds without overlap, and the seconds that it adds to the step.
 
-    The ``added_s`` of all terms add up to the step; ``share`` is the term's share of it. Work that hides adds less than
-    ``alone_s``, or nothing. ``name`` is a key of `WORDS`, or the mesh axes of collectives, joined by commas.
+    The ``added_s`` of all terms add up to the step; ``share`` is the term's share of it. Work that overlap hides adds
+    less than ``alone_s``, or nothing. ``name`` is a key of `WORDS`, or the mesh axes of collectives, joined by commas.
     """
 
     name: str
@@ -62,9 +62,9 @@ def term_words(name: str) -> str:
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of collective over one group of mesh axes, in one training step of the busiest device.
 
-    ``num_bytes`` and ``alone_s`` (no overlap) are sums over all executions; bytes are those that one device sends.
-    ``exposed_s`` is its part of the exposed communication: collectives are made free one by one, from the longest to
-    the shortest and in reverse order, and each gets the mean of its two savings. The parts add up.
+    ``num_bytes`` (sent by one device) and ``alone_s`` (no overlap) are sums over all executions. ``exposed_s`` is its
+    part of the exposed communication: collectives are made free one by one, from the longest to the shortest and in
+    reverse order, and each gets the mean of its two savings. The parts add up.
     """
 
     op: str
@@ -78,8 +78,8 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 class PricedOverlap(msgspec.Struct, frozen=True, kw_only=True):
     """Overlap in the price of a step: of ``alone_s`` of communication it hides ``hidden_s``.
 
-    ``exposed_step_s`` and ``exposed_mfu`` are of the step if all communication, or a share, overlaps with nothing.
-    """
+    ``exposed_step_s`` and ``exposed_mfu`` are of the step if a share of its communication, by default all, is not
+    hidden."""
 
     step_s: float
     alone_s: float
@@ -89,8 +89,8 @@ class PricedOverlap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LabelledStep(msgspec.Struct, frozen=True, kw_only=True):
-    """All executions, in one training step, of the derived steps that carry one label: seconds without overlap and
-    launches, which are overhead of the whole `Partition`, and FLOPs.
+    """All executions, in one training step, of the derived steps that carry one label. ``seconds`` are without overlap
+    and without launches, which `Partition` counts as overhead.
 
     ``gathers_weights`` is true for a gather that could run ahead of its pass.
     """
@@ -107,7 +107,7 @@ class LabelledStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def label_text(step: Step) -> str:
-    """Returns the label that a step's instructions carry; the updates of all weights have the same one."""
+    """Returns the label that a step's instructions carry in a compiled program; all optimizer steps have one label."""
     is_optimizer = not step.is_collective and kind_of(step).group == "optimizer"
     return OPTIMIZER if is_optimizer else str(step.label)
 
@@ -158,7 +158,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def steps(self) -> dict[str, LabelledStep]:
-        """Maps a label to the priced steps that carry it."""
+        """Maps each label to all priced steps that carry it, their seconds and FLOPs added."""
         step_by_label: dict[str, LabelledStep] = {}
         for cost in self.priced.costs.all:
             label, num_runs = label_text(cost.step), float(cost.here)
@@ -178,8 +178,8 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         """Every kind of work, the one that adds most first.
 
         All communication together adds as much as the step would be shorter without it; groups of axes divide that in
-        proportion to what each saves when it alone is free. Local work adds its seconds in a step without
-        communication. The bubble adds the idle seconds of the schedule.
+        proportion to what each saves if only it is free. Local work adds its seconds in a step without communication.
+        The bubble adds the idle seconds of the schedule.
         """
         priced_step, comm_s_by_name = self.priced, self._links
         bubble_s = float(priced_step.seconds.bubble_s)
@@ -213,7 +213,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         return seconds_by_term
 
     def _exposed(self, busy_s: float, no_comm_s: float) -> dict[str, float]:
-        """Maps each name of `_links` to its share of the seconds that communication adds: ``busy_s - no_comm_s``."""
+        """Maps each name of `_links` to its part of ``busy_s - no_comm_s``, the seconds that communication adds."""
         saved_s_by_name = {name: max(0.0, busy_s - self._busy_s({name})) for name in self._links}
         if sum(saved_s_by_name.values()) <= ROUNDING * busy_s:
             # two links are busy equally long: neither alone shortens the step
@@ -225,25 +225,25 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _free(self) -> tuple[float, float]:
-        """Seconds of the step, and of its bubble, if links took no time."""
+        """Seconds of the step, and of its bubble, if all communication took no time."""
         step_seconds = self._seconds(_without_links)
         free_s = float(step_seconds.step_s) - self.priced.exchange_s
         return free_s, float(step_seconds.bubble_s) if self.priced.pipeline.stages > 1 else 0.0
 
     @property
     def local(self) -> dict[str, float]:
-        """Seconds of each kind of work on the busiest device itself."""
+        """Maps each kind of local work to its seconds on the busiest device."""
         return {name: self.priced.estimate.terms[name] for name in LOCAL_TERMS}
 
     @property
     def alone(self) -> dict[str, float]:
-        """Seconds of collectives without overlap by mesh axes; the part that bytes do not explain is ``latency``."""
+        """Maps mesh axes to seconds of collectives without overlap, "latency" to the time that bytes do not explain."""
         non_comm_names = {"bubble", "pcie", *LOCAL_TERMS}
         return {name: s for name, s in self.priced.estimate.terms.items() if name not in non_comm_names and s > 0}
 
     @property
     def exposed_s(self) -> float:
-        """Seconds by which the step would be shorter if links took no time."""
+        """Seconds by which the step would be shorter if communication took no time."""
         return max(0.0, self.step_s - self._free[0])
 
     @property
@@ -257,7 +257,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         return max(0.0, sum(self.alone.values()) - self.exposed_s)
 
     def overlap(self, exposed: Callable[[StepCost], float] = lambda collective: 1.0) -> PricedOverlap:
-        """Returns what overlap hides, and the step if the ``exposed`` share of each collective hides nowhere."""
+        """Returns what overlap hides, and the step in which the ``exposed`` share of each collective is not hidden."""
 
         def split(cost: StepCost) -> StepCost:
             exposed_s = cost.network_s * exposed(cost) if cost.step.is_collective else 0.0
@@ -275,16 +275,16 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def bubble_s(self) -> float:
-        """Idle seconds of the pipeline if links took no time."""
+        """Idle seconds of the pipeline if communication took no time."""
         return self._free[1]
 
     @property
     def other_s(self) -> float:
-        """Seconds of the rest: stragglers, a host that starts kernels too slowly, PCIe."""
+        """Seconds that local work, exposed communication and bubble leave: stragglers, a slow host, PCIe."""
         return max(0.0, self._free[0] - self.bubble_s - sum(self.local.values()))
 
     def named(self) -> dict[str, float]:
-        """Maps the parts that add up to the step to seconds; parts below a ten-thousandth of it are left out."""
+        """Maps the parts of `step_s` by name to seconds; parts below a ten-thousandth of the step are left out."""
         s_by_part = {
             **self.local,
             "exposed communication": self.exposed_s,
@@ -295,7 +295,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def turns(self) -> tuple[str, ...]:
-        """How sums over whole torus slices run in two turns, a line for each group of mesh axes that has one."""
+        """Lines about groups of mesh axes whose reduce-scatter on a torus runs in two legs, and in which order."""
         summed_groups = {traffic.axes for traffic in self.traffic if traffic.op == "reduce_scatter"}
         text_by_axes = {", ".join(axes): turns_text(self.priced.placement, axes) for axes in sorted(summed_groups)}
         return tuple(f"{axes}: {text}" for axes, text in text_by_axes.items() if text)
@@ -327,7 +327,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         return tuple(sorted(collectives, key=lambda traffic: (-traffic.exposed_s, -traffic.alone_s)))
 
     def _saved_in_turn(self, key_order: Sequence[tuple[str, AxisGroup]]) -> dict[tuple[str, AxisGroup], float]:
-        """Maps each collective to the seconds that it saves if it and all before it in ``key_order`` take no time."""
+        """Maps each collective to the seconds it saves when collectives become free one by one in ``key_order``."""
         steps_s = [self.priced.estimate.step_s, *(self._without(key_order[:n]) for n in range(1, len(key_order) + 1))]
         return {key: before_s - after_s for key, (before_s, after_s) in zip(key_order, pairwise(steps_s), strict=True)}
 
@@ -344,7 +344,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
         A local step counts as compute if its FLOPs take longer than its bytes, else as memory-bound. Launches are
         overhead and the pipeline's bubble is idle. The rest of the step is exposed communication, at most all
-        communication; what then is left is overhead of the host and of stragglers.
+        communication; what then remains is overhead of the host and of stragglers.
         """
         priced_step = self.priced
         seconds_by_part = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
@@ -367,10 +367,10 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
 
 def _without_links(cost: StepCost) -> StepCost:
-    """Returns the cost with links that take no time."""
+    """Returns the cost with communication that takes no time."""
     return replace(cost, network_s=0.0, latency_s=0.0)
 
 
 def _free(cost: StepCost) -> StepCost:
-    """Returns the cost of a step that takes no time."""
+    """Returns the cost with no time for compute, memory, launches or communication."""
     return replace(_without_links(cost), math_s=0.0, hbm_s=0.0, launch_s=0.0, num_kernels=0)

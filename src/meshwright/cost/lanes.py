@@ -8,7 +8,7 @@ Lane = Literal["compute", "links"]
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that takes time on one lane: a step, or a pass with the steps in it.
+    """A step, or a pass with the steps in it, that takes time on one lane.
 
     ``what`` is its name, ``kind`` is the class of its work or "", and ``layer`` is the number of its layer.
     """
@@ -43,12 +43,12 @@ class LaneSlices(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def links_s(self) -> float:
-        """Seconds in which the links carry something."""
+        """Seconds in which the links transfer."""
         return self._busy_s("links")
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the chip waits for the links."""
+        """Seconds in which the chip computes nothing, until the last slice ends."""
         return self.total_s - self.compute_s
 
     def _busy_s(self, lane: Lane) -> float:

@@ -1,4 +1,4 @@
-"""The letters of "How to Scale Your Model": what closed forms of limits read of a plan, or of a model on a cluster."""
+"""The letters of "How to Scale Your Model": numbers of a plan, or of a model on a cluster, that closed forms read."""
 
 import math
 
@@ -9,14 +9,14 @@ from meshwright.spec.model import Model
 
 
 class Letters(msgspec.Struct, frozen=True, kw_only=True):
-    """The letters of the formulas, for one slice and stage; None means not known, or without meaning there.
+    """The letters of the formulas, for one slice and stage; None if a letter is unknown or has no meaning here.
 
     B is ``batch_tokens`` of one microbatch: weights are gathered anew for each, so its tokens have to hide them. N is
     ``num_chips``, X is ``data_ways`` = data x fsdp x expert x context, Y is ``tensor``, F is ``d_ff``, C is
     ``peak_flops``, alpha is C / W in FLOPs per byte with W of one torus axis, which ``width`` describes, and
-    ``sheet_alpha`` by the data sheet. M_X and M_Y are the torus axes of X and Y, each at least one; beside rings a line
-    counts as a half. ``sparsity`` is E / k: hiding the same weights takes that many times the tokens. ``num_slices``
-    counts slices that divide the batch.
+    ``sheet_alpha`` is alpha by the data sheet. M_X and M_Y are the torus axes of X and Y, each at least one; if other
+    axes are rings, a line counts as a half. ``sparsity`` is E / k: hiding the same weights takes that many times the
+    tokens. ``num_slices`` counts slices that divide the batch.
     """
 
     batch_tokens: float
@@ -89,12 +89,12 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fsdp_alpha(self) -> float | None:
-        """C / W of the links that FSDP uses; None for one torus chip, and where it is not known."""
+        """C / W of the links that FSDP uses; None for one torus chip, or if it is not known."""
         return self.link_alpha if self.alpha is None else self.alpha if self.num_chips > 1 else None
 
     @property
     def tensor_most(self) -> float | None:
-        """The size of ``tensor`` up to which its collectives hide; None where no form of it is known."""
+        """The size of ``tensor`` up to which compute hides its collectives; None where no closed form gives it."""
         if self.alpha is not None:
             max_size = limits.tensor_max_size(self.d_ff, self.alpha, self.tensor_axes)
             return None if self.mixed_alpha is None else max_size
@@ -111,13 +111,13 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mixed_most_chips(self) -> float:
-        """Chips up to which some mixture is compute-bound; like `mixture`, for dense models on tori."""
+        """Chips up to which some `mixture` is compute-bound; only for dense models on tori."""
         axis_counts = {"fsdp_axes": self.fsdp_axes, "tensor_axes": self.tensor_axes}
         return self.batch_tokens / float(limits.mixed_min_tokens_per_chip(self.mixed_alpha, self.d_ff, **axis_counts))
 
     @property
     def fsdp_most_chips(self) -> float:
-        """Chips up to which FSDP alone is compute-bound, where `fsdp_alpha` is known."""
+        """Chips up to which FSDP without tensor parallelism is compute-bound; needs `fsdp_alpha`."""
         num_links = 1 if self.alpha is None else self.num_axes  # that FSDP alone uses at once
         return float(limits.fsdp_max_chips(self.batch_tokens / self.sparsity, self.fsdp_alpha, num_links))
 
@@ -130,7 +130,7 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def roots(self) -> limits.Roots | None:
-        """The sizes X between which the mixture is compute-bound; None where there are none."""
+        """The sizes X between which the mixture is compute-bound; None if there are none, or no `mixed_alpha`."""
         if self.mixed_alpha is None:
             return None
         roots = self.mixture.roots
@@ -143,5 +143,5 @@ def feed_forward_width(model: Model) -> int:
 
 
 def sparsity(model: Model) -> float:
-    """Returns E / k, experts over experts per token: weights need that many times the tokens to hide. 1 without."""
+    """Returns E / k, experts over experts per token: hiding weights takes that many times the tokens. 1 if dense."""
     return model.num_experts / model.experts_per_token if model.num_experts else 1.0

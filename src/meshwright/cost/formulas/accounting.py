@@ -29,7 +29,7 @@ ZERO_SHARDS: dict[int, tuple[StatePart, ...]] = {
     2: ("optimizer", "gradients"),
     3: ("optimizer", "gradients", "weights"),
 }
-"""ZeRO stage -> the parts that it splits over the data-parallel devices; 3 is FSDP. Source: section 5.4.1."""
+"""ZeRO stage -> the parts of the state that it splits over data-parallel devices; 3 is FSDP. Source: section 5.4.1."""
 
 
 # -- FLOPs ----------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def attention_equal_len(model: Model) -> float:
 
     6 P T = 6 T^2 N (H + Hv) L with P the matrix parameters that a token uses in the layers, so T = P / (N (H + Hv) L):
     8 D if F = 4 D with a gate, K = N and N H = D. There is no causal discount. A layer with a window sees at most that
-    many positions; the length is infinite if all layers have one and it is too short. Source: section 4.3.
+    many positions; the length is infinite if all layers have a window that is too short. Source: section 4.3.
     """
     return _equal_len(model, _layer_matrices(model))
 
@@ -75,8 +75,8 @@ def attention_equal_len(model: Model) -> float:
 def projection_equal_len(model: Model) -> float:
     """Returns the sequence length at which attention's own products take as many FLOPs as its projections.
 
-    This is ``attention_equal_len`` with the attention matrices alone: 24 B T D N H = 12 B T^2 N H gives 2 D with as
-    many kv heads as heads. Source: exercise 4.5.
+    This is ``attention_equal_len`` with only the attention matrices: 24 B T D N H = 12 B T^2 N H gives 2 D with as many
+    kv heads as heads. Source: exercise 4.5.
     """
     return _equal_len(model, [row for row in _layer_matrices(model) if row.part == "attention"])
 
@@ -94,7 +94,7 @@ def _equal_len(model: Model, weight_rows: list[Weight]) -> float:
 
 
 def _head_widths(model: Model) -> tuple[int, int]:
-    """Returns the sums of H + Hv over layers with a window, and over the others."""
+    """Returns the sums of H + Hv over layers with a window, and over layers without one."""
     num_near = len(model.sliding_layers) if model.sliding_window else 0
     near_widths = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
     full_widths = near_widths if model.latent_attention else 2 * model.full_heads[1]
@@ -135,8 +135,8 @@ def score_flops(model: Model, seq_len: Number, *, causal: bool = False) -> Numbe
 def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Number, str, Number]]:
     """Maps a strategy to (formula, bytes) forward and backward of what one layer sends for ``num_tokens`` in bf16.
 
-    Whole arrays count, as on a ring: once for a gather or a scatter, twice for an all-reduce. P are the weights of a
-    layer, in the mean. Source: How to Scale Your Model, sections 5.1 to 5.3.
+    Whole arrays count, as on a ring: once for a gather or a scatter, twice for an all-reduce. P are the mean weights of
+    a layer. Source: How to Scale Your Model, sections 5.1 to 5.3.
     """
     weight_bytes = 2 * sum(row.num_params for row in weight_table(model) if row.layers) / model.num_layers
     act_bytes = 2 * num_tokens * model.d_model
@@ -159,7 +159,7 @@ def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Numb
 
 
 def bytes_per_param(state: str, *, part: StatePart | None = None) -> float:
-    """Returns the bytes per parameter of a training state, or of one part. Raises InputError for an unknown one.
+    """Returns the bytes per parameter of a training state, or of one part. Raises InputError for an unknown state.
 
     Without a part it is the number by which a state is known: 10 for bf16-adam, which leaves out the short-lived bf16
     gradient, 16, 18 or 20 with a master copy. Source: How to Scale Your Model, section 5.1.1.
@@ -174,10 +174,10 @@ def state_bytes(num_params: Number, *, state: str, part: StatePart | None = None
 
 
 def zero_bytes(num_params: Number, *, state: str, stage: ZeroStage, num_shards: Number) -> Number:
-    """Returns the bytes per device of weights, gradients and optimizer if a ZeRO stage splits some of them.
+    """Returns the bytes per device of weights, gradients and optimizer at a ZeRO stage. Raises InputError unless it is
+    0 to 3.
 
-    Gradients count in every state, although `bytes_per_param` of bf16-adam leaves them out. Source: section 5.4.1.
-    """
+    Gradients count in every state, although `bytes_per_param` of bf16-adam leaves them out. Source: section 5.4.1."""
     if stage not in ZERO_SHARDS:
         raise InputError(f"ZeRO stage {stage} does not exist. Choose 0, 1, 2 or 3.")
     parts: tuple[StatePart, ...] = ("weights", "gradients", "optimizer")
@@ -186,10 +186,10 @@ def zero_bytes(num_params: Number, *, state: str, stage: ZeroStage, num_shards: 
 
 
 def max_params(memory_bytes: Number, *, state: str) -> Number:
-    """Returns the parameters of the model whose state fills a memory: pure data parallelism, without activations.
+    """Returns the most parameters whose training state fits ``memory_bytes``: pure data parallelism, without
+    activations.
 
-    Source: How to Scale Your Model, section 5.1.1.
-    """
+    Source: How to Scale Your Model, section 5.1.1."""
     return memory_bytes / bytes_per_param(state)
 
 
@@ -201,10 +201,10 @@ def saved_widths(
 ) -> dict[str, Number]:
     """Maps a result to the elements per token that each layer keeps of it for its backward pass under a remat policy.
 
-    They are read off the derived steps on one device, or on each of ``tensor``: "block" keeps the layer's input alone
-    (D), the list ("g", "u") keeps the outputs of the feed-forward matmuls as well (D + 2 F). Layers that differ count
-    with their mean; a token has one slot in each of its experts. Beside an encoder a token is one of the target and one
-    of the source, and the encoder's layers count among those of the decoder.
+    They are read off the derived steps of one device, or of each of ``tensor``: "block" keeps only the layer's input
+    (D), the list ("g", "u") also keeps the outputs of the feed-forward matmuls (D + 2 F). Layers that differ count with
+    their mean; a token has one slot in each of its experts. With an encoder a token is one of the target and one of the
+    source, and widths of encoder layers are added per decoder layer.
     """
     assignment = standard_assignment(sequence_parallel=sequence_parallel)
     strategy = Strategy(mesh={"tensor": tensor}, remat=remat, assignment=assignment)
@@ -234,8 +234,8 @@ def saved_bytes(
 
 
 def kv_cache_bytes(model: Model, num_positions: Number, *, element_bytes: Number = 2) -> Number:
-    """Returns the bytes of the keys and values of one sequence: 2 K H elements per position and layer that has its own;
-    a layer with a window keeps that many positions at most.
+    """Returns the bytes of the keys and values of one sequence: 2 K H elements per position and layer with its own
+    keys; a layer with a window keeps that many positions at most.
 
     With latent attention the latent and the rotary key are kept instead: Rkv + Hr. Source: section 7.1.
     """
@@ -265,7 +265,7 @@ def cached_elements(
     """Returns the elements that all layers keep of one sequence: L S x elements of a position, less where shared.
 
     Elements of a position and layer are 2 N H with MHA, 2 K H with GQA, 2 H with MQA, Rkv + Hr with MLA. ``num_local``
-    layers keep at most a ``window``; ``layers_per_cache`` neighbours have one cache. Source: sections 7.1.6 and 7.2.
+    layers keep at most a ``window``; ``layers_per_cache`` layers share one cache. Source: sections 7.1.6 and 7.2.
     """
     minimum = np.minimum if isinstance(num_positions, np.ndarray) else min
     window_positions = num_positions if window is None else minimum(num_positions, window)

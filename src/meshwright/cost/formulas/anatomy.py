@@ -26,10 +26,10 @@ def tpu_peak_from_anatomy(chip: Chip) -> float:
 
 
 def mxu_padding(chip: Chip, rows: int, inner: int, columns: int) -> float:
-    """Returns the FLOPs of a product in whole tiles of an MXU over its own; 1 for a chip without that figure.
+    """Returns the FLOPs of a product in whole MXU tiles over the product's FLOPs; 1 for a chip without ``mxu_dim``.
 
-    It holds mxu_dim x mxu_dim elements of either factor; rows of the other pass by 8, the sublanes of a register.
-    """
+    An MXU holds mxu_dim x mxu_dim elements of one factor; 8 rows of the other pass at a time, the sublanes of a
+    register."""
     if chip.mxu_dim is None:
         return 1.0
     tile_shapes = ((8, chip.mxu_dim, chip.mxu_dim), (chip.mxu_dim, chip.mxu_dim, 8))
@@ -59,7 +59,7 @@ class GpuAnatomy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gpu_anatomy(chip: Chip) -> GpuAnatomy | None:
-    """Returns the SMs, lanes and tensor cores of a GPU as it is sold; None for a chip without SMs in its table."""
+    """Returns the SMs, lanes and tensor cores of a GPU as it is sold; None for a chip whose table has no SMs."""
     if chip.num_sms is None or chip.fp32_lanes_per_sm is None:
         return None
     cores_per_sm, flops_per_core_cycle = chip.tensor_cores_per_sm or 0, chip.tensor_core_flops_per_cycle
@@ -76,7 +76,7 @@ def gpu_anatomy(chip: Chip) -> GpuAnatomy | None:
 
 
 def full_die(chip: Chip) -> GpuAnatomy | None:
-    """Returns the anatomy of the whole die, of which makers switch off defective parts; None if it is not known."""
+    """Returns the anatomy of the whole die, with parts that are switched off in the GPU as sold; None if unknown."""
     if chip.die is None or chip.die_gpcs is None or chip.die_tpcs_per_gpc is None:
         return None
     tpcs = chip.die_gpcs * chip.die_tpcs_per_gpc
@@ -85,7 +85,7 @@ def full_die(chip: Chip) -> GpuAnatomy | None:
 
 
 def share_after_speedup(share: Number, speedup: Number) -> Number:
-    """Returns the share of the time of some work once all the rest is ``speedup`` times faster: Amdahl's law.
+    """Returns the share of time of some work after all other work gets ``speedup`` times faster: Amdahl's law.
 
     share / (share + (1 - share) / speedup). If units that are ``speedup`` times slower than the rest do ``share`` of
     the FLOPs, it is their share of the time.
@@ -94,12 +94,12 @@ def share_after_speedup(share: Number, speedup: Number) -> Number:
 
 
 def ratio(first: Number, second: Number) -> Number:
-    """Returns first / second, such as HBM over PCIe."""
+    """Returns first / second."""
     return first / second
 
 
 def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> dict[str, float | None]:
-    """Returns chips, hosts, cores, memory, FLOP/s, network, power and price of the whole cluster; None if unknown."""
+    """Returns chips, hosts, cores, memory, FLOP/s, network, watts and price of a cluster by name; None if unknown."""
     chip, anatomy = cluster.chip, gpu_anatomy(cluster.chip)
     figures_per_chip = {
         "num_cores": chip.num_cores,
@@ -119,7 +119,7 @@ def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> dict[str, float | No
 
 
 def padded_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape in memory: the last dims rounded up to whole tiles."""
+    """Returns the shape with its last dims rounded up to whole tiles. Raises InputError if the tile has more dims."""
     if len(tile) > len(shape) or min(tile, default=1) < 1:
         raise InputError(f"tile {tuple(tile)} does not fit an array of shape {tuple(shape)}. Give it no more dims.")
     num_untiled = len(shape) - len(tile)
@@ -127,7 +127,7 @@ def padded_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
 
 
 def tile_expansion(shape: Sequence[int], tile: Sequence[int]) -> float:
-    """Returns the bytes of a tiled array over those of its elements: f32[3,5] in T(2,2) takes 1.6.
+    """Returns the bytes of an array in whole tiles over the bytes of its elements: f32[3,5] in T(2,2) takes 1.6.
 
     Source: How to Scale Your Model, section 9.2.2.
     """

@@ -1,4 +1,4 @@
-"""Failures of a fleet: how often, how often to save, and what part of the time is useful work."""
+"""Failures of a fleet: their rate, the best checkpoint interval, and the share of time that is useful work."""
 
 import math
 
@@ -8,7 +8,7 @@ from meshwright.cost.formulas.training_budget import DAY_S
 
 
 def failures_per_day(num_nodes: Number, *, failures_per_node_day: Number) -> Number:
-    """Returns failures of all nodes in a day, usually 10 per 1000 node-days (Kokolis et al., Revisiting Reliability,
+    """Returns failures per day of all nodes; 10 per 1000 node-days are usual (Kokolis et al., Revisiting Reliability,
     2024)."""
     return num_nodes * failures_per_node_day
 
@@ -19,16 +19,16 @@ def mtbf_s(num_nodes: Number, *, failures_per_node_day: Number) -> Number:
 
 
 def young_interval_s(checkpoint_s: float, mtbf: float) -> float:
-    """Returns seconds of work between checkpoints that lose least: sqrt(2 delta M).
+    """Returns the seconds of work between checkpoints that lose the least time: sqrt(2 delta M).
 
-    A first-order result: right while a checkpoint takes much less than the time between failures.
-    Source: Young, A first order approximation to the optimum checkpoint interval (1974).
+    A first-order result: right while a checkpoint takes much less than the time between failures. Source: Young, A
+    first order approximation to the optimum checkpoint interval (1974).
     """
     return math.sqrt(2 * checkpoint_s * mtbf)
 
 
 def daly_interval_s(checkpoint_s: float, mtbf: float) -> float:
-    """Returns seconds of work between checkpoints, to higher order; M where a checkpoint takes 2 M or more.
+    """Returns the best seconds of work between checkpoints, to higher order; M if a checkpoint takes 2 M or more.
 
     sqrt(2 delta M) (1 + sqrt(delta / 2M) / 3 + (delta / 2M) / 9) - delta. Source: Daly, A higher order estimate (2006).
     """
@@ -39,7 +39,7 @@ def daly_interval_s(checkpoint_s: float, mtbf: float) -> float:
 
 
 def recovery_interval_s(checkpoint_s: float, mtbf: float, restart_s: float) -> float:
-    """Returns Young's interval with the time to recover: sqrt(2 delta (M + R)), all in seconds.
+    """Returns Young's interval with the time R to recover: sqrt(2 delta (M + R)), all in seconds.
 
     Source: changlan.org, Optimal Checkpointing Frequency; Saxena et al., arXiv 2410.18124 (2024), for a short delta.
     """
@@ -47,7 +47,7 @@ def recovery_interval_s(checkpoint_s: float, mtbf: float, restart_s: float) -> f
 
 
 def exact_steps(step_s: float, *, checkpoint_s: float, mtbf: float) -> int:
-    """Returns the whole number of steps between checkpoints whose `expected_s` for each step is least.
+    """Returns the number of steps between checkpoints with the least `expected_s` per step.
 
     Where (1 - x) e^x = e^(-delta / M), with x = tau / M, the derivative of (e^((tau + delta) / M) - 1) / tau is zero;
     the time to recover does not move it.
@@ -63,10 +63,10 @@ def exact_steps(step_s: float, *, checkpoint_s: float, mtbf: float) -> int:
 
 
 def expected_s(span_s: float, *, mtbf: float, restart_s: float = 0.0) -> float:
-    """Returns the expected seconds until a span passes without a failure: e^(R / M) M (e^(T / M) - 1).
+    """Returns the expected seconds until a span of work passes without a failure: e^(R / M) M (e^(T / M) - 1).
 
-    Failures come at random at a mean of M seconds, also during restarts, and each begins the span anew. Infinite where
-    a failure is all but sure. Source: Daly, A higher order estimate (2006).
+    Failures come at random every M seconds on average, also during restarts, and each starts the span again. Infinite
+    if (T + R) / M > 700. Source: Daly, A higher order estimate (2006).
     """
     if (span_s + restart_s) / mtbf > 700:
         return math.inf
@@ -74,7 +74,7 @@ def expected_s(span_s: float, *, mtbf: float, restart_s: float = 0.0) -> float:
 
 
 def useful_share(interval_s: float, *, checkpoint_s: float, restart_s: float, mtbf: float) -> float:
-    """Returns the share of the wall time that is work kept: tau over the `expected_s` of tau + delta."""
+    """Returns useful work over wall time: tau / `expected_s` of tau + delta. Raises InputError unless tau > 0."""
     if interval_s <= 0:
         raise InputError(f"an interval of {interval_s:g} s between checkpoints does no work. Give a positive number.")
     return interval_s / expected_s(interval_s + checkpoint_s, mtbf=mtbf, restart_s=restart_s)
@@ -83,7 +83,7 @@ def useful_share(interval_s: float, *, checkpoint_s: float, restart_s: float, mt
 def linear_share(interval_s: float, *, checkpoint_s: float, restart_s: float, mtbf: float) -> float:
     """Returns Meta's expected ETTR: (1 - (R + tau / 2) / M) / (1 + delta / tau), `useful_share` to first order.
 
-    ``restart_s`` is the time to start, u0, and that in a queue. Within 5% while M is at least 0.1 day.
+    ``restart_s`` includes the time to start, u0, and the time in a queue. Within 5% while M is at least 0.1 day.
     Source: Kokolis et al., Revisiting Reliability, arXiv 2410.21680v2 (2025), section on expected ETTR.
     """
     return max(0.0, 1 - (restart_s + interval_s / 2) / mtbf) / (1 + checkpoint_s / interval_s)
@@ -97,12 +97,12 @@ def goodput(
     restart_s: float,
     interval_s: float | None = None,
 ) -> dict[str, float]:
-    """Returns failures, best intervals and useful share of a fleet; at Daly's interval where none is given.
+    """Returns failures, best intervals and goodput of a fleet, by default at Daly's interval. Raises InputError for bad
+    numbers.
 
-    ``checkpoint_s`` is the time for which saving stops the run (little, where it is asynchronous), ``restart_s`` from a
-    failure to the first new step; times in seconds. ``goodput`` and both shares that are lost add up to 1:
-    ``lost_to_checkpoints`` is time in which these block the run, ``lost_to_failures`` work done again and restarts.
-    """
+    ``checkpoint_s`` is the time for which saving stops the run (short if it is asynchronous), ``restart_s`` the time
+    from a failure to the first new step; all in seconds. ``goodput`` and two lost shares add up to 1:
+    ``lost_to_checkpoints`` (saving stops the run) and ``lost_to_failures`` (work done again, restarts)."""
     for name, value in (("nodes", num_nodes), ("failure rate", failures_per_node_day), ("checkpoint", checkpoint_s)):
         if not (value > 0 and math.isfinite(value)):
             raise InputError(f"{name} {value:g} must be a positive number.")

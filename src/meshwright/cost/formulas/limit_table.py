@@ -1,6 +1,6 @@
 """The table of limits: bounds on a plan, or on a model on a cluster, in the letters of "How to Scale Your Model".
 
-A row applies if its letters are known. `explain`, `plan --why-not` and the verb `limits` read the same rows.
+A row applies if its letters are known. `explain`, `plan --why-not` and the verb `limits` read this table.
 """
 
 import math
@@ -24,10 +24,10 @@ from meshwright.cost.letters import Letters
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """A bound, ``limit``, beside the plan's number, ``here``. ``holds`` is None for a hint, and if ``here`` is unknown.
+    """A bound, ``limit``, with the plan's number, ``here``. ``holds`` is None for a hint, and if ``here`` is unknown.
 
-    ``kind`` says what happens if it does not hold: "speed" (communication no longer hides behind compute) or
-    "size" (the plan cannot run). ``unit`` is that of ``limit`` and ``here``: bytes, s, or "" for a plain number.
+    ``kind`` says what happens if it does not hold: "speed" (communication is no longer hidden by compute) or "size"
+    (the plan cannot run). ``unit`` is the unit of ``limit`` and ``here``: bytes, s, or "" for a plain number.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LetterForm = str | Callable[..., float]
-"""The name of a letter, whose value is NaN if it is not known, or a function of several letters."""
+"""The name of a letter (its value is NaN if unknown), or a function from all letters to a number."""
 
 
 class _Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A limit, which applies if no letter of ``needs`` and all of ``if_not`` are None; a hint if it has no relation."""
+    """A limit, which applies if all letters of ``needs`` and none of ``if_not`` are known; a hint without relation."""
 
     name: str
     needs: tuple[str, ...]
@@ -59,7 +59,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
     if_not: tuple[str, ...] = ()
 
     def at(self, at: Letters) -> Limit | None:
-        """Returns the limit with the letters' numbers; None if it does not apply."""
+        """Returns the limit with the numbers of the letters; None if it does not apply."""
         is_known = all(getattr(at, name) is not None for name in self.needs)
         if not is_known or any(getattr(at, name) is not None for name in self.if_not):
             return None
@@ -85,7 +85,7 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
 
 
 def limits_at(at: Letters) -> tuple[Limit, ...]:
-    """Returns every limit that applies: those of single axes, then of the whole mesh, then of size."""
+    """Returns every limit that applies: first limits of single axes, then of the whole mesh, then of size."""
     return tuple(limit for row in LIMITS if (limit := row.at(at)) is not None)
 
 
@@ -107,7 +107,7 @@ _NO_TENSOR = "the closed forms with tensor are for dense layers and left out for
 
 
 def _pods_words(at: Letters, max_chips: float) -> str:
-    """Says how many whole pods are within a bound on chips of one slice; "" where not even one is."""
+    """Returns how many whole pods fit a bound on chips of one slice, in words; "" if not even one does."""
     num_pods = int(max_chips / at.pod_chips) if at.pod_chips else 0
     return f"{num_pods} whole pod{'s' * (num_pods > 1)} of {at.pod_chips:,} chips" if num_pods else ""
 
@@ -118,7 +118,7 @@ def _bubble_words(at: Letters) -> str:
 
 
 def _fewest_words(at: Letters) -> str:
-    """Says how long the run would take on the fewest chips; "" if its length is not known."""
+    """Returns in words how long the run would take on the fewest chips; "" if its length is not known."""
     if at.run_days is None or at.train_tokens is None:
         return ""
     fewest_chips = min_chips(_open(at.shared_bytes), _open(at.memory_bytes))
@@ -128,7 +128,7 @@ def _fewest_words(at: Letters) -> str:
 
 
 def _tensor_words(at: Letters) -> str:
-    """Says that groups of ``tensor`` leave their domain, or leave chips over."""
+    """Returns in words that groups of ``tensor`` cross their domain, or do not divide the chips; else ""."""
     if at.tensor is None:
         return ""
     leaves_text = f"groups of {at.tensor} leave a domain of {at.domain}: the slower network binds, not W_nvlink"

@@ -1,9 +1,9 @@
 """Closed forms of training: the sizes at which a form of sharding stops being compute-bound.
 
-Explanations show them and tests compare derived costs with them; no plan is priced with them. ``batch_tokens`` is B
-in tokens, ``alpha`` is C / W_ici: FLOP/s of one chip over the two-way bytes/s of one torus axis. ``num_chips`` is
-N = X Y: FSDP over X chips on ``fsdp_axes`` torus axes, tensor parallelism over Y chips on ``tensor_axes``. Sizes may
-be NumPy arrays, but not those of a `Mixture`. Source: How to Scale Your Model, section 5.
+Explanations show them and tests compare derived costs with them; no plan is priced with them. ``batch_tokens`` is B in
+tokens, ``alpha`` is C / W_ici: FLOP/s of one chip over the two-way bytes/s of one torus axis. ``num_chips`` is N = X Y:
+FSDP over X chips on ``fsdp_axes`` torus axes, tensor parallelism over Y chips on ``tensor_axes``. Sizes may be NumPy
+arrays, except in a `Mixture`. Source: How to Scale Your Model, section 5.
 """
 
 import math
@@ -15,7 +15,7 @@ from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 
 MAX_BUBBLE = 0.1
-"""Largest share of a step that the limit on microbatches lets a bubble take."""
+"""Largest share of a step that a bubble may take in the limit on microbatches."""
 
 
 class Roots(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ def data_parallel_min_tokens_per_chip(alpha: Number, num_axes: Number = 1) -> Nu
 
 
 def data_parallel_min_batch(alpha: Number, num_axes: Number, num_chips: Number) -> Number:
-    """Returns the tokens per step above which DP and FSDP are compute-bound on all chips."""
+    """Returns the tokens per step above which DP and FSDP over ``num_chips`` are compute-bound."""
     return data_parallel_min_tokens_per_chip(alpha, num_axes) * num_chips
 
 
@@ -59,7 +59,7 @@ def mixed_min_tokens_per_chip(alpha: Number, d_ff: Number, *, fsdp_axes: Number,
 
 
 class Mixture(msgspec.Struct, frozen=True):
-    """FSDP over X and tensor parallelism over N / X of N chips, for a batch of tokens; its results depend on X."""
+    """FSDP over X of N chips and tensor parallelism over N / X for a batch of tokens; its properties solve for X."""
 
     batch_tokens: Number
     d_ff: Number
@@ -103,8 +103,8 @@ class Mixture(msgspec.Struct, frozen=True):
 class MixedLayer(msgspec.Struct, frozen=True, kw_only=True):
     """The forward pass of two matrices D x F in 16 bits with FSDP over X and tensor parallelism over Y, M axes each.
 
-    Weights and activations are sent at once, on links of their own, so the longer of both counts. Source: section
-    5.1.4, whose figure 16 this is.
+    Weights and activations are sent at once, on separate links, so the longer of both counts. Source: section 5.1.4,
+    whose figure 16 this is.
     """
 
     batch_tokens: Number
@@ -114,23 +114,23 @@ class MixedLayer(msgspec.Struct, frozen=True, kw_only=True):
     tensor: Number = 1
 
     def math_s(self, peak_flops: Number) -> Number:
-        """Returns the seconds of the FLOPs: 4 B D F / (X Y C)."""
+        """Returns the seconds of compute: 4 B D F / (X Y C)."""
         return 4 * self.batch_tokens * self.d_model * self.d_ff / (self.fsdp * self.tensor * peak_flops)
 
     def comms_s(self, axis_bytes_per_s: Number, *, fsdp_axes: Number, tensor_axes: Number) -> Number:
-        """Returns max(4 D F / (Y W M_X), 4 B D / (X W M_Y)); a term is nothing where its axis is 1."""
+        """Returns seconds: max(4 D F / (Y W M_X), 4 B D / (X W M_Y)), a term being 0 if its own X or Y is 1."""
         weights_s = 4 * self.d_model * self.d_ff / (self.tensor * axis_bytes_per_s * fsdp_axes) * (self.fsdp > 1)
         acts_s = 4 * self.batch_tokens * self.d_model / (self.fsdp * axis_bytes_per_s * tensor_axes) * (self.tensor > 1)
         return np.maximum(weights_s, acts_s)
 
 
 def fsdp_roots_middle(batch_tokens: Number, alpha: Number, *, fsdp_axes: Number) -> Number:
-    """Returns the first term of both roots: B M_X / (2 alpha)."""
+    """Returns the mean of both roots of a `Mixture`: B M_X / (2 alpha)."""
     return batch_tokens * fsdp_axes / (2 * alpha)
 
 
 def round_split(fsdp_size: float, num_chips: int) -> tuple[int, int]:
-    """Returns the power of two nearest to X (by ratio), and the largest power of two up to N over it.
+    """Returns the power of two nearest to X by ratio, but at most N, and the largest power of two up to N over it.
 
     Raises InputError for a size that is not positive.
     """
@@ -157,20 +157,20 @@ def sequence_limit_chips(batch_tokens: Number, seq_len: Number, *, context: Numb
 def flat_fsdp_comms_s(
     num_params: Number, bytes_per_s: Number, *, bytes_per_param: Number = 2, num_collectives: Number = 3
 ) -> Number:
-    """Returns the FSDP seconds of a step if each collective moves all weights at one rate per device.
+    """Returns the seconds of FSDP's communication in a step if each collective moves all weights at one rate per
+    device.
 
-    They are two gathers and a scatter. Source: Horace He's lecture on ML systems, 70e9 x 2 x 3 / 200e9.
-    """
+    By default two gathers and a scatter. Source: Horace He's lecture on ML systems, 70e9 x 2 x 3 / 200e9."""
     return num_params * bytes_per_param * num_collectives / bytes_per_s
 
 
 def flat_fsdp_max_chips(batch_tokens: Number, peak_flops: Number, bytes_per_s: Number) -> Number:
-    """Returns the devices on which the 6 N B FLOPs of a step take as long as `flat_fsdp_comms_s`; N cancels."""
+    """Returns the number of devices on which a step's 6 N B FLOPs take as long as `flat_fsdp_comms_s`; N cancels."""
     return 6 * batch_tokens * bytes_per_s / (peak_flops * 2 * 3)
 
 
 def min_microbatches(bubble_s: float, each_s: float) -> float:
-    """Returns the microbatches M above which bubble / (M each + bubble) < s = ``MAX_BUBBLE``: a bubble's share.
+    """Returns the microbatches M above which the bubble takes less than s = ``MAX_BUBBLE`` of M passes and the bubble.
 
     With GPipe and 1F1B the bubble is (P - 1) x each on P stages: M > (P - 1) (1 - s) / s, nine times P - 1 for a tenth.
     """
@@ -189,7 +189,7 @@ def ring_min_positions(
 
 
 def reduce_after_min_dim(alpha: Number) -> Number:
-    """Returns the contracting size D above which a product of slices and an AllReduce beat gathering first: 2 alpha.
+    """Returns the contracting size D above which multiplying slices, then an AllReduce, beats gathering first: 2 alpha.
 
     Source: exercise 3.4, which compares 4BF/W with 2BDF/C.
     """

@@ -1,7 +1,7 @@
 """The roofline of one local operation: FLOPs against bytes, on any channel of a chip.
 
-Times are bounds: perfect overlap takes the larger of compute and memory, no overlap their sum.
-Source: How to Scale Your Model, section 1. Sizes may be NumPy arrays.
+Times are bounds: with perfect overlap the larger of compute and transfer, without overlap their sum. Source: How to
+Scale Your Model, section 1. Sizes may be NumPy arrays.
 """
 
 import math
@@ -41,7 +41,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds on the seconds of an operation on one channel of a chip; ``padding`` multiplies those of FLOPs."""
+    """The bounds on the seconds of an operation on one channel of a chip; ``padding`` multiplies those of compute."""
 
     work: Work
     peak_flops: Number
@@ -51,7 +51,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def math_s(self) -> Number:
-        """Seconds of the FLOPs at peak, in whole tiles."""
+        """Seconds of the FLOPs at peak, times ``padding``."""
         return self.work.flops * self.padding / self.peak_flops
 
     @property
@@ -61,13 +61,13 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lower_s(self) -> Number:
-        """Seconds with perfect overlap: the larger of the two."""
+        """Seconds with perfect overlap: the larger of `math_s` and `transfer_s`."""
         is_array = isinstance(self.math_s, np.ndarray) or isinstance(self.transfer_s, np.ndarray)
         return (np.maximum if is_array else max)(self.math_s, self.transfer_s)
 
     @property
     def upper_s(self) -> Number:
-        """Seconds without overlap: the sum of the two, at most twice the lower bound."""
+        """Seconds without overlap: `math_s` + `transfer_s`, at most twice the lower bound."""
         return self.math_s + self.transfer_s
 
     @property
@@ -77,7 +77,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_by(self) -> str | np.ndarray:
-        """ "compute", or the channel's name; an array of them for array sizes."""
+        """"compute", or the channel's name; an array of these strings for array sizes."""
         bound_names = np.where(self.math_s >= self.transfer_s, "compute", self.channel)
         return bound_names if bound_names.ndim else str(bound_names)
 
@@ -112,8 +112,8 @@ def channel_rate(chip: Chip, channel: Channel) -> float:
 
 
 def vector_peak(chip: Chip) -> float | None:
-    """Returns FP32 FLOP/s of the vector units: the table's, else a cycle's: one for an ALU of a TPU, two for a lane
-    of a GPU, which multiplies and adds. None if a figure is not known."""
+    """Returns FP32 FLOP/s of the vector units: the chip table's, else 1 FLOP per cycle for each ALU of a TPU, or 2 for
+    each lane of a GPU (multiply and add). None if a figure is not known."""
     vpu_names = ("num_cores", "vpu_lanes_per_core", "vpu_alus_per_lane", "clock_hz")
     for factor, names in ((1, ("vector_flops",)), (1, vpu_names), (2, ("num_sms", "fp32_lanes_per_sm", "clock_hz"))):
         figures = [getattr(chip, name) for name in names]
@@ -143,7 +143,7 @@ def einsum_work(operands: Sequence[Operand], out: Operand, sizes: Mapping[str, N
 
 
 def chip_roofline(work: Work, chip: Chip, *, dtype: str, channel: Channel = "hbm") -> Roofline:
-    """Returns the bounds of work on a chip whose products are computed in ``dtype``."""
+    """Returns the bounds of ``work`` on a chip that multiplies in ``dtype``, with bytes on ``channel``."""
     return Roofline(work=work, peak_flops=peak(chip, dtype), bytes_per_s=channel_rate(chip, channel), channel=channel)
 
 
@@ -158,8 +158,8 @@ def critical_size(
 ) -> Number:
     """Returns the size of ``dim`` from which the einsum is compute-bound, every byte counted; infinity if it never is.
 
-    Time is linear in one dim: B = (bytes without B) / (FLOPs per B / critical intensity - bytes per B).
-    Source: How to Scale Your Model, exercise 2.4 (exactly 262.7 there).
+    Time is linear in one dim: B = (bytes without B) / (FLOPs per B / critical intensity - bytes per B). Raises
+    InputError if no array has the dim. Source: How to Scale Your Model, exercise 2.4 (exactly 262.7 there).
     """
     arrays = (*operands, out)
     unit_sizes = {**sizes, dim: 1}
@@ -183,8 +183,8 @@ def critical_batch(
 ) -> Number:
     """Returns the tokens from which [B,D] x [D,F] is compute-bound if B is far below D and F.
 
-    B = critical intensity x weight bytes / 2, times E/k if each token uses k of E experts; only the weights'
-    bytes count. Source: How to Scale Your Model, section 1.1.2, exercises 1.1, 1.2 and 4.8.
+    B = critical intensity x weight bytes / 2, times E/k if each token uses k of E experts; only bytes of weights count.
+    Source: How to Scale Your Model, section 1.1.2, exercises 1.1, 1.2 and 4.8.
     """
     dense_tokens = critical_intensity(peak_flops, bytes_per_s) * weight_bytes / 2
     return dense_tokens * num_experts / active_experts

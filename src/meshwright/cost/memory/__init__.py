@@ -1,1 +1,1 @@
-"""Memory of one chip in a step: what it stores, what its passes hold, what compilers copy."""
+"""Memory of one chip in a step: what it stores, what its passes keep, what compilers copy."""
