@@ -1,4 +1,4 @@
-"""Seconds of the transfers over PCIe of offloaded optimizer state and activations."""
+"""Seconds of PCIe transfers of offloaded optimizer state and activations."""
 
 import msgspec
 
@@ -9,11 +9,11 @@ from meshwright.cost.pipeline import PipelineCost
 
 
 class Transfers(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds over PCIe.
+    """Seconds of transfers over PCIe.
 
     ``activations_s`` is for the kept results of one repeat of a block in one direction, which its pass can hide.
-    ``optimizer_s`` is for the optimizer's state, both ways once a step, exposed. ``serial_s`` is for all of a step.
-    """
+    ``optimizer_s`` is for the optimizer's state, both ways once a step, exposed. ``serial_s`` is for all transfers of a
+    step."""
 
     activations_s: Number = 0.0
     optimizer_s: Number = 0.0
@@ -26,7 +26,7 @@ NOTHING = Transfers()
 def offloaded(
     parts: MemoryParts, pcie_bytes_per_s: float | None, pipeline: PipelineCost, chosen: tuple[str, ...]
 ) -> Transfers:
-    """Returns the transfers of the ``chosen`` items; none for (). Raises InputError without a rate of PCIe."""
+    """Returns the transfers of the ``chosen`` items; none for (). Raises InputError if PCIe's rate is not known."""
     if not chosen:
         return NOTHING
     if pcie_bytes_per_s is None:

@@ -14,21 +14,21 @@ from meshwright.spec.prediction import Prediction
 from meshwright.spec.strategy import Strategy
 
 PCIE_BYTES_PER_S = 16e9
-"""Rate one way between a chip and its host where the catalogue has none: an assumption, PCIe gen 3 x16."""
+"""Assumed one-way rate between a chip and its host if the catalogue has none: PCIe gen 3 x16."""
 
 HOST_BYTES_PER_S = 20e9
 """Bytes that a host reads and writes per second as it adds arrays: an assumption, half of what NumPy reaches on one
 core (a server's Xeon, 2026)."""
 
 CODED_PER_S, DECODED_PER_S = 0.5e9, 2.5e9
-"""Numbers of which a host makes 8 or 4 bits a second, and that it reads from these: an assumption, NumPy on a core."""
+"""Numbers that a host encodes in 8 or 4 bits per second, and decodes per second: an assumption, NumPy on one core."""
 
 SCALED_TOGETHER = 64
-"""Numbers of 8 or 4 bits that share a scale of 16 bits."""
+"""Numbers of 8 or 4 bits that share one 16-bit scale."""
 
 HOST_STATE = {"gradients": 0, "diloco": 2, "local-sgd": 2, "async-sgd": 4}
-"""Float32 arrays as large as the weights that hosts hold: outer weights and momentum, and of asynchronous islands what
-an island sends, and sums since the last momentum."""
+"""Float32 arrays as large as the weights that hosts hold: outer weights and momentum; asynchronous islands also the
+sent array, and sums since the last momentum."""
 
 _WIDE = DTYPE_BYTES["fp32"]
 
@@ -37,8 +37,8 @@ class OuterExchange(msgspec.Struct, frozen=True, kw_only=True):
     """The sums between islands in one period of ``period`` steps, in the steady state.
 
     ``link_bytes`` leave an island in a period (as many enter it): each of R islands sends (R - 1) / R of all numbers as
-    partial sums, and as many of its own sums to the others. ``copy_s`` are from chips to hosts and back, ``host_s``
-    adding, coding and the outer optimizer. ``hidden_s`` overlap with steps; what is left is exposed.
+    partial sums, and as many of its finished sums to the other islands. ``copy_s`` are from chips to hosts and back,
+    ``host_s`` adding, coding and the outer optimizer. ``hidden_s`` overlap with steps; the rest is exposed.
     """
 
     num_islands: int
@@ -59,12 +59,12 @@ class OuterExchange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def serial_s(self) -> float:
-        """Seconds of a step in the mean, if nothing overlaps."""
+        """Mean seconds per step if nothing overlaps."""
         return (self.copy_s + self.link_s + self.host_s) / self.period
 
     @property
     def exposed_s(self) -> float:
-        """Seconds by which the mean step is longer than one without exchanges."""
+        """Seconds by which exchanges lengthen the mean step."""
         return self.serial_s - self.hidden_s / self.period
 
 
@@ -73,9 +73,9 @@ def outer_exchange(
 ) -> OuterExchange:
     """Returns the exchange of the ``outer`` steps of a derivation; ``inner_s`` are the seconds of a step without it.
 
-    A period moves all trained weights. Copies are never hidden. The link and the hosts may work beside the
-    ``outer_overlap`` steps of each fragment, in all at most the whole period. Asynchronous islands wait for the link,
-    as long as if all were ready at once.
+    A period moves all trained weights. Copies are never hidden. The link and the hosts may work during the
+    ``outer_overlap`` steps of each fragment, at most during the whole period. Asynchronous islands wait for the link as
+    long as if all sent at once.
     """
     rate, sync = cluster.island_bytes_per_s, strategy.islands_sync
     assert rate is not None, "a strategy of islands is priced on a cluster that has them"
@@ -110,13 +110,13 @@ def outer_exchange(
 
 
 def step_values(step: Step, sizes: OpSizes) -> float:
-    """Returns the numbers that a sum between islands has, on all chips of an island, each once."""
+    """Returns how many numbers a sum between islands has, over all chips of an island, copies not counted."""
     local_values = local_elements(step.result, sizes.dims, sizes.mesh) * (step.details.num_layers or 1)
     return float(local_values * product(sizes.mesh[axis] for axis in step.result.spread))
 
 
 def sent_bytes(step: Step, strategy: Strategy, sizes: OpSizes) -> float:
-    """Returns the bytes that leave an island for one sum, and enter it: twice its share of the numbers, with scales."""
+    """Returns the bytes that leave an island for one sum (as many enter): 2 (R - 1) / R of its numbers, with scales."""
     value_bytes = DTYPE_BYTES[step.result.dtype]
     scale_bytes = 2 / SCALED_TOGETHER if value_bytes < _WIDE else 0.0
     sent_share = 1 - 1 / strategy.num_islands
@@ -124,7 +124,7 @@ def sent_bytes(step: Step, strategy: Strategy, sizes: OpSizes) -> float:
 
 
 def with_exchange(estimate: Prediction[float], exchange: OuterExchange) -> Prediction[float]:
-    """Returns the prediction of all islands from that of one without exchanges."""
+    """Returns the prediction for all islands: ``estimate`` of one island, with the seconds of ``exchange`` added."""
     step_s = estimate.step_s + exchange.exposed_s
     share = estimate.step_s / step_s
     is_bound = exchange.exposed_s > estimate.step_s_lower
@@ -145,7 +145,7 @@ def with_exchange(estimate: Prediction[float], exchange: OuterExchange) -> Predi
 
 
 def _assumed(cluster: Cluster, pcie_bytes_per_s: float, *, is_coded: bool) -> str:
-    """Returns what the price of an exchange assumes."""
+    """Returns in words what the price of an exchange assumes."""
     known_text = "" if cluster.chip.pcie_bytes_per_s else ", which is assumed"
     copy_text = f"chips and hosts exchange {format_rate(pcie_bytes_per_s)} a chip{known_text}"
     if cluster.kind == "host":

@@ -77,7 +77,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_by(self) -> str | np.ndarray:
-        """"compute", or the channel's name; an array of these strings for array sizes."""
+        """What binds: "compute", or the channel's name; an array of these strings for array sizes."""
         bound_names = np.where(self.math_s >= self.transfer_s, "compute", self.channel)
         return bound_names if bound_names.ndim else str(bound_names)
 

@@ -18,8 +18,8 @@ BUFFERED_REPEATS = 2
 """Repeats whose offloaded arrays are on the device: the running one and the one in transfer."""
 
 MEMORY_MARGINS: dict[Topology, float] = {"torus": 0.05, "switched": 0.05, "host": 0.0}
-"""Share of a chip's memory that listed plans leave free, on TPUs, GPUs and this machine: by so much compiled steps may
-need more than is predicted. `benchmarks/verify.py` says how often they do (docs/proof.md)."""
+"""Share of a chip's memory that listed plans leave free, on TPUs, GPUs and this machine: compiled steps may need that
+much more than is predicted. `benchmarks/verify.py` says how often they do (docs/proof.md)."""
 
 STATE_PARTS = ("weights", "gradients", "optimizer", "moments")
 
@@ -29,11 +29,10 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     Five fields count all repeats: ``elements`` of each of `STATE_PARTS`, ``kept_bytes`` and ``logits_bytes`` of results
     kept for the backward pass of one microbatch, ``pending_bytes`` that a separate pass for weight gradients reads, and
-    ``retiled_bytes`` of second copies of weights.
-    The others are of one repeat of the block ``name``: ``stream_bytes`` enter it; ``gathered_bytes`` of whole weights
-    and ``working_bytes`` of temporary results are alive only while it runs. ``segment`` is that of `BlockSteps`; one
-    that ``reruns`` its layers for each of them keeps a repeat's results while it is being run again, else those of all
-    its repeats.
+    ``retiled_bytes`` of second copies of weights. Other fields are of one repeat of the block ``name``:
+    ``stream_bytes`` are its input; ``gathered_bytes`` of whole weights and ``working_bytes`` of temporary results exist
+    only while it runs. ``segment`` is as in `BlockSteps`: while a segment is recomputed, the results of all its repeats
+    exist, or with ``reruns`` of one repeat at a time.
     """
 
     name: str = ""
@@ -50,24 +49,24 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     retiled_bytes: Number
 
     def saved_bytes(self, share: Number, stash: Number, chunks: Number) -> Number:
-        """Returns the bytes kept from forward to backward pass on a device with a share of the repeats in ``chunks``
-        runs, for ``stash`` microbatches in flight: the results of every repeat or, where segments are run again, their
-        inputs."""
+        """Returns the bytes kept from forward to backward pass on a device with a ``share`` of the repeats in
+        ``chunks`` chunks, for ``stash`` microbatches in flight: results of every repeat or, with segments, inputs of
+        segments."""
         return stash * share * self.repeat * self.moved_bytes(share / chunks)
 
     def moved_bytes(self, share: Number) -> Number:
-        """Returns the saved bytes of one repeat and one microbatch, in a run of a share of the repeats."""
+        """Returns the saved bytes of one repeat and one microbatch, in a chunk with a ``share`` of the repeats."""
         return (
             self.kept_bytes / self.repeat if self.segment is None else self.stream_bytes / self.segment_repeats(share)
         )
 
     def segment_bytes(self, share: Number) -> Number:
-        """Returns the bytes of the results of the one segment that is being run again."""
+        """Returns the bytes of the results of the one segment that is being recomputed; 0 without segments."""
         num_repeats = 1 if self.reruns else self.segment_repeats(share)
         return 0.0 if self.segment is None else self.kept_bytes / self.repeat * num_repeats
 
     def segment_repeats(self, share: Number) -> Number:
-        """Returns the repeats from one kept input to the next in a run of a share of the repeats."""
+        """Returns the repeats of one segment in a chunk with a ``share`` of the repeats; for "sqrt" their root."""
         held_repeats = share * self.repeat
         return np.sqrt(held_repeats) if self.segment == "sqrt" else np.minimum(int(self.segment or 1), held_repeats)
 
@@ -77,7 +76,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ends`` are embedding and head. ``shared_bytes`` are results that later layers read, with their cotangents.
     ``chunk_bytes`` are the logits of one chunk of a chunked loss head, with their cotangent. ``tied_bytes`` are
-    gradients of weights that several ends use, whole until the last of these has run. ``boundary_bytes`` are sent from
+    gradients of weights that several ends use, whole until all of these have run. ``boundary_bytes`` are sent from
     stage to stage for one microbatch: (forward, backward). ``cache_bytes`` are keys and values of all layers, in a step
     that generates. ``on_cpus`` as in `OpSizes`.
     """
@@ -121,8 +120,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         gradients is a further float32 copy, unless gradients are that wide already; in pipeline stages of one program
         it is the only copy, to which every stage adds at once. One program without stages scatters the gradients of its
         only microbatch to the optimizer's shards layer by layer, and stores the shards. activations: results kept for
-        the backward pass of every microbatch in flight. kv_cache: keys and values. The other items are those of the
-        block, layer or end, that needs the most while it runs. logits: those kept, or one chunk with its cotangent;
+        the backward pass of every microbatch in flight. kv_cache: keys and values. The next items are of the block,
+        layer or end, that needs the most memory while it runs. logits: kept logits, or one chunk with its cotangent;
         none while a layer runs. communication: the gathered weights of one repeat, and the buffers between stages.
         workspace: the largest set of temporary results alive at once in one repeat. The fullest device of a pipeline is
         taken to have the most layers, the most microbatches in flight and the ends of `PipelineCost.ends_held`.
@@ -164,8 +163,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def _fullest_moment(self, pipeline: PipelineCost, gradient_bytes: Number, saved: Number) -> tuple[Number, ...]:
-        """Returns the bytes of activations, gradients, logits, gathered weights and temporary results when they are
-        most together: while the head, the layers or the embedding run, or after all."""
+        """Returns the bytes of activations, gradients, logits, gathered weights and temporary results at the moment of
+        their largest sum: while the head, the layers or the embedding run, or after all."""
         bytes_by_part, one_stage = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
         has_several = np.asarray(pipeline.microbatches) > 1
         shares, chunks = self._shares(pipeline), np.asarray(pipeline.chunks)
@@ -193,8 +192,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         return functools.reduce(_fuller, moments)
 
     def _chunk_copies(self, pipeline: PipelineCost) -> Number:
-        """Returns the bytes of a run's weights, where a device has several, and of its gradients before they are added.
-        One program of all stages holds them besides the whole arrays."""
+        """Returns the bytes of copies that one program of all stages holds besides whole arrays: weights of the running
+        chunk, if a device has several chunks, and the chunk's gradients before they are added."""
         num_chunks, element_bytes = np.asarray(pipeline.chunks), STATE_BYTES[self.state]["weights"]
         num_elements = total(
             (layer.elements["weights"] * (num_chunks > 1) + layer.elements["gradients"]) * share / num_chunks
@@ -204,13 +203,13 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _fuller(figures: tuple[Number, ...], other_figures: tuple[Number, ...]) -> tuple[Number, ...]:
-    """Returns the figures with the larger sum."""
+    """Returns, for each candidate, the tuple of figures with the larger sum."""
     is_larger = sum(other_figures) > sum(figures)
     return tuple(np.where(is_larger, theirs, figure) for figure, theirs in zip(figures, other_figures, strict=True))
 
 
 def _most(blocks: tuple[BlockMemory, ...]) -> tuple[Number, Number]:
-    """Returns the bytes of (gathered weights, temporary results) of the block where their sum is largest."""
+    """Returns the bytes of (gathered weights, temporary results) of the block with the largest sum of both."""
     gathered_bytes: Number = 0.0
     working_bytes: Number = 0.0
     for block in blocks:
@@ -226,7 +225,8 @@ def total_bytes(items: dict[str, Number]) -> Number:
 
 
 def memory_limit(cluster: Cluster, calibration: Calibration | None = None) -> float:
-    """Returns the bytes that a program may fill on one chip; infinity for this machine if its memory is not known."""
+    """Returns the bytes that a program may fill on one chip; infinity for this machine if its memory is not known.
+    Raises InputError for any other chip of unknown memory."""
     chip_calibration = calibration or datasheet_calibration(cluster.chip)
     try:
         return memory_bytes(cluster.chip, chip_calibration)

@@ -1,4 +1,4 @@
-"""What compilers copy: weights in other tiles or widths, operands that are turned, arrays that TPUs scatter."""
+"""What compilers copy: weights in other tiles or widths, transposed operands, arrays that TPUs scatter."""
 
 import numpy as np
 
@@ -18,17 +18,17 @@ STORED_ROWS = 8
 
 
 def trains_in(derived: Derived) -> bool:
-    """True if there is a backward pass; steps that generate have none."""
+    """True if the derivation has a backward pass; generation has none."""
     return any(block.backward for block in derived.blocks)
 
 
 def is_weight(array: ShardedArray, derived: Derived) -> bool:
-    """True for weights and vectors."""
+    """True for arrays that the program uses as a weight or vector."""
     return role_of(array, derived) in ("weight", "vector")
 
 
 def role_of(array: ShardedArray, derived: Derived) -> str:
-    """Returns what the program uses an array for, "" if it has none of that name."""
+    """Returns the role of an array's variable in the program, "" if no variable has its name."""
     variable = derived.program.variables.get(array.name)
     return variable.role if variable else ""
 
@@ -36,9 +36,9 @@ def role_of(array: ShardedArray, derived: Derived) -> str:
 def copied_weights(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
     """Returns the bytes of second copies of a block's weights: (of all repeats, of one while it runs).
 
-    TPUs whose tiles are larger than stored ones copy those of all repeats. CPUs copy a layer's out of the arrays of all
-    layers, which without a loop are there from the forward to the backward pass, and of all layers in 16 bits before
-    the loop, widened, unless each is gathered in it.
+    TPUs whose tiles have more rows than stored ones copy weights of all repeats. CPUs copy a layer's weights out of the
+    arrays of all layers; without a loop the copies exist from forward to backward pass. For 16-bit states CPUs hold
+    float32 copies of all layers, except of weights that are gathered in the loop.
     """
     # on a tpu7x products take numbers of 16 bits from tiles of 16 rows
     if sizes.tile_rows > STORED_ROWS:
@@ -53,20 +53,20 @@ def copied_weights(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple
 
 
 def widening(sizes: OpSizes) -> float:
-    """Returns how much wider CPUs, which multiply in float32, hold gathered weights and temporary results."""
+    """Returns how many times wider CPUs, which multiply in float32, hold gathered weights and results; 1 elsewhere."""
     return DTYPE_BYTES["fp32"] / sizes.width if sizes.on_cpus else 1
 
 
 def written_out(derived: Derived, sizes: OpSizes) -> Number:
-    """1 where a CPU runs its layers without a loop (`parallel.passes`), else 0."""
+    """Returns 1 if a CPU runs its layers without a loop (`parallel.passes`), else 0."""
     has_reruns = any(step.phase == "recompute" for block in derived.blocks if block.is_layer for step in block.backward)
     has_few = all(span.repeats <= MAX_WRITTEN_OUT for stack in derived.program.stacks for span in spans(stack.layers))
     has_loops = any(block.segment is not None for block in derived.blocks)
     return np.where(product(sizes.mesh.values()) == 1, 1.0, 0.0) * (has_few and not has_reruns and not has_loops)
 
 
-def turned_operands(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
-    """Returns the bytes of a layer's kept operands of products for weight gradients, which CPUs transpose."""
+def transposed_operands(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
+    """Returns the bytes of a layer's kept operands of weight-gradient products, which CPUs transpose."""
     gradient_names = {array.name for array in gradient_arrays(derived).values()}
     product_steps = (step for step in block.backward if not step.is_collective and step.result.name in gradient_names)
     operands = dict.fromkeys(array for step in product_steps for array in step.inputs if array in block.kept)
@@ -74,7 +74,7 @@ def turned_operands(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numb
 
 
 def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
-    """Returns the bytes of a layer's weights that no device gathers: loops read them in other tiles than their own."""
+    """Returns the bytes of a layer's weights that no device gathers, which loops copy to read them in other tiles."""
     gather_by_name = {s.result.name: s for s in block.forward if s.op == "all_gather" and is_weight(s.result, derived)}
     weight_names = (name for name in weights_of(derived, block) if role_of(derived.declared[name], derived) == "weight")
     return total(
@@ -85,7 +85,7 @@ def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
 
 def copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes of a layer's experts that GPUs and CPUs copy for their loops: matrices that no device gathers,
-    and with an exchange the gradients, to which those of further rounds are added."""
+    and with an exchange gradients, to which further rounds are added."""
     if not (sizes.on_gpus or sizes.on_cpus):
         return 0.0
     expert_names = [name for name in weights_of(derived, block) if derived.declared[name].dims[:1] == ("E",)]
@@ -100,9 +100,9 @@ def copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
     )
 
 
-def turned_bytes(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray, Number], sizes: OpSizes) -> Number:
-    """Returns the bytes of the largest weight that exists twice after its gather: one of experts while GPUs transpose
-    it, and on TPUs one whose shards end within a tile."""
+def copied_gathers(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray, Number], sizes: OpSizes) -> Number:
+    """Returns the bytes of the largest second copy of a gathered weight: a transposed expert on GPUs, on TPUs a weight
+    whose shards end within a tile."""
     if sizes.tile_rows:
         return largest(
             num_bytes * _ends_within_tiles(gathers[array].inputs[0], gathers[array], sizes)
@@ -115,13 +115,13 @@ def turned_bytes(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray,
 
 
 def _ends_within_tiles(shard: ShardedArray, step: Step, sizes: OpSizes) -> Number:
-    """True if a shard along the dim of a collective is no whole number of a TPU's tiles."""
+    """True if a shard's size along the dim of a collective is not a multiple of the rows of a TPU's tiles."""
     return sizes.local(shard)[step.dim] % STORED_ROWS != 0
 
 
 def training_scratch_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Returns the bytes of temporary memory of a step: its own, or copies of an array that TPUs scatter in whole tiles.
-    A sum of scope "step" has its operand besides, which no step holds until then."""
+    """Returns the bytes of temporary memory of a step: its scratch memory, or copies of an array that TPUs scatter in
+    whole tiles. A sum of scope "step" also counts its operand, which is not stored until then."""
     if not step.is_collective:
         return kind_of(step).scratch_bytes(step, sizes)
     if step.op != "reduce_scatter" or not sizes.tile_rows:
@@ -131,9 +131,9 @@ def training_scratch_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def _copies_of_scattered(step: Step, sizes: OpSizes) -> Number:
-    """Returns how many copies of an array exist while TPUs scatter it: one where rows are added to its shards, one
-    where several mesh axes fill the chips and are put into the order of the links, and one for both where shards have
-    fewer rows than a tile."""
+    """Returns how many copies of an array exist while TPUs scatter it: one if padding rows are added to its shards, one
+    if several mesh axes fill the chips and are put into the order of the links, and one in all if shards have fewer
+    rows than a tile."""
     is_in_tile = _ends_within_tiles(step.result, step, sizes)
     axis_sizes = [np.asarray(sizes.mesh[axis]) for axis in step.axes]
     has_several = sum(axis_size > 1 for axis_size in axis_sizes) > 1

@@ -1,4 +1,4 @@
-"""Memory of prefill and decode that training has not: caches in a chip's tiles, and what XLA copies of a layer.
+"""Memory that only prefill and decode need: caches in a chip's tiles, and what XLA copies of a layer.
 
 Engines that are not compiled by XLA copy nothing (`OpSizes.on_gpus` is False for them).
 """
@@ -16,11 +16,11 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.arrays import largest, total
 
 WORD_BYTES = 4
-"""Bytes of a lane in one row of a TPU's tile, into which narrower numbers of several rows are packed."""
+"""Bytes of one lane in a row of a TPU's tile; numbers of several rows are packed into a lane if they are narrower."""
 
 
 def stored_bytes(array: ShardedArray, sizes: OpSizes) -> Number:
-    """Returns the bytes of a weight that no step updates; TPUs have the dim in the lanes that fills them best."""
+    """Returns the bytes of a weight that no step updates; TPUs put the dim into the lanes that needs least padding."""
     num_bytes = sizes.elements(array) * (DTYPE_BYTES[array.dtype] if array.dtype else sizes.width)
     if not sizes.tile_rows or len(array.dims) < 2:
         return num_bytes
@@ -36,7 +36,7 @@ def cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
 
 
 def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
-    """Returns the rows of whole tiles over the heads of a slot, where these are a tile on TPUs: `cache_layout`."""
+    """Returns the factor by which TPUs pad the heads of a cache slot to whole tiles (`cache_layout`); else 1."""
     if not sizes.tile_rows or len(array.dims) < 4:
         return 1.0
     n_heads, heads_per_word = sizes.local(array)[array.dims[2]], WORD_BYTES / DTYPE_BYTES[array.dtype]
@@ -46,8 +46,8 @@ def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
 
 
 def _copied_pool(array: ShardedArray, sizes: OpSizes) -> Number:
-    """Returns the bytes of a layer's pool that TPUs copy into tiles of 8 rows to write it: of several heads that do not
-    fill a word, wider than a tile (`nn.cache.page_parts`)."""
+    """Returns the bytes of a layer's pool that TPUs copy into tiles of 8 rows to write it: several heads that do not
+    fill a word, each wider than a tile (`nn.cache.page_parts`); else 0."""
     if len(array.dims) < 4:
         return 0.0
     n_heads, width = (sizes.local(array)[dim] for dim in array.dims[2:])
@@ -58,11 +58,11 @@ def _copied_pool(array: ShardedArray, sizes: OpSizes) -> Number:
 def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes that XLA copies of the weights and caches of one layer.
 
-    On GPUs these are slices of the arrays of all layers: matrices. On TPUs they are matrices of experts where sequences
-    have several rows, else int8 latents of all layers, whose tiles writes change; and biases of first products of
-    experts, once for each row. Matrices in int4, and those of experts in int8 and fp8, are widened one at a time. What
-    experts make of rows that were gathered is made a shard at a time and joined. GPUs transpose matrices that are
-    gathered along another dim than their first, of all layers at once.
+    GPUs copy the layer's matrices out of the arrays of all layers. TPUs copy matrices of experts if sequences have
+    several rows, else int8 latents of all layers, whose tiles differ for writing; and biases of first products of
+    experts, once for each row. Matrices in int4, and of experts in int8 and fp8, are widened one at a time. Results of
+    experts on gathered rows are made a shard at a time and joined. GPUs transpose matrices that are gathered along
+    another dim than their first, of all layers at once.
     """
     has_few_rows = np.asarray(sizes.rows_each) <= 1
     weight_names = weights_of(derived, block) if block.is_layer else ()
@@ -96,8 +96,8 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         num_bytes = num_bytes + sizes.total(*biased_results[:-1])
     if sizes.on_gpus:
         # XLA does this before the loop over layers
-        turned_steps = (s for s in gather_steps if s.result.name in weight_names and s.result.dims[:1] != (s.dim,))
-        num_bytes = num_bytes + block.repeat * total(sizes.bytes(s.inputs[0]) * moves(s, sizes) for s in turned_steps)
+        transposes = (s for s in gather_steps if s.result.name in weight_names and s.result.dims[:1] != (s.dim,))
+        num_bytes = num_bytes + block.repeat * total(sizes.bytes(s.inputs[0]) * moves(s, sizes) for s in transposes)
     return num_bytes
 
 
@@ -107,16 +107,16 @@ def moves(step: Step, sizes: OpSizes) -> Number:
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Returns the bytes of temporary memory of a step: its own; on TPUs, where rows go to experts or back, a second
-    copy for the loop of further rounds."""
+    """Returns the bytes of temporary memory of a step: its scratch memory; on TPUs also a second copy of rows exchanged
+    with expert devices, for the loop of further rounds."""
     if not step.is_collective:
         return kind_of(step).scratch_bytes(step, sizes)
     return sizes.bytes(step.result) * moves(step, sizes) * bool(sizes.tile_rows and step.op == "all_to_all")
 
 
 def widened_results(steps: tuple[Step, ...], sizes: OpSizes) -> dict[ShardedArray, float]:
-    """Maps results of products with quantised weights to how much wider GPUs hold them: in float32, until they are
-    scaled as they are read. What attention reads has been scaled before it."""
+    """Maps results of products with quantised weights to how many times wider GPUs hold them: float32 until they are
+    scaled where they are read. Inputs of attention are scaled before it."""
     local_steps = [step for step in steps if not step.is_collective]
     attended = {array for s in local_steps if kind_of(s).group == "attention" for array in s.inputs}
     scaled_steps = (s for s in local_steps if kind_of(s).is_einsum and s.inputs[2:]) if sizes.on_gpus else ()

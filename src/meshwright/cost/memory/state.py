@@ -1,4 +1,4 @@
-"""What a chip stores in a step, and what each block keeps, from the declared shardings and the derived steps."""
+"""What a chip stores in a step, and what each block keeps, read off the declared shardings and the derived steps."""
 
 from collections import Counter
 
@@ -13,11 +13,11 @@ from meshwright.cost.arrays import total
 from meshwright.cost.memory.chip import STATE_PARTS, BlockMemory, MemoryParts
 from meshwright.cost.memory.copies import (
     copied_experts,
+    copied_gathers,
     copied_weights,
     is_weight,
     trains_in,
-    turned_bytes,
-    turned_operands,
+    transposed_operands,
     widening,
     written_out,
 )
@@ -26,7 +26,7 @@ from meshwright.cost.memory.working_set import working_set
 
 
 def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
-    """Returns the parts of a chip's memory that do not depend on the schedule."""
+    """Returns the parts of a chip's memory, for any schedule."""
     # TPUs hold arrays in whole tiles; what the cache remembers is without padding
     sizes = msgspec.structs.replace(sizes, padded=sizes.tile_rows > 0, cache={})
     elements_of = _state_elements(derived, sizes)
@@ -52,8 +52,8 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
 def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Number]]:
     """Maps a block to the elements per chip of each of `STATE_PARTS`.
 
-    A weight of several blocks (tied embeddings) belongs to the last one. A frozen weight counts as weights alone: its
-    bytes over the width of the state, as its dtype may differ.
+    A weight of several blocks (tied embeddings) belongs to the last one. A frozen weight has only elements of weights:
+    its bytes over the width of the state, as its dtype may differ.
     """
     block_by_weight = {name: block for block in derived.blocks for name in weights_of(derived, block)}
     elems_of: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
@@ -95,7 +95,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements_
     retiled_bytes, sliced_bytes = copied_weights(block, derived, sizes)
     if is_layer and trains and sizes.on_cpus:
         # without a loop over layers XLA transposes them in the forward pass already
-        act_bytes = act_bytes + block.repeat * turned_operands(block, derived, sizes) * written_out(derived, sizes)
+        act_bytes = act_bytes + block.repeat * transposed_operands(block, derived, sizes) * written_out(derived, sizes)
     # a pass gathers all weights of a repeat, without waiting until one is used
     gather_of = {
         step.result: step for step in block.forward if step.op == "all_gather" and is_weight(step.result, derived)
@@ -112,7 +112,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements_
         logits_bytes=logit_bytes,
         pending_bytes=_pending_bytes(block, sizes) if trains else 0.0,
         stream_bytes=sizes.bytes(derived.declared[block.block.carry]) if trains and is_layer else 0.0,
-        gathered_bytes=total(bytes_of.values()) + turned_bytes(gather_of, bytes_of, sizes),
+        gathered_bytes=total(bytes_of.values()) + copied_gathers(gather_of, bytes_of, sizes),
         working_bytes=working_set(block, derived, sizes)
         + sliced_bytes
         + (copied_experts(block, derived, sizes) if trains else copied_bytes(block, derived, sizes)),
@@ -121,10 +121,10 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements_
 
 
 def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
-    """Returns the bytes of kept results of all repeats: (all but logits, logits). Gathered weights do not count here.
+    """Returns the bytes of kept results of all repeats: (all but logits, logits), without gathered weights.
 
-    A gather or slice over one device returns its input, so its result counts only if there are several devices.
-    Results that a backward step overwrites (the slopes of a fused head) count as its cotangents.
+    A gather or slice over one device returns its input, so its result counts only if there are several devices. Results
+    that a backward step overwrites (the slopes of a fused head) count as its cotangents.
     """
     reused_arrays = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
     step_of_array = {array: step for step in block.forward for array in step.results}
@@ -142,7 +142,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
 
 
 def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
-    """Returns the bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
+    """Returns the bytes that all repeats keep from a pass of input gradients to a separate pass of weight gradients."""
     step_of_array = {array: step for step in (*block.forward, *block.backward) for array in step.results}
     pending_bytes, handed_arrays = 0.0, block.split.handed if block.split else ()
     for array in handed_arrays:

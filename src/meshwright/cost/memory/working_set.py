@@ -1,4 +1,4 @@
-"""The temporary results that a pass holds at once."""
+"""The temporary results that a pass holds at the same time."""
 
 import msgspec
 import numpy as np
@@ -70,8 +70,8 @@ def working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
 
 
 def _until_rows_are_back(life_of: dict[ShardedArray, "_Life"], steps: tuple[Step, ...], derived: Derived) -> None:
-    """Extends the lives of what experts' gradients are computed from to the last exchange of rows, which TPUs run
-    first."""
+    """Extends the lives of inputs of experts' weight gradients to the last exchange of rows, which TPUs run before
+    them."""
     exchange_indices = [index for index, step in enumerate(steps) if step.op == "all_to_all"]
     gradient_names = {array.name for array in gradient_arrays(derived).values()}
     for step in steps[: exchange_indices[-1]] if exchange_indices else ():
@@ -82,8 +82,8 @@ def _until_rows_are_back(life_of: dict[ShardedArray, "_Life"], steps: tuple[Step
 
 
 def _until_products_run(life_of: dict[ShardedArray, "_Life"], steps: tuple[Step, ...], derived: Derived) -> None:
-    """Extends the lives of operands of products for weight gradients to the next step that is no product: CPUs run
-    first what more steps wait for."""
+    """Extends the lives of operands of weight-gradient products to the next step that is no product, as CPUs first run
+    steps that more steps depend on."""
     gradient_names = {array.name for array in gradient_arrays(derived).values()}
     last_use_index = len(steps) - 1
     for index, step in reversed([(index, step) for index, step in enumerate(steps) if not step.is_collective]):
@@ -95,10 +95,10 @@ def _until_products_run(life_of: dict[ShardedArray, "_Life"], steps: tuple[Step,
 
 
 def _held_cotangent(step: Step, sizes: OpSizes) -> Number:
-    """Returns 1 where the cotangent of the logits is held beside them, else 0.
+    """Returns 1 if the cotangent of the logits needs memory besides the logits, else 0.
 
-    As wide as they are, it takes their memory, but on CPUs. TPUs make it inside the products that read it, but where a
-    device has only one sequence.
+    A cotangent as wide as the logits takes their memory, except on CPUs. TPUs make it inside the products that read it,
+    unless a device has only one sequence.
     """
     if sizes.on_cpus:
         return 1.0
@@ -110,10 +110,10 @@ def _held_cotangent(step: Step, sizes: OpSizes) -> Number:
 def _comes_and_goes(
     array: ShardedArray, life: _Life, life_of: dict[ShardedArray, _Life], sizes: OpSizes
 ) -> list[tuple[int, Number]]:
-    """Returns (step number, change of bytes): from that step on a result counts, or no longer counts.
+    """Returns pairs (step number, change of live bytes) for a result: it counts from its first step, no longer after
+    its last.
 
-    A collective or slice over one device is an alias: its result counts only after the last use of its input.
-    """
+    A collective or slice over one device is an alias: its result counts only after the last use of its input."""
     num_bytes = sizes.bytes(array)
     if life.source is None:
         return [(life.start, num_bytes), (life.end + 1, -num_bytes)]
@@ -125,11 +125,11 @@ def _comes_and_goes(
 
 
 def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
-    """Returns the temporary results of a pass; weights, caches, kept results and sums of gradients count elsewhere.
+    """Returns the lives of a pass's temporary results; weights, caches, kept results and sums of gradients count
+    elsewhere.
 
-    Training gathers the weights of a whole repeat ahead, which `BlockMemory.gathered_bytes` counts; a forward pass
-    alone gathers each weight for its product, which counts here.
-    """
+    Training gathers the weights of a whole repeat ahead, which `BlockMemory.gathered_bytes` counts; a pass without a
+    backward pass gathers each weight for its product, which counts here."""
     names = (*derived.program.shared_inputs(block.name), *block.block.shares)
     shared_results = (derived.shared[name] for name in names if name in derived.shared)
     kept_arrays = {*block.kept, *(array for result in shared_results for array in (result.given, result.cotangent))}

@@ -1,9 +1,8 @@
 """Seconds of a collective over the links of a group: torus rings, switched domains, slices, this machine.
 
-A GROUP is the mesh axes, one or several, that one collective uses jointly. ``array_bytes`` are those of the full
+A GROUP is the mesh axes, one or several, that one collective uses jointly. ``array_bytes`` are the bytes of the full
 (gathered) array of one group; of a permute, the bytes that each device sends. Sizes and bytes may be NumPy arrays:
-nothing branches on them.
-Sources: How to Scale Your Model, sections 3.2 (rings, latency), 3.4 (summary), 5.1.6 (DCN).
+nothing branches on them. Sources: How to Scale Your Model, sections 3.2 (rings, latency), 3.4 (summary), 5.1.6 (DCN).
 """
 
 import functools
@@ -40,15 +39,15 @@ class KindRate(msgspec.Struct, frozen=True):
         return self.setup_s + self.floor_s
 
     def time(self, array_bytes: Number) -> Number:
-        """Returns the seconds for an array of these bytes."""
+        """Returns the seconds of a collective on an array of ``array_bytes``."""
         return self.setup_s + _larger(array_bytes * self.seconds_per_byte, self.floor_s)
 
 
 class GroupRates(msgspec.Struct, frozen=True, kw_only=True):
     """The size of a group, and the rate of each kind of collective on it.
 
-    ``ring_links`` is 2 where a device has a link to each neighbour in a ring, so that halves sent in both directions
-    travel at the same time. It is 1 where they share a port, and on a line, whose links one direction uses all.
+    ``ring_links`` is 2 if a device has a link to each neighbour in a ring, so that halves sent in both directions
+    travel at the same time. It is 1 if both directions share a port, and on a line, where one direction uses all links.
     """
 
     size: Number
@@ -79,13 +78,13 @@ def collective_time(kind: CollectiveKind, array_bytes: Number, group: GroupRates
 
 
 def collective_bound_by(kind: CollectiveKind, array_bytes: float, group: GroupRates) -> str:
-    """Returns "latency" where the hops take longer than the bytes, else the level whose bandwidth binds."""
+    """Returns "latency" if that takes longer than the bytes, else the level whose bandwidth binds."""
     rate = group[kind]
     return "latency" if rate.latency_s > array_bytes * rate.seconds_per_byte else str(rate.level)
 
 
 def group_rates(placement: Placement, axes: Iterable[str], calibration: Calibration | None = None) -> GroupRates:
-    """Returns the rates of a group of mesh axes on a placement; the data sheet's without a calibration."""
+    """Returns the rates of a group of mesh axes on a placement; without a calibration by the data sheet."""
     return leg_rates(group_legs(placement, axes), calibration)
 
 
@@ -98,9 +97,9 @@ def leg_rates(
     An AllGather of V bytes takes V/W if an axis is a ring, (n-1)/n V/W otherwise. An AllToAll crosses the axes one
     after the other in a pipeline; each takes a quarter (a line: half) of what a ring's AllGather of that axis's share
     takes, and the longest binds. Inside a switch an AllGather sends (n-1)/n V through the port, from other domains too.
-    Levels work at the same time and the slowest binds: see `_outer_terms`. A ReduceScatter takes what an AllGather
-    takes; over a whole slice it takes more in two turns (`_scatter_term`), and what an AllReduce takes at ``once``.
-    Raises InputError on emulated devices without a calibration.
+    Levels work at the same time and the slowest binds: see `_outer_terms`. A ReduceScatter takes as long as an
+    AllGather; over a whole slice it takes more: in two turns (`_scatter_term`), or with ``scatters`` "once" as long as
+    an AllReduce. Raises InputError on emulated devices without a calibration.
     """
     if not legs:
         return GroupRates(size=1, kinds=dict.fromkeys(COLLECTIVES, KindRate(0.0)))
@@ -141,7 +140,8 @@ def leg_rates(
 
 
 def _calibrated(leg: Leg, calibration: Calibration) -> Leg:
-    """Returns a leg with the calibration's share of its bandwidth and, if there is one, latency of a hop."""
+    """Returns a leg with its bandwidth times the calibration's efficiency, and its measured latency of a hop, if
+    any."""
     bytes_per_s = leg.bytes_per_s * getattr(calibration.efficiency, leg.level)
     return replace(leg, bytes_per_s=bytes_per_s, hop_s=calibration.hop_s.get(leg.level, leg.hop_s))
 
@@ -167,7 +167,7 @@ def _inner_term(legs: Sequence[Leg], num_devices: Number) -> Number:
     """Returns the seconds per byte of an AllGather on the innermost level of a group of ``num_devices`` in all: 1/W if
     an axis is a ring, (n-1)/n of that otherwise.
 
-    What comes from other domains and slices passes these links too.
+    Blocks from other domains and slices cross these links too.
     """
     bytes_per_s: Number = sum((1 + leg.wraps) * leg.bytes_per_s / leg.sharing * (leg.size > 1) for leg in legs)
     has_ring: Number = sum(leg.wraps * (leg.size > 1) for leg in legs) > 0
@@ -176,7 +176,7 @@ def _inner_term(legs: Sequence[Leg], num_devices: Number) -> Number:
 
 
 def _exchange_term(legs: Sequence[Leg], num_devices: Number) -> Number:
-    """Returns the seconds per byte of an AllToAll over the ``num_devices`` of the innermost level alone."""
+    """Returns the seconds per byte of an AllToAll over the ``num_devices`` of the innermost level only."""
     slowest_term: Number = 0.0
     for leg in legs:
         bytes_per_s = leg.bytes_per_s / leg.sharing
@@ -189,10 +189,10 @@ def _exchange_term(legs: Sequence[Leg], num_devices: Number) -> Number:
 
 
 def _scatter_term(legs: Sequence[Leg], num_devices: Number) -> Number:
-    """Returns the seconds per byte of a ReduceScatter on the innermost level of a group of ``num_devices`` in all: an
-    AllGather's over what it crosses first, and over what it crosses ``later`` with what is left of the array.
+    """Returns the seconds per byte of a ReduceScatter on the innermost level of a group of ``num_devices`` in all: the
+    AllGather of the first turn, and that of the ``later`` parts of legs on the remaining share of the array.
 
-    Of a leg that it crosses in both turns, the first has every so many chips, and the later one neighbours.
+    Of a leg that takes part in both turns, the first has every so many chips, and the later one neighbours.
     """
     first_legs = [replace(leg, size=leg.size // leg.later, sharing=leg.sharing * leg.later) for leg in legs]
     later_legs = [replace(leg, size=leg.later, wraps=leg.wraps & (leg.later == leg.size)) for leg in legs]
@@ -212,9 +212,8 @@ def busiest_link_share(size: Number, wraps: bool | np.ndarray) -> Number:
 
 
 def _permute_rate(legs: Sequence[Leg]) -> KindRate:
-    """Returns the rate of sends from every device to the next of its group: one hop on the slowest link of the legs,
-    after which the bytes follow.
-    """
+    """Returns the rate of sends from every device to the next of its group: bytes on the slowest link of the legs,
+    after the latency of one hop."""
     level_terms = [((leg.size > 1) / (leg.bytes_per_s / leg.sharing), leg.level) for leg in legs]
     hop_floors_s = [(leg.size > 1) * leg.sharing * leg.hop_s for leg in legs]
     return KindRate(
@@ -233,7 +232,7 @@ def _ring_links(legs: Sequence[Leg]) -> Number:
 
 
 def received_share(kind: str, size: Number) -> Number:
-    """Returns the bytes that each device must receive as a share of ``array_bytes``; measured rates count these."""
+    """Returns the bytes that each device receives, over ``array_bytes``; measured rates are per received byte."""
     others_share = (size - 1) / size
     if kind == "all_reduce":
         return 2 * others_share
@@ -268,8 +267,8 @@ def latency_bound_bytes(link_bytes_per_s: Number, *, hop_s: float = 1e-6, num_sh
 def ring_link_share(kind: CollectiveKind, size: Number, *, two_way: bool) -> Number:
     """Returns the share of the array that crosses one link in one direction of a ring of ``size`` devices.
 
-    On a one-way ring AllGather sends (n-1)/n and AllToAll half of that; with ``two_way`` AllGather sends half of it and
-    AllToAll `busiest_link_share`. Source: How to Scale Your Model, exercise 3.10.
+    On a one-way ring AllGather sends (n-1)/n and AllToAll half of that; with ``two_way`` AllGather sends half as much
+    and AllToAll `busiest_link_share`. Source: How to Scale Your Model, exercise 3.10.
     """
     if kind == "all_to_all" and two_way:
         return busiest_link_share(size, wraps=True)
@@ -285,7 +284,7 @@ def _larger(first_value: Number, second_value: Number) -> Number:
 
 
 def _binding(*terms: tuple[Number, str]) -> str | np.ndarray:
-    """Returns the level that takes longest, of (seconds, level) from inside out; of equal ones the inner level."""
+    """Returns the level of the longest of some (seconds, level), from inside out; of equal ones the inner level."""
     longest_s, binding_level = terms[0][0], np.where(np.asarray(terms[0][0]) > 0, terms[0][1], "none")
     for term_s, level in terms[1:]:
         binding_level = np.where(term_s > longest_s, level, binding_level)

@@ -20,10 +20,10 @@ in slices of 4x4x8 and 4x8x8. Source: Jouppi et al., "TPU v4: An Optically Recon
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a group on one physical axis.
 
-    ``bytes_per_s`` is one way and per chip; ``sharing`` is the number of interleaved groups on the same links;
-    ``hops`` are the links that the furthest shard crosses; ``twist_gain`` is the factor by which a twisted torus that
-    the group fills speeds up its AllToAll. ``later`` is the factor of ``size`` that a ReduceScatter crosses after the
-    rest of the group (`algebra.rewrites.torus.second_turn`): all of a leg, or neighbours on it.
+    ``bytes_per_s`` is one way and per chip; ``sharing`` is the number of interleaved groups on the same links; ``hops``
+    are the links that the furthest shard crosses; ``twist_gain`` is the factor by which a twisted torus that the group
+    fills speeds up its AllToAll. ``later`` is the factor of ``size`` that a ReduceScatter crosses in a second turn,
+    after all other chips (`algebra.rewrites.torus.second_turn`): the whole leg, or neighbours on it.
     """
 
     level: Level
@@ -40,7 +40,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 def switched(link: Link, size: int) -> Leg:
     """Returns a leg on one level of switches: every chip has its own port, so that groups do not share links.
 
-    Inside a domain any chip is one hop away; across the network a shard is passed on in a tree.
+    Inside a domain any chip is one hop away; across the network a tree forwards a shard (`tree_hops`).
     """
     hops = 1 if link.level in ("nvlink", "host") else tree_hops(size)
     return Leg(level=link.level, size=size, bytes_per_s=link.bytes_per_s, hops=hops, hop_s=link.hop_s)
@@ -62,14 +62,14 @@ def tree_hops(size: int) -> int:
 
 
 def group_legs(placement: Placement, axes: Iterable[str]) -> tuple[Leg, ...]:
-    """Returns the legs of a group of mesh axes on the physical axes that it uses: see `legs_of_links`."""
+    """Returns the legs of a group of mesh axes, one for each physical axis that it uses (`legs_of_links`)."""
     return tuple(leg for leg in legs_of_links(placement, axes) if leg is not None)
 
 
 def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None, ...]:
     """Returns the leg of a group of mesh axes on each physical axis, its factors there merged; None if it has none.
 
-    A leg that reaches the outermost factor spans the physical axis, so it wraps if the axis wraps. Factors inside it
+    A leg that includes the outermost factor spans the physical axis, so it wraps if the axis wraps. Factors inside it
     that are not in the group are other groups on the same links (``sharing``). Raises InputError for an unknown axis.
     """
     group = frozenset(axes)
@@ -83,7 +83,7 @@ def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None
 
 
 def turns_text(placement: Placement, axes: Iterable[str]) -> str:
-    """Returns how a ReduceScatter of a group of mesh axes runs in two turns, and why; "" if it runs at once."""
+    """Returns in words how a ReduceScatter of a group of mesh axes runs in two turns, and why; "" for one turn."""
     axis_name, num_chips = _later(placement.links, frozenset(axes))
     if num_chips == 1:
         return ""
@@ -93,14 +93,14 @@ def turns_text(placement: Placement, axes: Iterable[str]) -> str:
 
 
 def slice_turns_text(cluster: Cluster) -> str:
-    """Returns `turns_text` of all chips of a cluster as part of a sentence, "" if they scatter at once."""
+    """Returns `turns_text` for all chips of a cluster, after "; "; "" if a ReduceScatter over them has one turn."""
     placement = physical_placement(cluster)
     text = turns_text(placement, placement.mesh)
     return text and f"; {text}"
 
 
 def _later(links: Sequence[Link], group: frozenset[str]) -> tuple[str, int]:
-    """Returns the `second_turn` of a group's ReduceScatter: a torus axis and a number of its chips."""
+    """Returns the second turn of a group's ReduceScatter: a torus axis and how many of its chips; else ("", 1)."""
     ici_links = [link for link in reversed(links) if link.level == "ici" and not link.sums_at_once]
     link_sizes = ((link.name, [size for axis, size in link.parts if axis in group and size > 1]) for link in ici_links)
     sizes_by_link = {name: sizes for name, sizes in link_sizes if sizes}
@@ -111,9 +111,9 @@ def _later(links: Sequence[Link], group: frozenset[str]) -> tuple[str, int]:
 
 
 def _twist(links: Sequence[Link], group: frozenset[str]) -> tuple[bool, float]:
-    """Returns whether twisted axes close into rings in this group, and the factor that its AllToAll gains by the twist.
+    """Returns whether twisted axes close into rings in this group, and the speed-up of its AllToAll by the twist.
 
-    A twisted axis leads to the middle of the longer axes, so these must be in the group whole.
+    A twisted axis wraps around to the middle of the longer axes, so the group must contain these whole.
     """
     if not any(link.twisted for link in links):
         return True, 1.0

@@ -17,9 +17,9 @@ Parts = tuple[tuple[str, int], ...]
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """One physical axis, and the mesh axes on it: ``parts`` are (mesh axis, factor) from outer to inner.
 
-    ``bytes_per_s`` is one way and per chip. Inner factors are contiguous; an outer one has the stride of all inside it.
-    A ``twisted`` axis wraps around to the middle of the longer axes: it closes into rings only together with them.
-    ``sums_at_once``: a sum over a whole slice crosses all of its axes at once, as the book counts.
+    ``bytes_per_s`` is one way and per chip. Inner factors are contiguous; an outer one has the stride of all factors
+    inside it. A ``twisted`` axis wraps around to the middle of the longer axes: it closes into rings only together with
+    them. ``sums_at_once``: a reduce-scatter over a whole slice crosses all of its axes at once, as the book counts.
     """
 
     name: str
@@ -36,8 +36,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 class TorusWidth(msgspec.Struct, frozen=True, kw_only=True):
     """The bandwidth W of a torus axis in closed forms: both ways of a ring, or one way of a line if no axis wraps.
 
-    ``axes`` has one entry for each axis of several chips, in multiples of that W, widest first: a line beside rings
-    is a half. ``words`` say which directions W counts.
+    ``axes`` has one entry for each axis of several chips, in multiples of W, widest first: if some axis is a ring, a
+    line is a half. ``words`` say which directions W counts.
     """
 
     bytes_per_s: float
@@ -61,14 +61,14 @@ def torus_width(cluster: Cluster) -> TorusWidth | None:
 
 
 def require_joined(cluster: Cluster) -> None:
-    """Raises CannotRunError for islands."""
+    """Raises CannotRunError for a cluster of several islands."""
     if cluster.num_islands > 1:
         name, one = cluster.short_name, cluster.island.short_name
         raise CannotRunError(f"{name} are islands, which have no link for a program. Name one of them here: {one}.")
 
 
 def physical_links(cluster: Cluster) -> tuple[Link, ...]:
-    """Returns the links of a cluster without a mesh, axes of size 1 included. Raises InputError for an unknown rate."""
+    """Returns the links of a cluster without a mesh, axes of size 1 too. Raises InputError if a rate is unknown."""
     require_joined(cluster)
     if cluster.kind == "torus":
         return _torus_links(cluster)
@@ -105,7 +105,7 @@ def _torus_links(cluster: Cluster) -> tuple[Link, ...]:
 
 
 def _switched_links(cluster: Cluster) -> tuple[Link, ...]:
-    """Returns the domain on the chip's own links, then each network level; oversubscription divides a rate."""
+    """Returns the domain on the chip's own links, then each network level; oversubscription divides a level's rate."""
     chip, links = cluster.chip, []
     for level_index, (name, size) in enumerate(zip(cluster.level_names, cluster.shape, strict=True)):
         level = cluster.levels[level_index] if cluster.levels else None

@@ -1,4 +1,4 @@
-"""Placements of a mesh on a cluster: which physical links each mesh axis uses."""
+"""Placements of a mesh on a cluster: the physical links that each mesh axis uses."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ MAX_PLACEMENTS = 12
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """A mesh laid on the links of a cluster."""
+    """A mesh placed on the links of a cluster."""
 
     mesh: dict[str, int]
     links: tuple[Link, ...]
@@ -39,12 +39,12 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_axes(cluster: Cluster, mesh: Mapping[str, int]) -> tuple[Placement, ...]:
-    """Returns candidate placements of a mesh (axis -> size, major to minor), at most ``MAX_PLACEMENTS``: those whose
-    mesh axes share the fewest physical axes first; () if there is none.
+    """Returns candidate placements of a mesh (axis -> size, major to minor), at most ``MAX_PLACEMENTS``, first
+    placements whose mesh axes share the fewest physical axes; () if there is none.
 
     On a torus a mesh axis is factored over the physical axes; the minor axes are inside as contiguous blocks. A
-    placement is dropped if another is as good on every axis. On switches the minor axes fill the domain first.
-    The outermost factors of the major-most axes cross slices.
+    placement is dropped if another is as good on every axis. On switches the minor axes fill the domain first. The
+    outermost factors of the major-most axes cross slices. Raises InputError unless mesh and cluster are equally large.
     """
     links = physical_links(cluster)
     if math.prod(mesh.values()) != cluster.num_chips:
@@ -65,8 +65,8 @@ def place_mesh(cluster: Cluster, mesh: Mapping[str, int]) -> Placement:
 
     On a torus each mesh axis takes a physical axis that is long enough, and as many as possible fill theirs, which
     closes a ring if it wraps around; if this does not fit, it is the first of `place_axes`. Chips that the mesh leaves
-    free have no name. Switches use the first chips and domains. Raises CannotRunError for a mesh larger than the
-    cluster, InputError for one that neither fits so nor divides it.
+    free have the axis name "". Switches use the first chips and domains. Raises CannotRunError for a mesh larger than
+    the cluster, InputError for a mesh that neither fits so nor divides it.
     """
     needed_chips = math.prod(mesh.values())
     if needed_chips > cluster.num_chips:
@@ -101,7 +101,7 @@ def _parts(*parts: tuple[str, int]) -> Parts:
 
 
 def _first_chips(cluster: Cluster, num_needed: int) -> Cluster:
-    """Returns the first chips of a host, or the first domains of switches; the whole cluster if they fill none."""
+    """Returns the first chips of a host, or the first domains of switches; the whole cluster if one is part full."""
     part_shape, num_left = [], num_needed
     for level_size in cluster.shape:
         part_shape.append(min(num_left, level_size))
@@ -154,7 +154,7 @@ def _take_outermost(axis_sizes: Factors, num_slices: int) -> Factors:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _fill_levels(shape: Factors, axis_sizes: Factors) -> MeshLayout:
-    """Returns the layout on switches: the minor axes fill the innermost level first, as far as they divide it."""
+    """Returns the layout on switches: the minor axes fill the innermost level first, as far as they divide its size."""
     sizes_left, layout = axis_sizes, []
     for level_size in shape[:-1]:
         num_free = level_size
@@ -204,7 +204,7 @@ def _shared_axes(splits: tuple[Factors, ...]) -> int:
 def _not_beaten(
     layouts: Sequence[tuple[tuple[Factors, ...], tuple[float, ...]]],
 ) -> list[tuple[tuple[Factors, ...], tuple[float, ...]]]:
-    """Returns one layout for each cost vector (cost by mesh axis) that no other matches or betters on every axis."""
+    """Returns one layout per cost vector (cost by mesh axis) that no other vector equals or improves on every axis."""
     splits_by_costs = {costs: splits for splits, costs in reversed(layouts)}
     unbeaten_costs: dict[tuple[float, ...], None] = {}
     for costs in sorted(splits_by_costs):  # what betters a vector comes before it
@@ -239,7 +239,7 @@ def _splits(
 
 
 def factorings(number: int, options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Yields every ordered product of one factor from each list that equals ``number``."""
+    """Yields every tuple of one factor from each list of ``options`` whose product is ``number``."""
     if len(options) == 1:
         if number in options[0]:
             yield (number,)
@@ -251,7 +251,7 @@ def factorings(number: int, options: Sequence[Sequence[int]]) -> Iterator[tuple[
 
 
 def _relative_time(shape: Factors, wraps: tuple[bool, ...], used_sizes: Factors, factors: Factors) -> float:
-    """Returns AllGather time relative to one link's, by the rule of `cost.network.collectives.leg_rates`."""
+    """Returns AllGather time in units of one link's, by the rule of `cost.network.collectives.leg_rates`."""
     relative_rate, has_ring, group_size = 0.0, False, math.prod(factors)
     for axis_size, has_wrap, used_size, factor in zip(shape, wraps, used_sizes, factors, strict=True):
         if factor > 1:
