@@ -47,7 +47,7 @@ def test_no_line_is_wider_than_the_terminal(call, args, columns):
 def test_explanations_fit_too(call, cluster):
     call("plan", "llama3-70b", "--on", cluster, "--batch", "4Mi", "--seq", "4096", "--tokens", "1T", "-o", "p.toml")
     for columns in (80, 120):
-        lines = call("explain", "p.toml", width=columns).out.splitlines()
+        lines = call("explain", "p.toml", "--all", "--notes", width=columns).out.splitlines()
         assert [line for line in lines if len(line) > columns] == []
 
 

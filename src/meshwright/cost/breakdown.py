@@ -156,6 +156,10 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         step_seconds = self._seconds(lambda cost: _free(cost) if cost.term in free_terms else cost, offload)
         return float(step_seconds.step_s - step_seconds.bubble_s)
 
+    def added_s(self, free: StepCost) -> float:
+        """Returns the seconds by which the step would be shorter if one derived step took no time."""
+        return max(0.0, self.step_s - float(self._seconds(lambda cost: _free(cost) if cost is free else cost).step_s))
+
     @cached_property
     def steps(self) -> dict[str, LabelledStep]:
         """Maps each label to all priced steps that carry it, their seconds and FLOPs added."""

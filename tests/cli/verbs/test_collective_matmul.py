@@ -11,10 +11,10 @@ def test_asked_for_and_explained(call):
     said = call(*PLAN, "--collective-matmul", "one-way", "-o", "plan.toml")
     assert (said.code, "one-way collective matmuls" in said.words) == (0, True)
     assert load_plan(Path("plan.toml")).strategy.collective_matmul == "one-way"
-    told = call("explain", "plan.toml").words
+    told = call("explain", "plan.toml", "--all", "--notes").words
     assert "one-way collective matmuls, state" in told
     assert "h_passing[B_fsdp, T_tensor, D] = Permute_tensor(h[B_fsdp, T_tensor, D])" in told
-    assert "behind the products beside it" in told
+    assert "can overlap with its products" in told
     assert "in blocks of T as they go round" in told
 
 

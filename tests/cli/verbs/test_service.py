@@ -194,7 +194,8 @@ def written(call):
 
 
 def test_a_service_is_explained(call, written):
-    said = call("explain", written)
+    assert len(call("explain", written).out.splitlines()) <= 40
+    said = call("explain", written, "--all")
     assert (said.code, said.err) == (0, "")
     assert all(len(line) <= 80 for line in said.out.splitlines())
     assert "o[B, T, N_tensor, H] = cached_attention(" in said.words

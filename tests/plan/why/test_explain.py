@@ -54,8 +54,8 @@ def test_every_collective_is_listed_and_small_local_steps_are_not():
 def test_weights_hide_and_activations_do_not():
     told = explain(planned(fsdp=4, tensor=4))
     lines = {line.text.split(" = ")[0]: line for line in told.forward.lines if line.op == "all_gather"}
-    assert lines["w_up[D, F_tensor]"].overlaps == "can be done ahead"
-    assert lines["h[B_fsdp, T, D]"].overlaps == "critical path"
+    assert lines["w_up[D, F_tensor]"].overlaps == "can overlap, prefetched"
+    assert lines["h[B_fsdp, T, D]"].overlaps == "exposed"
     assert not lines["w_up[D, F_tensor]"].critical
     assert lines["h[B_fsdp, T, D]"].critical
 

@@ -1,8 +1,7 @@
-"""`meshwright explain`: a plan in the book's notation, line by line, and the limits it stands near."""
+"""`meshwright explain`: what matters in a plan's step, what binds it and its largest steps; with --all every step."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import asdict
@@ -11,25 +10,38 @@ from meshwright.cli.asked import PlanOptions, read_fields, resolve, service_of
 from meshwright.cli.fields import check_tokens
 from meshwright.cli.output import four_digits, say
 from meshwright.cli.verb import verb
-from meshwright.cli.verbs.explain_service import TERMS, algorithm_text, service_explanation
+from meshwright.cli.verbs.explain_service import TERMS, algorithm_text, largest_text, memory_words, service_explanation
 from meshwright.cli.verbs.plan_words import (
     budget_text,
     collective_matmul_words,
     microbatch_words,
-    overlap_words,
     placement_words,
     remat_words,
     rerun_words,
+    schedule_words,
     sharding_words,
 )
 from meshwright.core.units import counted, format_bytes, format_count, format_flops, format_seconds
-from meshwright.cost.breakdown import Term
-from meshwright.cost.formulas.limit_table import Letters, Limit
+from meshwright.cost.breakdown import WORDS
+from meshwright.cost.formulas.limit_table import Limit
+from meshwright.cost.letters import Letters
 from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.islands import exchange_notes, exchange_words
 from meshwright.plan.planner import assumption_notes, imbalance_notes
-from meshwright.plan.why.explain import Explanation, explain, limit_of_term
-from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Quantity, Table
+from meshwright.plan.why.explain import Algorithm, Explanation, explain, limit_of_term
+from meshwright.report.answer import (
+    Answer,
+    Condition,
+    Detail,
+    Fact,
+    Facts,
+    Paragraph,
+    Piece,
+    PlainPiece,
+    Quantity,
+    Table,
+    TableColumns,
+)
 from meshwright.spec.efficiency import power_notes
 from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.prediction import unmasked
@@ -38,14 +50,17 @@ from meshwright.spec.strategy import BATCH_AXES, mesh_words
 MAX_TERMS = 3
 MIN_SHARE = 0.03
 """Least share of the step with which a second or third term is said to matter."""
-NEAR = 2.0
-"""A plan within this factor of a limit, on either side, is near it."""
+MAX_LIMITS = 2
+"""Limits that are named beside what binds: the broken ones first, then those that are near."""
 
 
 @verb(PlanOptions)
 def command(given: PlanOptions) -> Answer:
-    """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form; of a service the
-    steps of both phases, and its figures as formulas."""
+    """Say what matters in the step of a plan, what binds it, what would help, and its ten largest steps; of a service
+    the same of decode and prefill.
+
+    --all lists every step in the book's notation with its bytes and times, and the limits in closed form.
+    """
     if service := service_of(given):
         return service_explanation(service, given.what)
     asked_plan = resolve(given, read_fields(given.pairs), verb="explain")
@@ -58,14 +73,18 @@ def command(given: PlanOptions) -> Answer:
             f"{given.what} predicts {old_text} a step and its own rates now give {now_text}: it was changed by hand, "
             f"or written by another version."
         )
-    parts = [part for block in explanation.blocks for part in (block.forward, block.backward)]
-    parts += [explanation.between.sends, explanation.once] if explanation.between else [explanation.once]
-    parts += [explanation.islands] if explanation.islands else []
-    line_rows = [{"title": part.title, **asdict(line)} for part in parts for line in part.lines]
+    line_rows = [{"title": part.title, **asdict(line)} for part in _parts(explanation) for line in part.lines]
     facts = _facts(explanation)
     estimate = {name: value for name, value in asdict(explanation.estimate).items() if not isinstance(value, dict)}
     row = {**facts, "estimate": estimate, "memory_bytes": explanation.estimate.memory}
     return Answer(facts, _text(explanation), raw=[line_rows, explanation.terms, explanation.limits, [row]])
+
+
+def _parts(told: Explanation) -> list[Algorithm]:
+    """Returns every list of steps, in the order of a step."""
+    parts = [part for block in told.blocks for part in (block.forward, block.backward)]
+    parts += [told.between.sends] if told.between else []
+    return [*parts, told.once, *([told.islands] if told.islands else [])]
 
 
 def _facts(explanation: Explanation) -> Facts:
@@ -87,98 +106,151 @@ def _facts(explanation: Explanation) -> Facts:
     }
 
 
-def _text(explanation: Explanation) -> Iterator[Piece]:
-    plan = explanation.plan
-    state_text = f"state {plan.strategy.state}{optimizer_words(plan.job)}"
-    choice_texts = (
-        words_of(plan.strategy) for words_of in (sharding_words, remat_words, collective_matmul_words, exchange_words)
+def _text(told: Explanation) -> Iterator[Piece]:
+    plan, estimate, batch = told.plan, told.estimate, told.batch
+    yield (
+        f"{plan.model.name} on {plan.cluster.short_name}: {_choices_text(told)}; "
+        f"{format_count(plan.job.tokens_per_step)} tokens a step = {counted(batch.sequences, 'sequence')} of "
+        f"{plan.job.seq_len:,} in {microbatch_words(plan.strategy)}"
     )
-    summary_text = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), *choice_texts, state_text)))
-    yield f"{plan.model.name} on {plan.cluster.short_name}: {summary_text}"
-    batch, job = explanation.batch, plan.job
+    lower_text, upper_text = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
+    step_text = f"{format_seconds(estimate.step_s)}; {lower_text} with perfect overlap, {upper_text} with none"
+    yield Fact("step", step_text)
+    yield from _matters_text(told)
+    memory_text = memory_words(estimate.memory, estimate.hbm_bytes_per_chip, plan.setting.memory_limit)
+    yield Fact("memory of a chip", memory_text)
+    unmasked_mfu = estimate.mfu_causal if plan.model.attention_mask else unmasked(estimate)
+    unmasked_text = f", {unmasked_mfu:.1%} without masked scores" if unmasked_mfu else ""
+    yield Fact(
+        "MFU",
+        f"{estimate.mfu:.1%} of the {plan.strategy.matmul_dtype} peak{unmasked_text}; HFU, with recomputation, "
+        f"{estimate.hfu:.1%}. MFU counts {mfu_words(plan.model)}",
+    )
+    yield ""
+    yield from largest_text(told.largest, estimate.step_s, names_blocks=len(told.blocks) > 1)
+    yield from map(Condition, _conditions(told))
+    yield Detail(counted(sum(len(part.lines) for part in _parts(told)), "step"), [*_steps_text(told)])
+    yield Detail(counted(len(told.limits), "limit"), [*_limits_text(told)])
+    if told.training is not None:
+        yield Detail("the run", [*budget_text(told.training, plan.cluster.num_chips)])
+
+
+def _choices_text(told: Explanation) -> str:
+    strategy = told.plan.strategy
+    words_of_choice = (sharding_words, remat_words, schedule_words, collective_matmul_words, exchange_words)
+    texts = (mesh_words(strategy.mesh), *(words_of(strategy) for words_of in words_of_choice))
+    return ", ".join([*filter(None, texts), f"state {strategy.state}{optimizer_words(told.plan.job)}"])
+
+
+def _matters_text(told: Explanation) -> Iterator[Piece]:
+    """Yields the largest terms, what binds, the exposed communication and the best single change."""
+    terms = [term for n, term in enumerate(told.terms[:MAX_TERMS]) if n == 0 or term.share >= MIN_SHARE]
+    term_texts = (f"{term.words} {format_seconds(term.added_s)} ({term.share:.0%})" for term in terms)
+    yield Fact("what matters", "; ".join(term_texts))
+    limit_texts = [limit_words(limit, told.sheet_bounds.get(limit.name)) for limit in _binding_limits(told)]
+    yield Fact("what binds", "; ".join([told.estimate.bound_by, *limit_texts]))
+    overlap, links = told.overlap, [term for term in told.terms if term.name not in WORDS or term.name == "pipeline"]
+    if overlap.alone_s > 0:
+        texts = [f"{format_seconds(t.added_s)} {t.words.removeprefix('collectives ')}" for t in links if t.added_s > 0]
+        split_text = f" ({', '.join(texts[:3])})" * bool(texts)
+        yield Fact(
+            "exposed",
+            f"{format_seconds(overlap.alone_s - overlap.hidden_s)} of {format_seconds(overlap.alone_s)} of "
+            f"communication{split_text}; with no overlap a step takes "
+            f"{format_seconds(overlap.exposed_step_s)} (MFU {overlap.exposed_mfu:.0%})",
+        )
+    yield Fact("what would help", _change_words(told))
+
+
+def _binding_limits(told: Explanation) -> Sequence[Limit]:
+    """Returns the worst limits that are broken, then near: those of the step's terms, and a broken one of memory."""
+    limits = {limit.name: limit for term in told.terms if (limit := limit_of_term(term, told.limits)) is not None}
+    limits |= {limit.name: limit for limit in told.limits if limit.unit == "bytes" and limit.holds is False}
+    worst = sorted(limits.values(), key=lambda limit: limit.distance if limit.holds else -limit.distance)
+    return [limit for limit in worst if limit.verdict in ("broken", "near")][:MAX_LIMITS]
+
+
+def _conditions(told: Explanation) -> Iterator[str]:
+    plan, texts = told.plan, [f"times rest on {told.plan.calibration.describe()}"]
+    limit = next((limit for limit in told.limits if limit.name == "tokens/chip, FSDP alone"), None)
+    if limit is not None and limit.name in told.sheet_bounds:
+        rates = four_digits(told.symbols.fsdp_alpha), four_digits(told.sheet.fsdp_alpha)
+        tokens = four_digits(limit.limit), four_digits(told.sheet_bounds[limit.name])
+        texts += ["C/W {} FLOPs/byte ({} by the data sheet)".format(*rates)]
+        texts += ["FSDP alone needs {} tokens a chip ({})".format(*tokens)]
+    yield "; ".join(texts)
+    yield from power_notes(plan.cluster.chip, plan.calibration)
+    yield from assumption_notes(plan.setting)
+    yield from imbalance_notes(plan.setting, plan.strategy)
+    yield from exchange_notes(plan) if told.islands else ()
+
+
+def _steps_text(told: Explanation) -> Iterator[PlainPiece]:
+    """Yields where the batch and the mesh go, every step of every part, and the terms of the step."""
+    plan, batch = told.plan, told.batch
     replicas_text = mesh_words({axis: plan.strategy.mesh.get(axis, 1) for axis in BATCH_AXES}, alone="one replica")
     islands_text = f"{plan.strategy.num_islands} islands x " * (plan.strategy.num_islands > 1)
     yield Fact(
         "batch",
-        f"{format_count(job.tokens_per_step)} tokens a step = {islands_text}{batch.sequences:,.0f} sequences of "
-        f"{job.seq_len:,} = {batch.sequences_per_microbatch:,.0f} x {batch.data_parallel:,} ({replicas_text}) x "
-        f"{microbatch_words(plan.strategy)}; {batch.positions_per_device:,.0f} positions of a sequence on a device",
+        f"{islands_text}{counted(batch.sequences, 'sequence')} = {batch.sequences_per_microbatch:,.0f} x "
+        f"{batch.data_parallel:,} ({replicas_text}) x {microbatch_words(plan.strategy)}; "
+        f"{counted(batch.positions_per_device, 'position')} of a sequence on a device",
     )
     yield Fact("placement", placement_words(plan.strategy.placement))
     if rerun_text := rerun_words(plan.strategy, plan.model.num_layers):
         yield Fact("recomputation", rerun_text)
-    yield Fact("attention", f"by the kernel {explanation.attention_kernel}")
-    yield Fact("times rest on", plan.calibration.describe())
-    yield from (Fact("power", note) for note in power_notes(plan.cluster.chip, plan.calibration))
-    yield from (Fact("note", note) for note in assumption_notes(plan.setting))
-    yield from (Fact("load of experts", note) for note in imbalance_notes(plan.setting, plan.strategy))
-    yield ""
-    yield from _lead_text(explanation)
-    for block in explanation.blocks:
-        yield from algorithm_text(block.forward)
-        yield from algorithm_text(block.backward)
-    if (between := explanation.between) is not None:
-        yield from algorithm_text(between.sends)
-        chunks_text = f" of {between.chunks} chunks" if between.chunks > 1 else ""
-        yield Paragraph(
-            f"     {between.schedule} on {counted(between.stages, 'stage')}{chunks_text}, "
-            f"{counted(between.microbatches, 'microbatch')}: a step waits for {between.num_sends:,.0f} sends, "
-            f"{format_seconds(between.sends_s)}, and stands idle for {format_seconds(between.bubble_s)}, "
-            f"{between.bubble_s / explanation.estimate.step_s:.1%} of it (the bubble)",
-            indent=5,
-        )
-    yield from algorithm_text(explanation.once)
-    if explanation.islands is not None:
-        yield from algorithm_text(explanation.islands)
-        yield from exchange_notes(plan)
-    yield from _step_text(explanation)
-    yield from _limits_text(explanation)
-
-
-def _step_text(told: Explanation) -> Iterator[Piece]:
-    estimate = told.estimate
+    yield Fact("attention", f"by the kernel {told.attention_kernel}")
+    if told.fsdp is not None:
+        yield Fact("data parallelism", told.fsdp.words)
+    for part in _parts(told):
+        yield from algorithm_text(part)
+        if told.between is not None and part is told.between.sends:
+            yield Paragraph(f"     {_stages_words(told)}", indent=5)
     yield ""
     yield Table.of(told.terms, TERMS)
-    lower_text, upper_text = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
-    yield Fact(
-        "step",
-        f"{format_seconds(estimate.step_s)}, between {lower_text} (perfect overlap) and {upper_text} (none: compute, "
-        f"memory and network one after the other); bound by "
-        f"{estimate.bound_by}",
+
+
+def _stages_words(told: Explanation) -> str:
+    between = told.between
+    assert between is not None
+    chunks_text = f" of {counted(between.chunks, 'chunk')}" * (between.chunks > 1)
+    return (
+        f"{between.schedule} on {counted(between.stages, 'stage')}{chunks_text}, "
+        f"{counted(between.microbatches, 'microbatch')}: {counted(between.num_sends, 'send')} exposed, "
+        f"{format_seconds(between.sends_s)}; idle for {format_seconds(between.bubble_s)}, "
+        f"{between.bubble_s / told.estimate.step_s:.1%} of the step (the bubble)"
     )
-    unmasked_mfu = estimate.mfu_causal if told.plan.model.attention_mask else unmasked(estimate)
-    tail = f", {unmasked_mfu:.1%} without masked scores" if unmasked_mfu else ""
-    if overlap_text := overlap_words(told.overlap, told.plan.setting, told.plan.strategy):
-        yield Fact("overlap", overlap_text)
-    yield Fact(
-        "utilisation",
-        f"MFU {estimate.mfu:.1%} of {mfu_words(told.plan.model)}{tail}; HFU {estimate.hfu:.1%}, recomputation counted",
-    )
-    items_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
-    yield Fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)} at the fullest moment: {items_text}")
-    if told.training is not None:
-        yield from budget_text(told.training, told.plan.cluster.num_chips)
 
 
-_VERDICTS = {True: "met", False: "not met", None: "hint"}
-_TITLES = {"speed": "When communication hides behind compute, in closed form", "size": "What fits"}
+_TITLES = {"speed": "Compute-bound, in closed form", "size": "What fits"}
 
 
-def limit_tables(limits: Sequence[Limit]) -> dict[str, Table]:
-    """Returns kind of limit -> its table, for the kinds that ``limits`` has."""
-    rows: dict[str, list[list[Any]]] = {kind: [] for kind in _TITLES}
-    for limit in limits:
-        rows[limit.kind].append([limit.name, limit.formula, *limit_amounts(limit), _VERDICTS[limit.holds]])
-    return {kind: Table(["", "formula", "bound", "here", ""], rows[kind], _TITLES[kind]) for kind in rows if rows[kind]}
+def limit_tables(limits: Sequence[Limit], sheet_bounds: Mapping[str, float] | None = None) -> dict[str, Table]:
+    """Returns kind of limit -> its table, for the kinds that ``limits`` has; ``sheet_bounds`` are a column of it."""
+    columns: TableColumns = {
+        "": "name",
+        "formula": "formula",
+        "bound": lambda limit: limit_amounts(limit)[0],
+        "by data sheet": lambda limit: _known_bound(limit, sheet_bounds or {}),
+        "here": lambda limit: limit_amounts(limit)[1],
+        " ": "verdict",
+    }
+    by_kind = {kind: [limit for limit in limits if limit.kind == kind] for kind in _TITLES}
+    return {kind: Table.of(rows, columns, _TITLES[kind]).known() for kind, rows in by_kind.items() if rows}
 
 
-def _limits_text(explanation: Explanation) -> Iterator[Piece]:
-    for kind, table in limit_tables(explanation.limits).items():
+def _known_bound(limit: Limit, sheet_bounds: Mapping[str, float]) -> Quantity | None:
+    bound = sheet_bounds.get(limit.name)
+    return None if bound is None else limit_amounts(msgspec.structs.replace(limit, limit=bound))[0]
+
+
+def _limits_text(told: Explanation) -> Iterator[PlainPiece]:
+    for kind, table in limit_tables(told.limits, told.sheet_bounds).items():
         yield ""
         yield table
         if kind == "speed":
-            yield legend(explanation.symbols)
-        yield from (f"{limit.name}: {limit.note}" for limit in explanation.limits if limit.kind == kind and limit.note)
+            yield legend(told.symbols)
+        yield from limit_notes(limit for limit in told.limits if limit.kind == kind)
 
 
 def legend(at: Letters, split: str = "data x fsdp x context") -> str:
@@ -199,47 +271,8 @@ def legend(at: Letters, split: str = "data x fsdp x context") -> str:
     return ", ".join(entries)
 
 
-# -- what is said first ---------------------------------------------------------------------------------
-
-
-def _lead_text(explanation: Explanation) -> Iterator[Piece]:
-    """Yields two to six facts before the algorithm."""
-    terms = [term for n, term in enumerate(explanation.terms[:MAX_TERMS]) if n == 0 or term.share >= MIN_SHARE]
-    for term_index, term in enumerate(terms):
-        yield Fact("what matters" if term_index == 0 else "", _term_words(term, explanation))
-    near_limit = _nearest_limit(explanation, [limit_of_term(term, explanation.limits) for term in terms])
-    if near_limit is not None:
-        yield Fact("beyond a limit" if near_limit.holds is False else "near a limit", limit_words(near_limit))
-    yield Fact("what would help", _change_words(explanation))
-    if explanation.fsdp is not None:
-        yield Fact("data parallelism", explanation.fsdp.words)
-
-
-def _nearest_limit(explanation: Explanation, said: Sequence[Limit | None]) -> Limit | None:
-    """Returns the limit of a term that the plan is nearest to, on either side, and not in ``said``; None if far."""
-    term_limits = [limit_of_term(term, explanation.limits) for term in explanation.terms]
-    open_limits = [limit for limit in term_limits if limit is not None and limit not in said]
-    limits = [limit for limit in open_limits if min(limit.limit, limit.here) > 0 and _distance(limit) <= math.log(NEAR)]
-    return min(limits, key=_distance, default=None)
-
-
-def _distance(limit: Limit) -> float:
-    return abs(math.log(limit.here / limit.limit))
-
-
-def _term_words(term: Term, explanation: Explanation) -> str:
-    text = f"{term.words}: {format_seconds(term.added_s)}, {term.share:.0%} of the step"
-    if term.alone_s > 1.1 * term.added_s:
-        text += f" ({format_seconds(term.alone_s)} by themselves, the rest hides)"
-    limit = limit_of_term(term, explanation.limits)
-    if limit is not None:
-        return f"{text}; {limit_words(limit)}"
-    if term.name in ("elementwise", "optimizer"):
-        return f"{text}; at the memory rate of {explanation.plan.cluster.chip.name}"
-    if term.name in ("matmul", "attention", "loss_head"):
-        rerun_text = f", {explanation.recomputed:.0%} of all FLOPs recomputed" if explanation.recomputed > 0.005 else ""
-        return f"{text}; at the rates of {explanation.plan.cluster.chip.name}{rerun_text}"
-    return text
+def limit_notes(limits: Iterable[Limit]) -> Iterator[str]:
+    return (f"{limit.name}: {limit.note}" for limit in limits if limit.note)
 
 
 def limit_amounts(limit: Limit) -> tuple[Quantity, Quantity]:
@@ -254,16 +287,14 @@ def _below_one(limit: Limit) -> bool:
     return limit.formula[0] == "<" and not limit.unit and limit.limit < 1
 
 
-def limit_words(limit: Limit) -> str:
-    """Returns ``"tokens/chip, weights hide: > 850, here 1,024: 1.2 times above"``."""
+def limit_words(limit: Limit, sheet_bound: float | None = None) -> str:
+    """Returns ``"tensor: < 2.664 (3.333 by the data sheet), here 4, 1.5 times above: broken"``."""
     bound_amount, plan_amount = limit_amounts(limit)
     sign_text = f"{limit.formula[0]} " if limit.formula[0] in "<>" and not _below_one(limit) else ""
-    text = f"{limit.name}: {sign_text}{bound_amount}, here {plan_amount}"
-    if min(limit.limit, limit.here) <= 0:
-        return text
-    side = "above" if limit.here > limit.limit else "below"
-    ratio = math.exp(_distance(limit))
-    return f"{text}: {ratio:.3g} times {side}{'' if limit.holds is not False else ', not met'}"
+    sheet_text = "" if sheet_bound is None else f" ({_number_words(sheet_bound)} by the data sheet)"
+    side_text = "above" if limit.here > limit.limit else "below"
+    ratio_text = f", {limit.distance:.3g} times {side_text}" * math.isfinite(limit.distance)
+    return f"{limit.name}: {sign_text}{bound_amount}{sheet_text}, here {plan_amount}{ratio_text}: {limit.verdict}"
 
 
 def _change_words(explanation: Explanation) -> str:

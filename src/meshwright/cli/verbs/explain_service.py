@@ -1,20 +1,34 @@
 """The answer of `explain` about a planned service: both phases line by line, and its figures as formulas."""
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from meshwright.cli.output import format_flop_count, say
+from meshwright.cli.output import format_flop_count, say, three_digits, width
 from meshwright.cli.verbs.plan_words import engine_lines, placement_words, service_words
-from meshwright.core.dims import COLLECTIVES
-from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
+from meshwright.core.dims import COLLECTIVES, LETTERS
+from meshwright.core.units import counted, format_bytes, format_flops, format_rate, format_seconds
 from meshwright.cost.breakdown import term_words
 from meshwright.plan.plan_file import ServicePlan
 from meshwright.plan.serving.fleet import engine_words
 from meshwright.plan.serving.planner import service_notes
-from meshwright.plan.why.explain import Algorithm, ListedStep
+from meshwright.plan.why.explain import Algorithm, LargestStep, ListedStep
 from meshwright.plan.why.explain_service import STARTS, PhaseExplanation, ServiceExplanation, StepPart, explain_service
-from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Table, TableColumns
+from meshwright.report.answer import (
+    Answer,
+    Condition,
+    Detail,
+    Fact,
+    Facts,
+    Paragraph,
+    Piece,
+    PlainPiece,
+    Symbols,
+    Table,
+    TableColumns,
+)
 
 
 def service_explanation(plan: ServicePlan, name: str) -> Answer:
@@ -48,21 +62,30 @@ def service_explanation(plan: ServicePlan, name: str) -> Answer:
 
 
 def _text(explanation: ServiceExplanation) -> Iterator[Piece]:
-    plan, service = explanation.plan, explanation.plan.service
+    plan, service, figures = explanation.plan, explanation.plan.service, explanation.plan.predicted
+    decode = explanation.phases[0]
     engines_text = ", ".join(line.strip() for line in engine_lines(plan))
     yield f"serving {plan.model.name} on {plan.cluster.short_name}: {engines_text}; {service_words(service)}"
-    decode, prefill = explanation.phases
-    tpot_s = explanation.value("TPOT")
+    tpot_s, ttft_s = explanation.value("TPOT"), explanation.value("TTFT")
     step_s = plan.generate.step_s / plan.step_tokens if plan.num_drafts else decode.step_s
     # where engines prefill too, a token also waits for prompts of others
-    wait_text = f", {format_seconds(tpot_s - step_s)} of it waiting for the prefills of others" * (not plan.has_pools)
-    yield Fact("TPOT", f"{format_seconds(tpot_s)}{wait_text}; TTFT {format_seconds(explanation.value('TTFT'))}")
-    for name, phase in (("decode", decode), ("prefill", prefill)):
-        top_part = max(phase.parts, key=lambda part: part.alone_s)
+    wait_text = f", {format_seconds(tpot_s - step_s)} of it prefills of other requests" * (not plan.has_pools)
+    yield Fact("TPOT", f"{format_seconds(tpot_s)}{wait_text}; TTFT {format_seconds(ttft_s)}")
+    usd_text = ""
+    if figures.usd_per_m_input is not None and figures.usd_per_m_output is not None:
+        usd_text = f"; ${figures.usd_per_m_input:.3g} a million tokens in, ${figures.usd_per_m_output:.3g} out"
+    yield Fact(
+        "throughput",
+        f"{three_digits(figures.requests_per_s)} requests/s, {three_digits(figures.tokens_per_s_per_chip)} tokens/s a "
+        f"chip{usd_text}",
+    )
+    for phase in explanation.phases:
+        parts = sorted(phase.parts, key=lambda part: -part.alone_s)
+        parts_text = ", ".join(f"{part.name} {format_seconds(part.alone_s)}" for part in parts[:3])
         yield Fact(
-            name,
-            f"{format_seconds(phase.step_s)} a step, most of it {top_part.name}: {format_seconds(top_part.alone_s)} by "
-            f"{'themselves' if top_part.name in ('parameters', STARTS) else 'itself'}",
+            phase.phase,
+            f"{format_seconds(phase.step_s)} a step, bound by {parts[0].name} ({parts_text}, each without overlap); "
+            f"{_work_words(phase)}",
         )
     if plan.num_drafts:
         yield Fact(
@@ -70,26 +93,39 @@ def _text(explanation: ServiceExplanation) -> Iterator[Piece]:
             f"{plan.num_drafts} a step, which takes {format_seconds(plan.generate.step_s)} and makes "
             f"{plan.step_tokens:.3g} tokens; listed is a step without any",
         )
-    for phase in explanation.phases:
-        yield from _phase_text(phase)
+    for phase in explanation.phases[: 1 + plan.has_pools]:
+        memory_text = memory_words(phase.memory, sum(phase.memory.values()), plan.setting.memory_limit)
+        yield Fact(f"memory, {phase.phase}", memory_text)
     yield ""
-    prefill_text = ", P engines that only prefill" if plan.has_pools else ""
+    yield from largest_text(decode.largest, decode.step_s, " of decode", names_blocks=False)
+    yield from map(Condition, service_notes(plan.setting, service, (plan.stored,)))
+    num_lines = sum(len(part.lines) for phase in explanation.phases for part in phase.blocks)
+    yield Detail(f"{num_lines} steps", [piece for phase in explanation.phases for piece in _phase_text(phase)])
+    yield Detail(f"{len(explanation.formulas)} formulas", [*_formulas_text(explanation)])
+
+
+def _formulas_text(explanation: ServiceExplanation) -> Iterator[PlainPiece]:
+    yield ""
+    prefill_text = ", P engines that only prefill" if explanation.plan.has_pools else ""
     yield f"The figures of the service, with G engines that generate, B sequences in each{prefill_text}"
     for row in explanation.formulas:
         yield Fact(f"  {row.name}", row.text, 20)
         yield Fact("", f"= {row.numbers} = {row.shown}" if " " in row.numbers[:-2] else f"= {row.shown}", 20)
-    yield from service_notes(plan.setting, service, (plan.stored,))
 
 
-def _phase_text(phase: PhaseExplanation) -> Iterator[Piece]:
+def _work_words(phase: PhaseExplanation) -> str:
+    """Returns what one step of a phase works on, and where."""
     pool = phase.pool
-    plural_end, length_text = "s" * (pool.batch_seqs > 1), f"{phase.num_positions:,}"
-    work_text = f"{pool.batch_seqs:,} prompt{plural_end} of {length_text} tokens"
+    work_text = f"{counted(pool.batch_seqs, 'prompt')} of {phase.num_positions:,} tokens"
     if phase.phase == "decode":
-        work_text = f"a token of {pool.batch_seqs:,} sequence{plural_end}, {length_text} positions in each cache"
+        work_text = f"a token of {counted(pool.batch_seqs, 'sequence')} with {phase.num_positions:,} positions cached"
+    return f"{work_text}, on {pool.part.short_name} ({engine_words(pool.strategy)})"
+
+
+def _phase_text(phase: PhaseExplanation) -> Iterator[PlainPiece]:
     yield ""
-    yield f"{phase.phase} on {pool.part.short_name} ({engine_words(pool.strategy)}): {work_text}"
-    yield Fact("placement", placement_words(pool.strategy.placement))
+    yield f"{phase.phase}: {_work_words(phase)}"
+    yield Fact("placement", placement_words(phase.pool.strategy.placement))
     for part in phase.blocks:
         yield from algorithm_text(part)
     yield ""
@@ -97,10 +133,8 @@ def _phase_text(phase: PhaseExplanation) -> Iterator[Piece]:
     yield "parameters: products with weights, with the rows that they read and write; KV: attention, with its queries"
     yield Table.of(phase.terms, TERMS)
     if any(part.name == STARTS for part in phase.parts):
-        yield f"{STARTS} that do not hide count with the work that has them, or else with the host"
+        yield f"{STARTS} that do not overlap count with the work that has them, or else with the host"
     yield Fact("step", _sum_words(phase))
-    items_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in phase.memory.items())
-    yield Fact("memory of a chip", f"{format_bytes(sum(phase.memory.values()))}: {items_text}")
 
 
 def _sum_words(phase: PhaseExplanation) -> str:
@@ -111,7 +145,7 @@ def _sum_words(phase: PhaseExplanation) -> str:
     if rest_s < 0:
         return f"{format_seconds(phase.step_s)} = {runs_text} - {format_seconds(-rest_s)}, which overlaps"
     host_s = sum(part.alone_s for part in phase.parts if part.name == "host")
-    rests = ((host_s, "of the host"), (rest_s - host_s, f"of {STARTS} that do not hide"))
+    rests = ((host_s, "of the host"), (rest_s - host_s, f"of {STARTS} that do not overlap"))
     rest_text = "".join(f" + {format_seconds(s)} {words}" for s, words in rests if s > 1e-6 * phase.step_s)
     return f"{format_seconds(phase.step_s)} = {runs_text}{rest_text}"
 
@@ -141,17 +175,55 @@ PARTS: TableColumns = {
 
 # -- what is printed alike for training --------------------------------------------------------------------
 
+STEP_AT = 16
+"""Column of the steps in the table of the largest."""
 
-def algorithm_text(part: Algorithm) -> Iterator[Piece]:
+
+def memory_words(items: Mapping[str, float], needed_bytes: float, limit_bytes: float) -> str:
+    """Returns ``"38.8 GB of 95 GB, 56.2 GB free: weights 17.6 GB, ..."``, or how much is missing."""
+    free_text, free_bytes = "", limit_bytes - needed_bytes
+    if math.isfinite(limit_bytes):
+        verdict = "free" if free_bytes >= 0 else "too much"
+        free_text = f" of {format_bytes(limit_bytes)}, {format_bytes(abs(free_bytes))} {verdict}"
+    item_texts = (f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in items.items() if size)
+    return f"{format_bytes(needed_bytes)}{free_text}: {', '.join(item_texts)}"
+
+
+def largest_text(steps: Sequence[LargestStep], step_s: float, of: str = "", *, names_blocks: bool) -> Iterator[Piece]:
+    """Yields a table of the largest steps, and the letters of their dims."""
+
+    def line_of(step: LargestStep) -> str:
+        """Returns a step in one line: if it is too long, with the names of its operands, then of the first two."""
+        prefix = f"{step.block.removeprefix('layer_')}: " * (names_blocks and step.block.startswith("layer"))
+        prefix += "again: " * (step.phase == "recompute")
+        result, _, operands = step.text.partition(" = ")
+        names = re.sub(r"\[[^]]*\](\{U_(\w+|\{[^}]*\})\})?", "", operands)
+        texts = [
+            f"{prefix}{result} = {text}" for text in (operands, names, re.sub(r"(, \S+?,).*\)", r"\1 ...)", names))
+        ]
+        return next((text for text in texts if len(text) <= width() - STEP_AT), texts[-1])
+
+    columns: TableColumns = {
+        "adds": ("added_s", format_seconds),
+        "share": (lambda step: step.added_s / step_s, "{:.0%}".format),
+        f"the {counted(len(steps), 'largest step')}{of}": line_of,
+    }
+    yield Table.of(steps, columns)
+    dims_texts = (dims for step in steps for dims in re.findall(r"\[([^]]*)\]", line_of(step)))
+    letters = {name for dims in dims_texts for name in re.findall(r"(?<![_{,\w])[A-Z]\w*?(?=_|\W|$)", dims)}
+    yield Symbols({name: meaning for name, meaning in LETTERS.items() if name in letters})
+
+
+def algorithm_text(part: Algorithm) -> Iterator[PlainPiece]:
     yield Paragraph(f"\n{part.title[0].upper()}{part.title[1:]}", None)
     for line in part.lines:
         yield Paragraph(f"{line.number:>3}. {line.text}", indent=7)
         yield Paragraph(f"       {_measures(line)}", None)
     if part.num_left_out:
-        yield Paragraph(f"     ({part.num_left_out} small local steps are not listed)", None)
+        yield Paragraph(f"     ({counted(part.num_left_out, 'small local step')} not listed)", None)
     yield Paragraph(
-        f"     compute {format_seconds(part.compute_s)}; communication that can hide {format_seconds(part.hidden_s)}, "
-        f"on the critical path {format_seconds(part.critical_s)}",
+        f"     compute {format_seconds(part.compute_s)}; communication {format_seconds(part.critical_s)} exposed, "
+        f"{format_seconds(part.hidden_s)} that can overlap",
         indent=5,
     )
 

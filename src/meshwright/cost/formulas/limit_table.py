@@ -39,7 +39,23 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     unit: Literal["", "bytes", "s"] = ""
     note: str = ""
 
+    @property
+    def distance(self) -> float:
+        """How many times the plan's number is above or below the bound; infinity if one of them is not above 0."""
+        if not min(self.limit, self.here) > 0:
+            return math.inf
+        return max(self.limit, self.here) / min(self.limit, self.here)
 
+    @property
+    def verdict(self) -> str | None:
+        """``"broken"``, ``"near"`` if it holds by less than `NEAR` times, ``"holds"``; None for a hint."""
+        if self.holds is None:
+            return None
+        return "broken" if not self.holds else "near" if self.distance < NEAR else "holds"
+
+
+NEAR = 2.0
+"""A limit that holds by less than this factor is near."""
 LetterForm = str | Callable[..., float]
 """The name of a letter (its value is NaN if unknown), or a function from all letters to a number."""
 

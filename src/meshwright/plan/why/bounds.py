@@ -22,7 +22,7 @@ from meshwright.cost.pass_times import link_seconds
 from meshwright.cost.train_step import PricedStrategy
 from meshwright.cost.work.kernels import StepCost
 from meshwright.plan.run_budget import RunBudget
-from meshwright.spec.calibration import Efficiency, matmul_rate, memory_rate
+from meshwright.spec.calibration import Calibration, Efficiency, matmul_rate, memory_rate
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -160,6 +160,18 @@ def switched_letters(cluster: Cluster, peak: float, shares: Efficiency) -> dict[
         "domain_alpha": limits.ici_intensity(peak, nvlink_bytes_per_s),
         "flat_bytes_per_s": flat_bytes_per_s,
     }
+
+
+def sheet_letters(letters: Letters, cluster: Cluster, dtype: str, rates: Calibration) -> Letters:
+    """Returns the letters with C and W of the data sheet; those of priced steps stay as they are."""
+    chip, peak_flops = cluster.chip, cluster.chip.peak_flops.get(dtype, letters.peak_flops)
+    hbm_share = memory_rate(chip, rates) / chip.hbm_bytes_per_s * peak_flops / letters.peak_flops
+    return msgspec.structs.replace(
+        letters,
+        alpha=letters.sheet_alpha or letters.alpha,
+        hbm_tokens=letters.hbm_tokens and letters.hbm_tokens * hbm_share,
+        **(switched_letters(cluster, peak_flops, Efficiency()) if letters.num_chips > 1 else {}),
+    )
 
 
 # -- single axes ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Explains a plan: its terms, changes that would help, the numbered algorithm with its times, and the limits."""
+"""Explains a plan: its terms, its largest steps, changes that would help, the numbered algorithm, and the limits."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +23,7 @@ from meshwright.plan.islands import plan_of_island
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.plan_file import Plan
 from meshwright.plan.run_budget import RunBudget, run_budget
-from meshwright.plan.why.bounds import BatchSplit, batch_of, letters_of
+from meshwright.plan.why.bounds import BatchSplit, batch_of, letters_of, sheet_letters
 from meshwright.plan.why.single_changes import Tried, try_changes
 from meshwright.spec.calibration import matmul_rate
 from meshwright.spec.chip import catalogued
@@ -70,6 +70,18 @@ class ListedStep(msgspec.Struct, frozen=True, kw_only=True):
     critical: bool
     overlaps: str
     times: float = 1.0
+
+
+class LargestStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A derived step that runs ``runs`` times on the busiest device: ``alone_s`` are the seconds of all runs without
+    overlap, ``added_s`` the seconds by which the training step would be shorter if it took no time."""
+
+    text: str
+    block: str
+    phase: str
+    runs: float
+    alone_s: float
+    added_s: float
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,18 +172,19 @@ class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that `explain` shows of one plan; the estimate is computed anew from the plan's own rates.
 
-    ``terms`` add up to the step, the largest first. ``recomputed`` is the share of all FLOPs that recompute results
-    for the backward pass. ``changes`` has the best single change. ``fsdp`` is the case of FSDP alone. ``blocks`` are
-    the blocks of layers, the one with the most layers last; ``once`` lists the steps after the last microbatch.
-    ``islands`` are the sums between islands, with the seconds of an ``exchange`` divided among them; None without any.
-    What is listed beside them is of one island. ``attention_kernel`` is the name of the kernel that runs attention
-    (`masks.kernels`). ``symbols`` are the letters of ``limits``. ``training`` is the budget of the run, None without a
-    number of tokens.
+    ``terms`` add up to the step, the largest first; ``largest`` are the steps that add most. ``recomputed`` is the
+    share of all FLOPs that recompute results for the backward pass. ``changes`` has the best single change. ``fsdp`` is
+    the case of FSDP alone. ``blocks`` are the blocks of layers, the one with the most layers last; ``once`` lists the
+    steps after the last microbatch. ``islands`` are the sums between islands, with the seconds of an ``exchange``
+    divided among them; None without any. What is listed beside them is of one island. ``attention_kernel`` is the name
+    of the kernel that runs attention (`masks.kernels`). ``symbols`` are the letters of ``limits``. ``training`` is the
+    budget of the run, None without a number of tokens.
     """
 
     plan: Plan
     estimate: Estimate
     terms: tuple[Term, ...]
+    largest: tuple[LargestStep, ...]
     overlap: PricedOverlap
     recomputed: float
     changes: Tried
@@ -186,6 +199,19 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     symbols: Letters
     limits: tuple[Limit, ...]
     training: RunBudget | None
+
+    @property
+    def sheet(self) -> Letters:
+        """The letters with C / W by the data sheet."""
+        plan = self.plan
+        return sheet_letters(self.symbols, plan.cluster, plan.strategy.matmul_dtype, plan.calibration)
+
+    @property
+    def sheet_bounds(self) -> dict[str, float]:
+        """Maps the name of each limit whose bound the data sheet puts elsewhere to that bound."""
+        bound_by_name = {limit.name: limit.limit for limit in limits_at(self.sheet)}
+        pairs = [(own, bound_by_name[own.name]) for own in self.limits if own.name in bound_by_name]
+        return {own.name: bound for own, bound in pairs if abs(bound - own.limit) > 1e-3 * abs(own.limit)}
 
     @property
     def forward(self) -> Algorithm:
@@ -217,6 +243,7 @@ def explain(plan: Plan) -> Explanation:
         plan=plan,
         estimate=priced.estimate,
         terms=breakdown.terms,
+        largest=largest_steps(breakdown),
         overlap=breakdown.overlap(),
         recomputed=sum(n for phase, n in phase_flops if phase == "recompute") / sum(n for _, n in phase_flops),
         changes=try_changes(setting, plan.strategy, priced.estimate.step_s),
@@ -278,6 +305,26 @@ def _limits_of(name: str) -> Iterator[str]:
 
 
 # -- the algorithm ----------------------------------------------------------------------------------------
+
+
+def largest_steps(breakdown: Breakdown, count: int = 10) -> tuple[LargestStep, ...]:
+    """Returns the steps of all parts that add most to a training step, the largest first."""
+    priced = breakdown.priced
+    cost_runs = [(cost, float(cost.here)) for cost in priced.costs.all]
+    cost_runs += [(cost, float(priced.pipeline.num_sends) / 2) for cost in priced.costs.boundary]
+    cost_runs.sort(key=lambda pair: -float(pair[0].time_s) * pair[1])
+    steps = [
+        LargestStep(
+            text=str(cost.step),
+            block=cost.step.block or "",
+            phase=cost.step.phase,
+            runs=num_runs,
+            alone_s=float(cost.time_s) * num_runs,
+            added_s=breakdown.added_s(cost),
+        )
+        for cost, num_runs in cost_runs[: 4 * count]  # a step adds about what it takes, or less
+    ]
+    return tuple(sorted(steps, key=lambda step: -step.added_s)[:count])
 
 
 def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
@@ -390,12 +437,10 @@ def _overlap(cost: StepCost) -> str:
     if not step.is_collective:
         return "recomputed" if step.phase == "recompute" else ""
     if cost.in_ring_loop:
-        return "behind the products beside it"
+        return "can overlap with its products"
     if cost.hides:
-        suffix = ", once per step" if step.scope == "step" else ""
-        phrase = "can be done ahead" if step.op == "all_gather" else "can be done behind"
-        return f"{phrase}{suffix}"
-    return "critical path"
+        return "can overlap" + ", prefetched" * cost.gathers_weights + ", once per step" * (step.scope == "step")
+    return "exposed"
 
 
 # -- which situation of plain data parallelism a job is in --------------------------------------------------

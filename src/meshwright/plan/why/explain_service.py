@@ -17,7 +17,7 @@ from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.plan.plan_file import PHASES, EnginePool, GenerationPhase, ServicePlan
 from meshwright.plan.serving.engines import BOUNDS, bounds_s, loads
 from meshwright.plan.serving.fleet import transfer_bytes_per_s
-from meshwright.plan.why.explain import Algorithm, algorithm
+from meshwright.plan.why.explain import Algorithm, LargestStep, algorithm, largest_steps
 from meshwright.spec.strategy import sequence_shards
 
 AMOUNTS = ("FLOPs", "parameters", "KV", "network")
@@ -39,7 +39,8 @@ class PhaseExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """One step of a phase on one engine.
 
     ``num_positions`` is the length of a cache in decode, that of a prompt in prefill. ``blocks`` list one layer of each
-    kind, the embedding and the head; ``repeats`` says how often each runs. ``terms`` add up to ``step_s``.
+    kind, the embedding and the head; ``repeats`` says how often each runs. ``terms`` add up to ``step_s``,
+    of which the ``largest`` steps add most.
     """
 
     phase: str
@@ -50,6 +51,7 @@ class PhaseExplanation(msgspec.Struct, frozen=True, kw_only=True):
     repeats: tuple[int, ...]
     parts: tuple[StepPart, ...]
     terms: tuple[Term, ...]
+    largest: tuple[LargestStep, ...]
     memory: dict[str, float]
 
 
@@ -113,6 +115,7 @@ def _phase(plan: ServicePlan, phase: GenerationPhase) -> PhaseExplanation:
         repeats=tuple(block.steps.repeat for block in blocks),
         parts=tuple(_parts(priced, breakdown)),
         terms=breakdown.terms,
+        largest=largest_steps(breakdown),
         memory={name: float(num_bytes) for name, num_bytes in full_memory.items() if num_bytes},
     )
 
