@@ -138,11 +138,11 @@ def test_emulated_devices_have_no_memory_to_compare(proved):
             "could not be lowered: B=7 is no multiple",
         ),
         ("error", {"message": "INTERNAL: no"}, "could not be compiled: INTERNAL: no."),
-        ("crash", {"message": "signal SIGSEGV"}, "compiled: the compiler died: signal SIGSEGV."),
+        ("crash", {"message": "signal SIGSEGV"}, "compiled: the compiler crashed: signal SIGSEGV."),
         (
             "timeout",
             {"message": "stopped after 9 s"},
-            "the time was up: stopped after 9 s. Give more time with --timeout.",
+            "time limit reached: stopped after 9 s. Give more time with --timeout.",
         ),
     ],
 )

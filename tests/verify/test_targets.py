@@ -123,7 +123,7 @@ def test_a_twisted_torus():
 
 def test_slices_that_are_not_offered():
     """Where libtpu has a topology the program is compiled, with a note; one chip is a host of its own."""
-    with pytest.raises(CannotRunError, match=r"v5p:1x2x4 is not a slice that is offered .* take verify --for cpu"):
+    with pytest.raises(CannotRunError, match=r"v5p:1x2x4 is not a slice that is offered .* use verify --for cpu"):
         target_of(parse_cluster("v5p:1x2x4"))
     lowered = target_of(parse_cluster("v5p:1x2x4"), only_lower=True)
     assert (lowered.platform, lowered.num_devices) == ("tpu", 8)
@@ -157,7 +157,7 @@ def test_every_chip_of_the_catalogue_has_a_target_or_a_line_that_says_none():
                 without[name] = str(error)
     assert {(name, "tpu") for name in TPUS} | {(name, "cuda") for name in GPUS} >= with_one
     assert {name for name, _ in with_one} >= {*TPUS, "a100", "h100", "h200", "b200"}
-    assert "take verify --for cpu" in without["mi300x"]
+    assert "use verify --for cpu" in without["mi300x"]
     assert not any("\n" in line for line in without.values())
 
 
@@ -202,7 +202,7 @@ def test_a_compiler_that_is_there_is_taken(monkeypatch):
     monkeypatch.setattr(targets, "is_installed", lambda platform: True)
     assert usable_target(parse_cluster("v5e:4x4")).platform == "tpu"
     assert usable_target(parse_cluster("v5e:4x4"), wanted="tpu").note == ""
-    assert "as asked for" in usable_target(parse_cluster("v5e:4x4"), wanted="cpu").note
+    assert "as requested" in usable_target(parse_cluster("v5e:4x4"), wanted="cpu").note
 
 
 def test_a_compiler_of_another_kind_is_refused():

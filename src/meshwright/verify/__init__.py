@@ -1,1 +1,1 @@
-"""A step compiled for its target, and its HLO compared with the derived steps."""
+"""Compiles a step for its target, and compares its HLO with the derived steps."""

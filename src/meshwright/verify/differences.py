@@ -1,7 +1,7 @@
 """Names the differences between compiled and derived collectives, and counts what no name explains.
 
-A compiled collective is matched to its step by label. A collective that the compiler has combined from several carries
-one of their labels or none: it is matched by the number of elements that it moves over the same axes.
+A compiled collective is matched to its step by label. A collective that the compiler has combined from several has one
+of their labels or none: it is matched by the number of elements that it moves over the same axes.
 """
 
 import math
@@ -26,22 +26,22 @@ from meshwright.verify.traffic import (
 )
 
 CLASSES: dict[str, str] = {
-    "windowed matmul": "gathers and scatters cut into permutes that run beside the blocks of a product",
-    "full all-reduce": "sums of which a device keeps a part, sent whole: twice the bytes of a reduce-scatter",
-    "scattered all-reduce": "sums sent as a reduce-scatter, and gathered where they are used",
-    "gathered exchange": "rows exchanged by gathers of them all, for a platform without ragged all-to-alls",
-    "joined": "sums over some axes and then over others, sent as one over all of them",
-    "float32": "sent in float32 where two bytes are derived",
+    "windowed matmul": "gathers and scatters cut into permutes that overlap with the tiles of a product",
+    "full all-reduce": "reduce-scatters compiled as all-reduces, of which a device keeps its shard: twice the bytes",
+    "scattered all-reduce": "all-reduces compiled as a reduce-scatter, and an all-gather where the sum is used",
+    "gathered exchange": "all-to-alls compiled as all-gathers, for a platform without ragged all-to-alls",
+    "joined": "two all-reduces over different axes, compiled as one over all these axes",
+    "float32": "sent in float32 where elements of two bytes are derived",
     "padding": "rows or columns added to fill tiles or to make equal parts",
-    "repeated": "done again, to keep less in memory",
-    "shared": "done once for several uses, or for several contributions to one gradient",
-    "dropped": "sends of a ring that are not there: nothing uses the block any more, or it is there already",
-    "involuntary rematerialisation": "arrays copied whole by the partitioner to bring them to another sharding",
+    "repeated": "run again, to keep less in memory",
+    "shared": "run once for several uses, or for several contributions to one gradient",
+    "dropped": "ring sends that are not compiled: nothing uses the block any more, or it has arrived already",
+    "involuntary rematerialisation": "arrays that the partitioner replicates to reshard them",
 }
 """Name of a difference -> its explanation."""
 
 _COPIED = re.compile(r"for HLO operation %\S+ = (\w+\[[0-9,]*\])")
-"""Shard of the array that the partitioner reports as replicated."""
+"""Shape of a shard of an array that the partitioner reports as replicated."""
 
 
 def compare_traffic(
@@ -51,7 +51,7 @@ def compare_traffic(
     *,
     remarks: Iterable[str] = (),
 ) -> TrafficComparison:
-    """Compares both sides, and names every difference that matches one of `CLASSES`.
+    """Compares derived with compiled collectives, and names every difference that matches one of `CLASSES`.
 
     ``remarks`` are the partitioner's messages about arrays that it replicated.
     """
@@ -67,7 +67,7 @@ def compare_traffic(
 
 
 def _tied_weights(table: TrafficTable) -> None:
-    """Names what one end of the program does not send of a weight because the other end sends it."""
+    """Names the traffic of a tied weight that embedding or head skips because the other block sends it."""
     for label, sides in table.labels.items():
         if label is None or sides.compiled or label.block.startswith("layer"):
             continue
@@ -82,7 +82,7 @@ def _tied_weights(table: TrafficTable) -> None:
 
 
 def _joined_steps(table: TrafficTable) -> None:
-    """Names the common differences of steps that the compiler combined under the label of one."""
+    """Names the total difference of several steps of one row whose collectives the compiler combined."""
     for key in table.rows.derived:
         steps_of_row = [
             (label, sides)
@@ -106,7 +106,7 @@ def _labelled_steps(table: TrafficTable) -> None:
 
 
 def _name_unlabelled(table: TrafficTable, label: StepLabel | None, sides: Sides) -> None:
-    """Names a step's scatter that is not there, where a sum without a label has all of its elements."""
+    """Names a step's reduce-scatter that was compiled as an unlabelled all-reduce of as many elements."""
     if label is None or sides.compiled or len(sides.derived) != 1:
         return
     ((kind, axes), scatter), unlabelled_amounts = *sides.derived.items(), table.labels[None].compiled
@@ -118,7 +118,7 @@ def _name_unlabelled(table: TrafficTable, label: StepLabel | None, sides: Sides)
 
 
 def _name_label(table: TrafficTable, label: StepLabel | None, sides: Sides) -> None:
-    """Names a step's difference, unless its rows are even already."""
+    """Names the difference of one label's traffic; skips labels already named and rows that already balance."""
     if label in table.taken or all(table.is_even(key) for key in (*sides.derived, *sides.compiled)):
         return
     max_pad = table.most_padding[label]
@@ -126,7 +126,7 @@ def _name_label(table: TrafficTable, label: StepLabel | None, sides: Sides) -> N
         table.name(name, str(label), sides.derived, sides.compiled)
         return
     for key in sides.derived.keys() & sides.compiled.keys() if label else ():
-        # a leg of several
+        # one leg of a collective over several physical axes
         derived, compiled = {key: sides.derived[key]}, {key: sides.compiled[key]}
         if not table.is_even(key) and (name := _of_size(derived[key], compiled[key], {key[0]}, most_padding=max_pad)):
             table.name(name, str(label), derived, compiled)
@@ -136,7 +136,7 @@ def _name_label(table: TrafficTable, label: StepLabel | None, sides: Sides) -> N
 
 
 def _scattered_rows(table: TrafficTable) -> None:
-    """Names the scatters of rows that are sent as sums."""
+    """Names reduce-scatters that were compiled as all-reduces of as many elements, row by row."""
     for key in list(table.left):
         kind, axes = key
         if kind != "reduce_scatter" or table.left[key].elements >= 0 or table.is_even(key):
@@ -154,8 +154,8 @@ def _summed_rows(table: TrafficTable) -> None:
 
 
 def _name_sums(table: TrafficTable, key: TrafficKey) -> None:
-    """Names sums over the axes of a row that were sent in another form: as a scatter and a gather, or together with
-    the sums over further axes that follow."""
+    """Names a row's missing all-reduces that were compiled as a reduce-scatter and an all-gather, or combined with the
+    all-reduce over further axes that follows."""
     amount = table.left[key]
     if amount.wire >= 0 or table.is_even(key):
         return
@@ -177,7 +177,7 @@ def _name_sums(table: TrafficTable, key: TrafficKey) -> None:
 
 
 def _name_pair(table: TrafficTable, scatter_key: TrafficKey, sum_key: TrafficKey) -> None:
-    """Names a reduce-scatter compiled as an all-reduce, which may also include the sum over replicas."""
+    """Names a reduce-scatter compiled as an all-reduce, which may also include the following sum over replicas."""
     derived_amounts = {scatter_key: -table.left[scatter_key]}
     rest_key = "all_reduce", tuple(axis for axis in sum_key[1] if axis not in scatter_key[1])
     replica_sum = table.left.get(rest_key, NOTHING)
@@ -187,7 +187,7 @@ def _name_pair(table: TrafficTable, scatter_key: TrafficKey, sum_key: TrafficKey
 
 
 def _left_rows(table: TrafficTable) -> None:
-    """Names what is left of rows: more than was derived, done again, copied or padded, or less, shared or dropped."""
+    """Names the rest of rows: surplus (repeated, replicated, padded) and missing traffic (shared, dropped)."""
     for key, amount in list(table.left.items()):
         if table.is_even(key):
             continue
@@ -207,7 +207,7 @@ def _left_rows(table: TrafficTable) -> None:
 
 
 def _is_of_a_tied_weight(table: TrafficTable, key: TrafficKey, left_amount: Amount) -> bool:
-    """True if a row lacks what one end of the program sends of an array that embedding and head both gather or
+    """True if a row's missing traffic equals the derived traffic of an array that embedding and head both gather or
     sum."""
     amount_of = {
         label: sides.derived[key]
@@ -220,7 +220,7 @@ def _is_of_a_tied_weight(table: TrafficTable, key: TrafficKey, left_amount: Amou
 
 
 def _is_one_round(table: TrafficTable, key: TrafficKey, left_amount: Amount) -> bool:
-    """True if a row lacks whole arrays of its own size, at most one of a ring's n - 1 rounds."""
+    """True if the missing arrays are whole, and at most one of the n - 1 sends of each ring over n devices."""
     derived_amount, compiled_amount = table.rows.derived[key], table.rows.compiled[key]
     num_rounds = math.prod(table.mesh[axis] for axis in key[1]) - 1
     is_whole = same(left_amount.elements / left_amount.arrays, derived_amount.elements / derived_amount.arrays)
@@ -235,7 +235,7 @@ RULES: tuple[Callable[[TrafficTable], None], ...] = (
     _summed_rows,
     _left_rows,
 )
-"""What names differences, in this order: what a rule has named is not there for those after it."""
+"""Rules that name differences, in this order: each sees only what the earlier ones left unnamed."""
 
 
 # -- names -------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def _words(key: TrafficKey) -> str:
 
 
 def _name_of(label: StepLabel | None, sides: Sides, most_padding: float) -> str:
-    """Returns the name of a step's difference; empty if one side is missing or no name matches."""
+    """Returns the name of a step's difference; empty if the derived or compiled side is missing or no name matches."""
     if label is None or not sides.derived or not sides.compiled:
         return ""
     if sides.windowed:
@@ -266,7 +266,7 @@ def _name_of(label: StepLabel | None, sides: Sides, most_padding: float) -> str:
 
 
 def _of_size(derived: Amount, compiled: Amount, kinds: set[str], *, most_padding: float = MOST_PADDING) -> str:
-    """Returns the name of a difference in bytes alone, where kinds and axes agree."""
+    """Returns the name of a difference in size between collectives of equal kind and axes; empty if none matches."""
     if same(derived.elements, compiled.elements):
         return "float32" if same(compiled.wire, 2 * derived.wire) else ""
     if derived.arrays == compiled.arrays:
@@ -274,7 +274,7 @@ def _of_size(derived: Amount, compiled: Amount, kinds: set[str], *, most_padding
         is_lane_padded = same(compiled.elements, LANES * derived.elements)
         extra_elements = compiled.elements - derived.elements
         return "padding" if is_lane_padded or 0 < extra_elements < most_padding * derived.elements else ""
-    # combined arrays carry one label: their mean size then differs from that of the step's own
+    # combined arrays carry one label: their mean size then differs from the step's
     if not same(compiled.elements / max(compiled.arrays, 1), derived.elements / max(derived.arrays, 1)):
         return ""
     if compiled.arrays > derived.arrays:

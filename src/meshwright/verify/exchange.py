@@ -1,4 +1,4 @@
-"""What the compiled program of an island leaves to its hosts: the sums between islands, with bytes by formula."""
+"""Sums between islands, which hosts run outside the compiled program: arrays, sizes and bytes by formula."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ from meshwright.verify.traffic import TrafficComparison
 
 
 class OuterRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One sum between islands: its array, when it runs, numbers of an island, and bytes that leave it."""
+    """One sum between islands: its array, when it runs, values per island, and bytes that leave an island."""
 
     array: str
     when: str
@@ -20,8 +20,8 @@ class OuterRow(msgspec.Struct, frozen=True, kw_only=True):
 class ExchangeProof(msgspec.Struct, frozen=True, kw_only=True):
     """The exchange of ``num_islands`` equal islands, each with ``num_devices``, in a period of ``period`` steps.
 
-    ``leaving`` are collectives of the compiled program, as "kind over axes", over axes that an island's mesh has not;
-    None where nothing was compiled.
+    ``leaving`` are the compiled collectives, as "kind over axes", over axes that an island's mesh lacks (there should
+    be none); None if nothing was compiled.
     """
 
     num_islands: int
@@ -37,7 +37,7 @@ class ExchangeProof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def exchange_proof(setting: Setting, strategy: Strategy, traffic: TrafficComparison | None) -> ExchangeProof:
-    """Returns the exchange of a strategy of islands; ``traffic`` are the collectives of an island's program."""
+    """Returns the exchange of a strategy with islands; ``traffic`` is of one island's compiled program."""
     inner = strategy.inner()
     sizes = setting.of_island(strategy).sizes(inner)
     rows = tuple(

@@ -1,4 +1,4 @@
-"""The derivation of a requested step: collectives and products that the compiled program should have, and memory."""
+"""Predicts, from a request's derivation, what its compiled step contains: collectives, FLOPs, and memory."""
 
 import math
 from collections import defaultdict
@@ -37,11 +37,11 @@ from meshwright.verify.request import Request
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
-    """One derived collective: it moves ``num_arrays`` arrays in one step, together ``full_bytes``, over ``axes``.
+    """A derived collective over ``axes`` that moves ``num_arrays`` arrays in one step, ``full_bytes`` in total.
 
-    ``full_bytes`` are of the whole array on the group, as in a `CompiledCollective`; ``element_bytes`` of one element.
-    ``group_size`` is that of ``axes``, or of the leg on one physical axis of a collective that crosses several.
-    """
+    ``full_bytes`` counts each array whole, not sharded over ``axes``, as in a `CompiledCollective`; ``element_bytes``
+    is the size of one element. ``group_size`` is the number of devices of ``axes``, or of one leg if the collective
+    crosses several physical axes."""
 
     label: StepLabel
     kind: str
@@ -63,7 +63,7 @@ def expected_collectives(
 ) -> Iterator[Expected]:
     """Yields the collectives of one step of training, prefill or generation.
 
-    ``dims`` are those of the global batch (B all sequences); ``width`` is the bytes of an element whose array
+    ``dims`` are sizes of the global batch (B counts all sequences); ``width`` is the bytes of an element whose array
     names no dtype. ``layer_by_layer``: gradients are summed over replicas layer by layer, else as stacked arrays.
     """
     op_sizes = _sizes(derived, dims, mesh, num_microbatches)
@@ -83,7 +83,7 @@ def expected_collectives(
 
 
 def _pieces(derived: Derived, sizes: OpSizes) -> dict[str, int]:
-    """Maps each weight outside the layers to the number of pieces in which it is gathered after an update."""
+    """Maps each weight outside the layers to the number of pieces in which it is all-gathered after an update."""
     end_weight_names = {name for block in derived.blocks if not block.is_layer for name in weights_of(derived, block)}
 
     def shape(array: ShardedArray) -> list[int]:
@@ -97,7 +97,7 @@ def _pieces(derived: Derived, sizes: OpSizes) -> dict[str, int]:
 
 
 _Counted = tuple[Step, int, int]
-"""A step, the number of arrays that it moves, and how often it moves its own bytes."""
+"""A step, the number of arrays that it moves, and how many times the step's bytes are moved."""
 
 
 def _sizes(derived: Derived, dims: Mapping[str, int], mesh: Mapping[str, int], num_microbatches: int) -> SlotSizes:
@@ -131,7 +131,7 @@ def _expected(
 
 
 def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes of more than one device, in the mesh's order."""
+    """Returns the given axes that have more than one device, in mesh order."""
     named_axes = set(axes)
     return tuple(axis for axis in mesh if axis in named_axes and mesh[axis] > 1)
 
@@ -142,10 +142,10 @@ def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]
 def expected_of_pipeline(
     derived: Derived, tables: TickTables, dims: Mapping[str, int], mesh: Mapping[str, int], *, width: int
 ) -> Iterator[Expected]:
-    """Yields the collectives that a compiled pipeline contains: each branch counts once per tick, taken or not.
+    """Yields the collectives in a compiled pipeline's text: each branch counts once per tick, whether it runs or not.
 
-    ``dims`` are those of the global batch (B all sequences, C of one microbatch). Split and whole backward passes both
-    count where a schedule has both. Sends count as often as they run: once per direction and tick.
+    ``dims`` are sizes of the global batch (B all sequences, C slots of one microbatch). Split and whole backward passes
+    both count where a schedule has both. Sends count as often as they run: once per direction and tick.
     """
     num_micro = tables.schedule.num_microbatches
     sizes = _sizes(derived, dims, mesh, num_micro)
@@ -176,9 +176,8 @@ def _counted_in_text(derived: Derived, tables: TickTables, sizes: SlotSizes) -> 
 
 
 def steps_in_text(derived: Derived, tables: TickTables) -> Iterator[tuple[BlockSteps, Step, int]]:
-    """Yields each step of the blocks with how often the text of a pipeline contains it: once per tick and layer, in the
-    backward pass twice if the schedule has both split and whole ones. Layers that run again count as often as they do.
-    """
+    """Yields each step of the blocks and how often a pipeline's text has it: once per tick and layer, or twice in
+    backward passes if the schedule has both split and whole ones. Recomputed layers count once per run."""
     runs_twice, num_stages = tables.has_whole and tables.has_split, tables.schedule.num_virtual_stages
     for block in derived.blocks:
         num_layers = _layers(derived, block, tables)
@@ -193,7 +192,7 @@ def steps_in_text(derived: Derived, tables: TickTables) -> Iterator[tuple[BlockS
 
 
 def _times_read_again(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
-    """Returns how many backward passes of a tick read what ends a stack, and so compute it again."""
+    """Returns how many kinds of backward pass read, and so recompute, the output of a stack's last block."""
     name = block.block.ops[-1].out
     readers = [b for b in derived.blocks if name in derived.program.shared_inputs(b.name)]
 
@@ -206,33 +205,33 @@ def _times_read_again(derived: Derived, block: BlockSteps, tables: TickTables) -
 
 
 def _layers(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
-    """Returns the number of layers of a block that a virtual stage runs, layers of zeros among them; 1 for an end."""
+    """Returns how many layers of a block a virtual stage runs, padding layers included; 1 for embedding or head."""
     names = tuple(name for stack in derived.program.stacks for name in stack.layers)
     pattern = stage_layers(names, tables.schedule.num_virtual_stages).pattern
     return pattern.count(block.block.name) if block.block.carry else 1
 
 
 def _rows(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
-    """Returns the number of layers of a block that one device stores."""
+    """Returns the number of a block's layers that one device stores, over all its virtual stages."""
     schedule = tables.schedule
     stages_per_device = schedule.num_virtual_stages // schedule.num_devices if block.block.carry else 1
     return _layers(derived, block, tables) * stages_per_device
 
 
 class StepDerivation:
-    """The derived step of a request, with its counts."""
+    """The derivation of a request's step, and the collectives, FLOPs and bytes counted from it."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.setting, self.job = request, request.setting, request.setting.job
 
     @cached_property
     def strategy(self) -> Strategy:
-        """The strategy as the step runs it."""
+        """The request's strategy, adapted to generation if the job does not train."""
         return job_strategy(self.job, self.request.strategy)
 
     @cached_property
     def derived(self) -> Derived:
-        """The steps of the program."""
+        """The derived steps of the request's job."""
         model, storage, options = self.setting.model, self.setting.step_storage, self.request.options
         if self.setting.reads_sources:  # the first row of each is a step of decode
             return derive_sources(model, strategy_of_heads(self.strategy, model.common_kv_heads), storage)
@@ -240,8 +239,8 @@ class StepDerivation:
 
     @cached_property
     def dims(self) -> dict[str, int]:
-        """Sizes of all dims for the whole batch. C is the number of slots of an expert: its capacity, if it has one,
-        else the filled ones in the mean."""
+        """Sizes of all dims for the whole batch. C is the slots of an expert: its capacity if the strategy has a
+        capacity factor, else the mean number of filled slots."""
         model, job = self.setting.model, self.job
         size_by_dim = {
             **held_dims(model.dims, self.strategy.mesh),
@@ -257,7 +256,7 @@ class StepDerivation:
         return size_by_dim
 
     def expected(self) -> list[Expected]:
-        """Returns the collectives of one step; of a pipeline, those in its text: every branch in every tick."""
+        """Returns the collectives of one step; in a pipeline every branch of every tick counts, as in its text."""
         strategy, mesh = self.strategy, self.strategy.mesh
         width = int(DTYPE_BYTES[strategy.state_dtype])
         if self._tables is not None:
@@ -269,7 +268,7 @@ class StepDerivation:
         return list(expected_rows)
 
     def products(self) -> dict[StepLabel, float]:
-        """Returns the FLOPs of each step's products on one device; a pipeline's count in every tick, as in its text."""
+        """Returns the FLOPs of each step's products on a device; a pipeline's steps count in every tick."""
         # Sizes of one microbatch, and attention over all keys.
         op_sizes = _sizes(self.derived, self.dims, self.strategy.mesh, self.strategy.num_microbatches)
         flops_by_label: dict[StepLabel, float] = defaultdict(float)
@@ -286,7 +285,7 @@ class StepDerivation:
 
     @cached_property
     def _tables(self) -> TickTables | None:
-        """Tick tables of the pipeline; None without one."""
+        """Tick tables of the pipeline's schedule; None without a pipeline."""
         if not self.job.trains or self.strategy.mesh.get("pipeline", 1) == 1:
             return None
         return tick_tables(strategy_schedule(self.strategy))

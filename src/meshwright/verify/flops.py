@@ -1,6 +1,6 @@
-"""Compares the FLOPs of matrix products in a program, before the compiler rewrites it, with the derived ones.
+"""Compares the FLOPs of matrix products in a program, before the compiler optimises it, with the derived FLOPs.
 
-Kernels of attention and other custom calls state no products: attention is left out on both sides.
+Attention kernels and other custom calls state no products: attention is left out on both sides.
 """
 
 from collections import Counter, defaultdict
@@ -16,16 +16,16 @@ from meshwright.hlo.module import parse_module
 from meshwright.hlo.products import product_flops
 
 TOLERANCE = 0.02
-"""Differences up to this share are ignored."""
+"""Relative differences up to this share are ignored."""
 
 KERNELS = ("custom-call", "ragged-dot")
-"""Instructions that are grouped products in a step of products: how many rows each expert has depends on the data."""
+"""Opcodes of grouped products: the number of rows of each expert, and so the FLOPs, depends on the data."""
 
 _Label = StepLabel | None
 
 
 class StepProducts(msgspec.Struct, frozen=True, kw_only=True):
-    """FLOPs of one step in which program and derivation differ."""
+    """FLOPs of one step, derived and in the program, which differ."""
 
     where: str
     derived: float
@@ -33,9 +33,9 @@ class StepProducts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Products(msgspec.Struct, frozen=True, kw_only=True):
-    """FLOPs of all matrix products but attention's, on one device.
+    """FLOPs of all matrix products except attention's, on one device.
 
-    ``by_data`` names the steps whose number of products depends on data; both sides leave them out.
+    ``by_data`` names the steps whose FLOPs depend on the data; both totals leave them out.
     """
 
     derived: float
@@ -45,14 +45,14 @@ class Products(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProductCount(msgspec.Struct, frozen=True, kw_only=True):
-    """FLOPs of products by step, and the steps whose number of products depends on data: in loops and in kernels."""
+    """FLOPs of products by step, and the steps whose FLOPs depend on data, in loops or kernels."""
 
     flops: dict[_Label, float]
     by_data: frozenset[_Label]
 
 
 def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Products:
-    """Compares the products of an unoptimised program with those of its derivation."""
+    """Compares the products of an unoptimised program with the derived FLOPs of each step."""
     sums = count_products(program)
     left_out_labels = {label for label in (*sums.flops, *derived) if label in sums.by_data or _attends(label)}
     labels = [label for label in dict.fromkeys((*derived, *sums.flops)) if label not in left_out_labels]
@@ -84,7 +84,7 @@ def _multiplies(label: _Label) -> bool:
 def count_products(program: str) -> ProductCount:
     """Counts the FLOPs of all products in one call of a program on one device: 2 n k for n results that sum over k.
 
-    Loop bodies count as often as they run; further rounds of an exchange do not count.
+    Loop bodies count as often as they run; the rounds of an exchange after the first do not count.
     """
     module = parse_module(program)
 

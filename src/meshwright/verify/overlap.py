@@ -1,4 +1,4 @@
-"""What the compiler's schedule overlaps with compute, beside what the price of the step hides."""
+"""Compares the communication that overlaps with compute in the compiled schedule with what the cost model predicts."""
 
 import math
 from collections import defaultdict
@@ -13,10 +13,10 @@ from meshwright.verify.expected import active_axes
 
 
 class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of collective over some axes: bytes on the wire per device, and seconds by the price.
+    """One kind of collective over some axes: compiled bytes sent per device, and predicted seconds.
 
-    ``overlapped`` maps how collectives run beside compute (`hlo.collectives.Overlap`) to their bytes. Of ``alone_s``,
-    which derived collectives take without overlap, the price hides ``hidden_s``.
+    ``overlapped`` maps each form of overlap with compute (`hlo.collectives.Overlap`) to its bytes. The cost model hides
+    ``hidden_s`` of the ``alone_s`` seconds that the derived collectives take without overlap.
     """
 
     kind: str
@@ -32,10 +32,10 @@ class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OverlapComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Overlap as compiled, the most seconds first, and as priced.
+    """Overlap as compiled and as predicted; rows with most predicted seconds first.
 
-    Of the seconds of communication alone ``beside_s`` run beside compute as compiled; ``priced`` has the step if the
-    rest overlaps with nothing.
+    ``beside_s`` is the predicted time of the communication that overlaps in the compiled schedule; ``priced`` is the
+    step's overlap if the other communication is exposed.
     """
 
     rows: tuple[OverlapRow, ...]
@@ -74,9 +74,9 @@ def compare_overlap(
 
 
 def _exposed_share(rows: Sequence[OverlapRow], kind: str, axes: tuple[str, ...]) -> float:
-    """Returns the share of the compiled bytes of a collective that is exposed; 1 if nothing was compiled.
+    """Returns the exposed share of a collective's compiled bytes; 1 if nothing was compiled.
 
-    Where the compiler made another kind of it, or joined axes, all collectives that share an axis count.
+    If no compiled row has this kind and these axes, all rows that share an axis with it count.
     """
     sent_rows = [row for row in rows if row.exposed_bytes or row.overlapped]
     exact_rows = [row for row in sent_rows if (row.kind, row.axes) == (kind, axes)]

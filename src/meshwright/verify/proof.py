@@ -1,4 +1,4 @@
-"""Proves a plan: compiles its real step for its target, and compares it with the derivation."""
+"""Proves a plan: compiles its step for its target, and compares memory, collectives and FLOPs with the derivation."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from meshwright.verify.running import CompileOutcome, available_bytes, run_reque
 from meshwright.verify.traffic import TrafficComparison
 
 ARGUMENTS = ("weights", "optimizer", "kv_cache")
-"""Items of memory that are arguments of a step; all others are temporaries."""
+"""Items of memory that are arguments of a step; all other items are temporaries."""
 
 
 class MemoryComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on one device: predicted by item, compiled, and available to a program."""
+    """Bytes on one device: predicted by item, compiled (outputs are among temporaries), and available to a program."""
 
     items: dict[str, float]
     arguments: float
@@ -59,10 +59,10 @@ class MemoryComparison(msgspec.Struct, frozen=True, kw_only=True):
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """Result of compiling a step.
 
-    ``refusal`` says in one line why it does not run; empty if it does. ``memory``, ``traffic`` and ``products`` are
-    None unless buffers were assigned; ``traffic_error`` says why the collectives could not be read. ``overlap`` is
-    None on CPUs, which overlap nothing, and where the compiler chooses the collectives. Of islands the request is that
-    of one, and ``exchange`` is between them.
+    ``refusal`` says in one line why the step does not compile or fit; empty if it does. ``memory`` (not on CPUs),
+    ``traffic`` and ``products`` are None unless buffers were assigned; ``traffic_error`` says why the collectives could
+    not be read. ``overlap`` is None on CPUs, which overlap nothing, and for form "gspmd"; so is ``products`` for
+    "gspmd". With islands, ``request`` compiles one island and ``exchange`` has the sums between islands.
     """
 
     request: Request
@@ -77,12 +77,12 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def runs(self) -> bool:
-        """True if the step partitions and fits, as far as this depth shows."""
+        """True if the step compiles and fits in memory, as far as the request's depth shows."""
         return not self.refusal
 
 
 def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: Path | None = None) -> Proof:
-    """Compiles the step of a request in a process of its own and compares it with the derivation."""
+    """Compiles the step of a request in a child process and compares it with the derivation."""
     outcome = run_request(request, program=program, timeout_s=timeout_s, keep=keep)
     refusal = _refusal(request, outcome)
     if outcome.memory is None:
@@ -125,7 +125,7 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
 
 
 def _devices(request: Request) -> int:
-    """Returns how many devices of the compiler a chip is; 0 for a chip with another memory than the compiler knows."""
+    """Returns the number of compiler devices of one chip; 0 if the chip's memory differs from the catalogued chip's."""
     chip = request.setting.cluster.chip
     base_chip = compiled_as(chip)
     target = catalogued(base_chip, "libtpu")
@@ -133,14 +133,14 @@ def _devices(request: Request) -> int:
 
 
 def _refusal(request: Request, outcome: CompileOutcome) -> str:
-    """Returns in one line why nothing was compiled."""
+    """Returns one line that says why compilation failed; empty if it succeeded."""
     if outcome.ended in ("done", "stopped"):
         return ""
     stage = "compiled" if outcome.lowered else "lowered"
-    cause = {"crash": "the compiler died", "timeout": "the time was up"}.get(outcome.ended)
+    cause = {"crash": "the compiler crashed", "timeout": "time limit reached"}.get(outcome.ended)
     message = f"{cause}: {outcome.message}" if cause else outcome.message
     if "Mosaic kernels cannot be automatically partitioned" in message:
-        message = "XLA partitions no kernels of TPUs by itself. Leave --gspmd out, or take it with --for cpu or on GPUs"
+        message = "XLA cannot partition TPU kernels by itself. Omit --gspmd, or use it with --for cpu or on GPUs"
     hint = " Give more time with --timeout." if outcome.ended == "timeout" else ""
     return f"the {request.step} step of {request.setting.model.name} could not be {stage}: {message.rstrip('.')}.{hint}"
 

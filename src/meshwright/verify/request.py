@@ -1,4 +1,4 @@
-"""Request to compile one step of one plan for one target: plain data, sent from process to process."""
+"""Request to compile one step of a plan for one target: plain data, sent from process to process as JSON."""
 
 from typing import Any, Literal
 
@@ -15,15 +15,15 @@ Depth = Literal["lower", "partition", "full"]
 
 REQUEST, LOWERED, MEMORY, MODULE, ERROR = "request.json", "lowered", "memory.json", "module.hlo", "error.json"
 OPTIONS = "options.json"
-"""Files in the folder in which a request is compiled."""
+"""Names of files in the folder in which a request is compiled."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """The step of a setting's job under a strategy, with the name by which the user asked for it.
+    """What to compile: one step of the setting's job under ``strategy``, for ``target``, as far as ``depth``.
 
-    ``settings`` are a training run's settings that differ from the defaults, and ``options`` the program options that
-    follow from them. ``order`` lists the chip numbers in mesh order.
-    """
+    ``step`` is the name that the user typed. ``settings`` are a training run's settings that differ from the defaults,
+    and ``options`` the program options that follow from them. ``order`` lists the chip numbers in mesh order; empty for
+    the compiler's order."""
 
     setting: Setting
     strategy: Strategy

@@ -1,7 +1,7 @@
-"""Compiles a request in a process of its own, with a time limit, and survives its crashes.
+"""Compiles a request in a child process with a time limit, so that a crash of the compiler does not end the caller.
 
 Compilers dump the optimised program and the buffer assignment before they generate code. Code generation takes most of
-the time and changes neither, so the partition depth stops there.
+the time and changes neither, so depth "partition" kills the process once both files are complete.
 """
 
 import os
@@ -47,11 +47,11 @@ class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a compilation ended, and its results.
 
     ``lowered``: the step has been traced, every dim divides and every type agrees. ``ended``: "done"; "stopped" once
-    buffers were assigned (enough for the partition depth); "error" with the compiler's ``message``; "crash" with
-    its last line of output; "timeout". ``memory`` is the buffer assignment, ``out_of_memory`` the compiler's message
-    about a program that is too large. ``program`` is the HLO before optimisation, ``hlo`` after it. ``remarks`` are
-    the partitioner's, about arrays that it replicated. ``compiler`` has the options of the compiler. ``cpu_s`` and
-    ``max_rss_bytes`` are those of the process.
+    buffers were assigned (enough for the partition depth); "error" with the compiler's ``message``; "crash" with its
+    last line of output; "timeout". ``memory`` is the buffer assignment, ``out_of_memory`` the compiler's message about
+    a program that is too large. ``program`` is the HLO before optimisation, ``hlo`` after it. ``remarks`` are the
+    partitioner's messages about arrays that it replicated. ``compiler`` lists the compiler options in use. ``cpu_s``
+    and ``max_rss_bytes`` count the compiling process only.
     """
 
     ended: Ended
@@ -71,10 +71,10 @@ class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def run_request(
     request: Request, *, program: Sequence[str], timeout_s: float, keep: Path | None = None
 ) -> CompileOutcome:
-    """Compiles a request with ``program``, which takes the folder of the request as its last argument.
+    """Compiles a request by the command ``program``, to which the request's folder is appended as last argument.
 
-    ``keep`` is the folder that keeps the compiler's files; without it they are deleted. Raises InputError for a folder
-    that cannot be written to, or that holds anything but an earlier compilation.
+    The process is killed after ``timeout_s``. ``keep`` is the folder that keeps the compiler's files; without it they
+    are deleted. Raises InputError if ``keep`` cannot be written or has other files than an earlier compilation's.
     """
     if keep is not None:
         _take_folder(keep)
@@ -84,7 +84,7 @@ def run_request(
 
 
 def _take_folder(folder: Path) -> None:
-    """Makes a folder, or deletes an earlier compilation in it."""
+    """Creates a folder, or deletes an earlier compilation's files from it. Raises InputError if it has other files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / REQUEST).is_file():
@@ -146,10 +146,10 @@ def _environment(request: Request, dump_folder: Path) -> dict[str, str]:
 def _wait(
     process: "subprocess.Popen[bytes]", deadline_s: float, dump_folder: Path | None
 ) -> tuple[str, int, resource.struct_rusage, int]:
-    """Waits for a process, and kills it at the deadline, or once the dump is complete.
+    """Waits for a process, and kills it at the deadline, or once the compiler's dump is complete.
 
-    Returns how it ended, its exit status, its resource usage, and the last peak of its memory seen in KiB (0: none).
-    """
+    Returns "exit", "timeout" or "stopped", the exit status, the resource usage, and the last peak memory seen in KiB
+    (0: none)."""
     file_sizes: tuple[int, ...] = ()
     num_steady_polls = 0
     peak_kb = 0
@@ -175,7 +175,7 @@ def _wait(
 
 
 def _peak_kb(pid: int) -> int:
-    """Returns the peak memory of a running process in KiB; 0 if the system does not say."""
+    """Returns the peak memory of a running process in KiB; 0 if the operating system does not report it."""
     try:
         match = re.search(r"VmHWM:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())
     except OSError:
@@ -219,7 +219,7 @@ def _read(path: Path, kind: type[Kind]) -> Kind | None:
 
 
 def dump_files(folder: Path) -> dict[str, Path] | None:
-    """Returns the files of the step's module by suffix; None until all of them exist and are not empty."""
+    """Returns the step's dump files by suffix, the largest of each; None until each suffix has a non-empty file."""
     path_by_suffix = {}
     for suffix in _ENDS:
         paths = sorted(path for path in folder.glob(f"*.jit_*{suffix}") if path.stat().st_size)
@@ -231,7 +231,7 @@ def dump_files(folder: Path) -> dict[str, Path] | None:
 
 
 def read_program(folder: Path) -> str:
-    """Returns the step's program before optimisation; empty if it was not written."""
+    """Returns the step's HLO before optimisation, from the compiler's dump; empty if the dump has none."""
     paths = sorted(folder.glob(f"*.jit_*{PROGRAM_END}"), key=lambda path: path.stat().st_size)
     return paths[-1].read_text() if paths else ""
 
@@ -252,7 +252,7 @@ def read_memory(buffer_assignment: str) -> Memory:
 
 
 def available_bytes(message: str) -> int | None:
-    """Returns the HBM bytes available to a program, as the compiler's error message says; None if it does not."""
+    """Returns the HBM bytes that a program may use, from the compiler's out-of-memory message; None if not stated."""
     match = _OUT_OF_MEMORY.search(message)
     if match is None:
         return None

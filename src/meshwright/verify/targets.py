@@ -16,17 +16,17 @@ CompilerPlatform = Literal["tpu", "cuda", "cpu"]
 MAX_CPU_DEVICES = 2048
 """Most devices in one process that XLA's CPU compiler accepts; it refuses 4096 (measured, jax 0.10.2)."""
 
-WITHOUT_COMPILER = "Without a compiler, take verify --for cpu (no memory) or --depth lower, and plan without --verify."
+WITHOUT_COMPILER = "Without a compiler, use verify --for cpu (no memory) or --depth lower, and plan without --verify."
 
 PLUGINS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda13_plugin", "gpu")}
-"""The module that compiles for a platform, and the extra of this package that installs it."""
+"""For each platform the module that compiles for it, and the extra of this package that installs the module."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A topology that a program is compiled for.
+    """The topology that a program is compiled for.
 
-    ``topology`` and ``options`` are arguments of JAX's `get_topology_desc`; if a chip is two devices there, a mesh of
-    chips uses the first of each. ``note`` says what this target cannot show.
+    ``topology`` and ``options`` are arguments of JAX's `get_topology_desc`; if that lists a chip as two devices, a mesh
+    of chips uses the first device of each. ``note`` says what this target cannot show.
     """
 
     platform: CompilerPlatform
@@ -37,7 +37,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of a compiling process: they suppress logs and the search for hardware."""
+        """Environment variables of the compiling process, which suppress logs and the search for hardware."""
         log_variables = {"TF_CPP_MIN_LOG_LEVEL": "2"}
         if self.platform == "tpu":
             return {
@@ -61,13 +61,13 @@ def is_installed(platform: CompilerPlatform) -> bool:
 
 
 def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
-    """Returns the target of a cluster's own hardware.
+    """Returns the target for a cluster's own hardware.
 
-    Raises CannotRunError for chips and slices without a compiler, unless steps are ``only_lower``ed: that needs none
-    for TPUs, and is for CPUs if other chips have none or it is not installed.
+    With ``only_lower`` nothing is compiled: TPUs need no compiler, and GPUs or other chips without an installed
+    compiler are lowered for CPUs. Otherwise raises CannotRunError if no compiler is known for the chip or the slice.
     """
     real, chip = cluster.chip, compiled_as(cluster.chip)
-    note = "" if chip is real else f"compiled as for {chip.full_name or chip.name}: what differs is no part of programs"
+    note = "" if chip is real else f"compiled as for {chip.full_name or chip.name}: programs for both are equal"
     if libtpu := catalogued(chip, "libtpu"):
         if real.memory_bytes != chip.memory_bytes and chip.memory_bytes:
             note += f", except that libtpu plans with {format_bytes(chip.memory_bytes)} of memory"
@@ -98,13 +98,13 @@ def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
 def usable_target(cluster: Cluster, *, wanted: CompilerPlatform | None = None) -> Target:
     """Returns the cluster's own target if its compiler is installed, else emulated CPU devices, with a note.
 
-    Raises CannotRunError if ``wanted`` is not installed or not the cluster's, or the CPU cannot emulate all devices.
-    """
+    Raises CannotRunError if the compiler ``wanted`` is not installed or not the cluster's, or if a CPU cannot emulate
+    all devices."""
     if wanted == "cpu":
-        return _stand_in(cluster, "as asked for")
+        return _stand_in(cluster, "as requested")
     target = target_of(cluster)
     if wanted is not None and target.platform != wanted:
-        raise CannotRunError(f"{cluster.short_name} is compiled for {target.platform}, not {wanted}. Leave --for out.")
+        raise CannotRunError(f"{cluster.short_name} is compiled for {target.platform}, not {wanted}. Omit --for.")
     if is_installed(target.platform):
         return target
     install_hint = _how(target.platform)
@@ -121,7 +121,7 @@ def _stand_in(cluster: Cluster, why: str) -> Target:
     if cluster.num_chips > MAX_CPU_DEVICES:
         raise CannotRunError(
             f"a CPU emulates at most {MAX_CPU_DEVICES} devices, and this cluster has {cluster.num_chips}; {why}. "
-            f"Install the compiler, name fewer chips, or take verify --depth lower."
+            f"Install the compiler, name fewer chips, or use verify --depth lower."
         )
     note = (
         f"compiled for emulated CPU devices: {why}. That shows which collectives run, how often and over which axes; "
@@ -161,7 +161,7 @@ SHARED = """\
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
 """
-"""Figures that all NVIDIA GPUs since Ampere share."""
+"""Limits of a device that all NVIDIA GPUs since Ampere share."""
 
 
 def target_config(gpu: XlaGpuTarget) -> str:

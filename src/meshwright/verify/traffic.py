@@ -1,4 +1,4 @@
-"""Derived and compiled collectives side by side: rows by kind and axes, steps by label, and what has a name."""
+"""Derived and compiled collectives in one table: traffic by kind and axes, by step, and differences with a name."""
 
 import math
 from collections import defaultdict
@@ -13,14 +13,14 @@ from meshwright.hlo.shapes import ELEMENT_BITS
 from meshwright.verify.expected import Expected, active_axes
 
 TOLERANCE = 0.02
-"""Numbers this close count as equal; differences of a row below a quarter of this share of its bytes are ignored."""
+"""Numbers within this relative difference count as equal; a quarter of it, of a row's derived bytes, is negligible."""
 
 MOST_PADDING = 0.5
-"""Share of its own numbers that is added to an array at most, if its shards are no smaller than a tile: what grows by
-more has another cause."""
+"""Largest padding of an array, as a share of its elements, if its shards are no smaller than a tile: a larger growth
+has another cause."""
 
 TILE_BYTES = 4096
-"""Bytes of a TPU's tile, of which a smaller shard becomes a whole one."""
+"""Bytes of a TPU tile; a smaller shard is padded to a whole tile."""
 
 _Axes = tuple[str, ...]
 TrafficKey = tuple[str, _Axes]
@@ -31,7 +31,7 @@ _REPEATED = ".remat"
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """One named difference of a step, or of several steps over the same axes. Bytes are on the wire, per device."""
+    """One named difference of a step, or of several steps over the same axes. Bytes are sent per device."""
 
     name: str
     where: str
@@ -45,9 +45,9 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of collective over some axes: arrays and bytes on the wire per device, derived and compiled.
+    """One kind of collective over some axes: arrays, and bytes sent per device, derived and compiled.
 
-    ``named_bytes`` is the part of the difference that has a name.
+    ``named_bytes`` is the part of the difference, compiled less derived, that has a name.
     """
 
     kind: str
@@ -75,13 +75,13 @@ class TrafficComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def remainder(self) -> float:
-        """Absolute unnamed differences as a share of all bytes, each row's on its larger side."""
+        """Sum of the rows' absolute unnamed differences, as a share of the sum of each row's larger side."""
         unnamed_bytes = sum(abs(row.compiled_bytes - row.derived_bytes - row.named_bytes) for row in self.rows)
         return unnamed_bytes / max(sum(max(row.compiled_bytes, row.derived_bytes) for row in self.rows), 1.0)
 
 
 class Amount(msgspec.Struct, frozen=True):
-    """Traffic: elements of whole arrays, bytes on the wire, and number of arrays."""
+    """Traffic: elements of unsharded arrays, bytes sent per device, and number of arrays."""
 
     elements: float = 0.0
     wire: float = 0.0
@@ -110,8 +110,8 @@ class Sides:
 def _amount_of(found: CompiledCollective, num_devices: int) -> Amount:
     """Returns the traffic of a collective over axes of ``num_devices`` devices.
 
-    A collective over axes that span slices is compiled as one inside and one between them. The one between them adds
-    its bytes; elements and arrays count once, with the one inside.
+    A collective over axes that span slices is compiled as one inside each slice and one between slices. The one between
+    slices adds only its bytes; elements and arrays are counted with the one inside.
     """
     group_size = found.group_size if 1 < found.group_size < num_devices else num_devices
     wire_bytes = found.total_bytes * received_share(found.kind, group_size)
@@ -121,15 +121,15 @@ def _amount_of(found: CompiledCollective, num_devices: int) -> Amount:
 
 
 def same(one: float, other: float) -> bool:
-    """True for numbers within `TOLERANCE`."""
+    """True if two positive numbers differ by at most `TOLERANCE` of the larger one."""
     return abs(one - other) <= TOLERANCE * max(one, other)
 
 
 class TrafficTable:
-    """Names differences row by row. ``left`` is compiled less derived traffic of each row that has no name yet.
+    """Traffic of a step, from which rules subtract named differences. ``left`` is the unnamed rest of each row.
 
-    ``copied`` is the number of elements of the largest array that the partitioner replicated.
-    """
+    ``left`` is compiled less derived traffic. ``copied`` is the number of elements of the largest array that the
+    partitioner replicated."""
 
     def __init__(
         self, expected: Iterable[Expected], found: Iterable[CompiledCollective], mesh: Mapping[str, int], copied: int
@@ -163,11 +163,11 @@ class TrafficTable:
             self.left[key] = self.rows.compiled.get(key, NOTHING) + -self.rows.derived.get(key, NOTHING)
 
     def is_even(self, key: TrafficKey) -> bool:
-        """True if the row's unnamed difference is negligible."""
+        """True if the row's unnamed difference is at most a quarter of `TOLERANCE` of its derived bytes."""
         return abs(self.left[key].wire) <= TOLERANCE / 4 * self.rows.derived[key].wire
 
     def name(self, name: str, where: str, derived: TrafficAmounts, compiled: TrafficAmounts) -> None:
-        """Gives a difference a name: what both sides have of it, by row, is left no more."""
+        """Records a named difference, and subtracts it, compiled less derived, from each row of ``left``."""
         for key in {**derived, **compiled}:
             extra_amount = compiled.get(key, NOTHING) + -derived.get(key, NOTHING)
             self.named[key] += extra_amount.wire
