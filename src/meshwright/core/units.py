@@ -130,10 +130,15 @@ def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:
     return _scaled(flops, unit, (*"EPTGMk", ""))
 
 
+def plural(what: str, number: float) -> str:
+    """Returns ``"chip"`` for 1 and ``"chips"``, ``"microbatches"`` for other numbers."""
+    return what if number == 1 else f"{what}{'es' if what.endswith('ch') else 's'}"
+
+
 def counted(number: float, what: str) -> str:
     """Returns ``"1 chip"``, ``"1,024 chips"``, ``"2 microbatches"``."""
     number_text = f"{number:,.0f}" if number == round(number) else f"{number:.4g}"
-    return f"{number_text} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+    return f"{number_text} {plural(what, number)}"
 
 
 def format_count(count: float) -> str:

@@ -18,7 +18,7 @@ from meshwright.algebra.rewrites.pipeline import no_stages
 from meshwright.algebra.sizes import Number
 from meshwright.core.dims import ISLANDS
 from meshwright.core.errors import CannotRunError
-from meshwright.core.units import format_bytes
+from meshwright.core.units import counted, format_bytes
 from meshwright.cost.memory.chip import total_bytes
 from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal
@@ -289,7 +289,7 @@ def _batch_message(facts: StrategySizes, axes: tuple[str, ...]) -> str:
 def _devices_message(facts: StrategySizes) -> str:
     num_devices = int(product(facts.mesh.values()))
     return (
-        f"{facts.mesh_text} needs {num_devices} device{'s' * (num_devices > 1)}, but {facts.cluster} has "
+        f"{facts.mesh_text} needs {counted(num_devices, 'device')}, but {facts.cluster} has "
         f"{facts.num_chips}. Make the product of the axes {facts.num_chips}, or name a cluster of {num_devices}."
     )
 

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from meshwright.core.errors import InputError, require_known
 from meshwright.core.fields import LARGEST, Checked
-from meshwright.core.units import format_count, parse_count
+from meshwright.core.units import counted, format_count, parse_count
 from meshwright.spec.strategy import MAX_SEQUENCES
 
 OptimizerKind = Literal["adamw", "adafactor", "lion", "muon"]
@@ -99,7 +99,7 @@ def parse_batch(text: str, *, seq_len: int) -> int:
         seqs = next(powers, max(1, round(exact_seqs)))
         label = format_count(seqs * seq_len).replace(" ", "")
         exact = parse_count(label, what="batch", most=LARGEST) == seqs * seq_len
-        advice = f"{label} ({seqs} sequence{'s' * (seqs > 1)})" if exact else f"{seqs}seq ({seqs * seq_len:,} tokens)"
+        advice = f"{label} ({counted(seqs, 'sequence')})" if exact else f"{seqs}seq ({seqs * seq_len:,} tokens)"
         raise InputError(
             f"batch {text} is {tokens} tokens, not a whole number of sequences of {seq_len} "
             f"({tokens // seq_len}, remainder {tokens % seq_len}). Use {advice}."

@@ -16,6 +16,7 @@ import numpy as np
 
 from meshwright.calculators.links.transfer import TransferLeg, channel_leg
 from meshwright.core.errors import InputError
+from meshwright.core.units import counted, plural
 from meshwright.cost.network.links import Link, physical_links
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.cluster_shapes import times
@@ -121,7 +122,7 @@ def _chip_to_chip(cluster: Cluster, source: tuple[int, ...], target: tuple[int, 
         # shares arrive together, when the longest path of those that are used delivers
         path_hops = min(hop_choices, key=lambda hops: max(hops) * link.hop_s + num_bytes / len(hops) / link.bytes_per_s)
         lengths_text = " and ".join(f"{n}" for n in sorted(set(path_hops)))
-        name = f"{len(path_hops)} path{'s' * (len(path_hops) > 1)}, {lengths_text} hop{'s' * (max(path_hops) > 1)}"
+        name = f"{counted(len(path_hops), 'path')}, {lengths_text} {plural('hop', max(path_hops))}"
         return _link_leg(link, num_bytes, lanes=len(path_hops), hops=max(path_hops), name=name)
     used_links = [link for link, a, b in zip(links, source, target, strict=False) if a != b]
     crossed_links = [link for link in used_links if link.level == used_links[-1].level]

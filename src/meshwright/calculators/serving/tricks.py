@@ -4,6 +4,7 @@ from msgspec.structs import asdict, replace
 
 from meshwright.calculators.serving.replica import ServingReplica
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import counted
 from meshwright.report.answer import Facts
 from meshwright.spec.model import Model
 
@@ -66,7 +67,7 @@ def _changes(model: Model) -> dict[str, tuple[Facts, Facts]]:
     changes: dict[str, tuple[Facts, Facts]] = {}
     if not model.latent_attention:
         num_kv_heads = model.num_kv_heads if model.num_kv_heads < model.num_heads else max(1, model.num_heads // 8)
-        changes[f"{num_kv_heads} kv head{'s' * (num_kv_heads > 1)}"] = {"num_kv_heads": num_kv_heads}, {}
+        changes[counted(num_kv_heads, "kv head")] = {"num_kv_heads": num_kv_heads}, {}
         if num_kv_heads > 1:
             changes["one kv head"] = {"num_kv_heads": 1}, {}
     sliding, window = model.sliding_layers, model.sliding_window

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.calculators.verbs.roofline_sweep import Sweep
 from meshwright.cli.output import four_digits
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_count
+from meshwright.core.units import counted, format_count
 from meshwright.cost.formulas.accounting import attention_equal_len, attention_work
 from meshwright.cost.formulas.roofline import (
     Operand,
@@ -132,7 +132,7 @@ def _text(facts: Facts) -> Iterator[Piece]:
     bound_text = "never compute-bound" if group_size <= critical_flops_per_byte else "compute-bound"
     yield Fact(
         "generation",
-        f"near G = {group_size} FLOPs/byte: {bound_text}; {num_seqs:,} sequence{'s' if num_seqs > 1 else ''} at once",
+        f"near G = {group_size} FLOPs/byte: {bound_text}; {counted(num_seqs, 'sequence')} at once",
         COLUMN,
     )
     yield Fact(

@@ -294,7 +294,7 @@ def _draw_frames(
     elif leg.wraps:
         layout, usage = "a ring", "both ways round" if two_way else "one way round"
     frames = collective_frames(draw_kind, size, moves)
-    title = f"{BOOK_NAMES[draw_kind]} on {layout} of {size}: {len(frames) - 1} step{'s' * (len(frames) > 2)}"
+    title = f"{BOOK_NAMES[draw_kind]} on {layout} of {size}: {counted(len(frames) - 1, 'step')}"
     subtitle = f"{WORDS[draw_kind]}; {usage} ({place})."
     numbers: Numbers = "sources" if draw_kind == "all_gather" else "blocks" if draw_kind == "all_to_all" else "addends"
     if path.suffix.lower() in PICTURES:

@@ -243,7 +243,7 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
             {**row, "all_layers": row["num_bytes"] * m.num_layers, "derived_bytes_per_layer": layer_bytes}
             for row, layer_bytes in zip(closed_rows, derived_bytes, strict=True)
         ]
-        sequences_text = f"{num_seqs} sequence{'s' if num_seqs > 1 else ''} of {seq_len:,}"
+        sequences_text = f"{counted(num_seqs, 'sequence')} of {seq_len:,}"
         tables.append(Table.of(rows, columns, f"{m.name}: activations that a device keeps of {sequences_text}"))
     note = (
         "closed form: a GPT layer with full heads, F = 4 D, dropout, scores in memory (Korthikanti et al. 2022); "

@@ -9,7 +9,7 @@ from meshwright.cli.fields import job_of
 from meshwright.cli.sweeps.two_streams import WAYS, two_streams
 from meshwright.cli.verb import BATCH, CALIBRATION, PNG, SEQ, Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_count, parse_bytes
+from meshwright.core.units import counted, format_bytes, format_count, parse_bytes
 from meshwright.cost.network.legs import slice_turns_text
 from meshwright.cost.setting import Setting
 from meshwright.report.answer import Answer, Piece, Table
@@ -59,8 +59,8 @@ def command(given: Given) -> Answer:
     ]
     seqs_per_chip = job.batch_seqs // cluster.num_chips
     layers_text = (
-        f"{given.layers} layer{'s' if given.layers > 1 else ''}, one microbatch of {seqs_per_chip} "
-        f"sequence{'s' if seqs_per_chip > 1 else ''} of {format_count(job.seq_len)} tokens per chip"
+        f"{counted(given.layers, 'layer')}, one microbatch of {counted(seqs_per_chip, 'sequence')} of "
+        f"{format_count(job.seq_len)} tokens per chip"
     )
     way_rows = [
         {"name": lanes.name, **{name: getattr(lanes, name) for name in SECONDS.values()}, "boxes": lanes.slices}

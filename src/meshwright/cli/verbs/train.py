@@ -261,7 +261,7 @@ def result_text(chosen: Plan, result: "TrainResult", speed: float | None = None)
 
 
 def speed_words(chosen: Plan, speed: float | None) -> Iterator[str]:
-    """Yields that other work ran when this run began, and how the machine's speed differs from its rates, if by a tenth."""
+    """Yields that other work ran when this run began, and by how much the speed differs from the rates, if by 10%."""
     yield from busy_words()
     if speed is not None and abs(speed - 1) > SAME_SPEED:
         yield (

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.core.units import format_count, format_seconds
+from meshwright.core.units import counted, format_count, format_seconds
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.training_budget import (
     DAY_S,
@@ -125,7 +125,7 @@ _NO_TENSOR = "the closed forms with tensor are for dense layers and left out for
 def _pods_words(at: Letters, max_chips: float) -> str:
     """Returns how many whole pods fit a bound on chips of one slice, in words; "" if not even one does."""
     num_pods = int(max_chips / at.pod_chips) if at.pod_chips else 0
-    return f"{num_pods} whole pod{'s' * (num_pods > 1)} of {at.pod_chips:,} chips" if num_pods else ""
+    return f"{counted(num_pods, 'whole pod')} of {at.pod_chips:,} chips" if num_pods else ""
 
 
 def _bubble_words(at: Letters) -> str:

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_seconds
+from meshwright.core.units import counted, format_bytes, format_seconds
 from meshwright.cost.setting import Setting
 from meshwright.plan.plan_file import GENERATION_JOB
 from meshwright.plan.serving.engines import PricedFleet, price_fleet
@@ -147,7 +147,7 @@ def does_not_fit(priced: PricedFleet) -> str:
     cluster, margin = setting.cluster, setting.memory_margin
     job_text = f"{setting.model.name} with {service.prompt_len:,} tokens of prompt and {service.output_len:,} of output"
     suffix = f" beside the {margin:.0%} that stay free" * bool(margin)
-    chips_text = f"{priced.least_chips} chip{'s' * (priced.least_chips > 1)}"
+    chips_text = counted(priced.least_chips, "chip")
     weights_text = ", ".join(dict.fromkeys(pair.weights for pair in priced.stored))
     return (
         f"{job_text} does not fit {cluster.short_name}: with one sequence the leanest engine ({chips_text}, "

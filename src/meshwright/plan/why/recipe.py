@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.core.units import format_params
+from meshwright.core.units import counted, format_params
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.plan.legal import MEMORY_RULE, divisors, legal, microbatches_that_fit
@@ -183,5 +183,5 @@ def _said(builder: _Builder, strategy: Strategy, inner_axes: Mapping[str, tuple[
     reason = f"the fewest stages with which it fits: {num_stages}" if num_stages > 1 else "fits without"
     yield RecipeStep("pipeline", num_stages > 1, reason)
     local_seqs = builder.job.batch_seqs / (data * fsdp * num_microbatches)
-    batch_text = f"{num_microbatches} x {local_seqs:g} sequence{'s' * (local_seqs != 1)}"
+    batch_text = f"{num_microbatches} x {counted(local_seqs, 'sequence')}"
     yield RecipeStep("batch of a chip", True, f"as large as memory allows: {batch_text}")

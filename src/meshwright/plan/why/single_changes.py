@@ -7,6 +7,7 @@ import msgspec
 
 from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import counted
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.plan.legal import DEVICES_RULE, SCHEDULE_RULE, size_rules, strategy_sizes
@@ -85,7 +86,7 @@ def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
         for remat in (*policies[:policy_index][-1:], *policies[policy_index + 1 :][:1]):
             yield f"remat {remat} for {strategy.remat}", {"remat": remat}
     for new_count in (2 * old_count, *([old_count // 2] if old_count % 2 == 0 else [])):
-        yield f"{new_count} microbatch{'es' if new_count > 1 else ''} for {old_count}", {"num_microbatches": new_count}
+        yield f"{counted(new_count, 'microbatch')} for {old_count}", {"num_microbatches": new_count}
     yield from _swaps(setting, strategy)
     if strategy.mesh.get("pipeline", 1) > 1:
         for name in FULL.schedules:

@@ -9,7 +9,7 @@ from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.bench.results import ELEMENT_BYTES, BenchReport, Collective, Product
 from meshwright.bench.workloads import FLOPS_EACH, layer_flops, weight_shards
 from meshwright.core.dims import COLLECTIVES, DTYPE_BYTES
-from meshwright.core.units import format_count, format_flops
+from meshwright.core.units import format_count, format_flops, plural
 from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, panel, si_scale, themed
 from meshwright.report.marks import Points, ReferenceLine, color_by, lines, log_axis, plot
 from meshwright.report.roofline import RooflinePoint, roofline_figure
@@ -74,7 +74,7 @@ def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePo
         shapes = [shard.shape for shard in weight_shards(batch.sizes, batch.dtype)]
         num_elements = sum(rows * columns + num_tokens * (rows + columns) for rows, columns in shapes)
         intensity = layer_flops(batch.sizes, num_tokens) / (num_elements * DTYPE_BYTES[batch.dtype])
-        label = f"layer, {format_count(num_tokens)} token{'s' if num_tokens > 1 else ''}"
+        label = f"layer, {format_count(num_tokens)} {plural('token', num_tokens)}"
         points.append(RooflinePoint(label, intensity, layer.flops_per_s))
     return points
 

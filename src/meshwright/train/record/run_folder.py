@@ -17,6 +17,7 @@ from meshwright.core.digests import SUMS, read_line, require_intact, summed_line
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import DAMAGED_JSON, write_json_whole, write_text_whole
 from meshwright.core.toml_file import dump_toml, read_toml
+from meshwright.core.units import plural
 from meshwright.nn.hf.beside import files_beside
 from meshwright.spec.model import Model
 from meshwright.train.record.metrics import EvaluationRecord, StepRecord
@@ -171,7 +172,7 @@ class RunFolder:
             missing_steps = [past_step for past_step in range(1, step + 1) if past_step not in loss_by_step]
             if missing_steps:
                 steps_text = ", ".join(map(str, missing_steps[:3])) + ", ..." * (len(missing_steps) > 3)
-                faults.append(f"{METRICS} has no line of step{'s' * (len(missing_steps) > 1)} {steps_text}")
+                faults.append(f"{METRICS} has no line of {plural('step', len(missing_steps))} {steps_text}")
             self.losses = [loss_by_step.get(past_step, math.nan) for past_step in range(1, step + 1)]
             self.notes = [*faults, *_cut(path / EVALUATIONS, step, "loss")[1]]
             # The summary first: without it the run does not count as ended. Then the digests, which list the others.
