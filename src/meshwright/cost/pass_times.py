@@ -21,14 +21,14 @@ from meshwright.cost.work.slots import SlotSizes
 
 
 class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Expected seconds of one training step, and the idle seconds among them that the schedule causes."""
+    """Expected seconds of one training step, and the pipeline bubble (the schedule's idle seconds) among them."""
 
     step_s: Number
     bubble_s: Number
 
 
 class LayerPasses(NamedTuple):
-    """Seconds of one microbatch in the layers of one device, forward and backward, and the idle seconds of a step."""
+    """Seconds of one microbatch in the layers of one device, forward and backward, and the bubble of a step."""
 
     forward_s: Number
     backward_s: Number
@@ -39,8 +39,8 @@ class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one repeat of a block for one microbatch; ``update`` is the optimizer.
 
     ``backward`` leaves out collectives that run once per step; ``last`` is what they add to the last microbatch.
-    ``inputs`` and ``weight`` replace ``backward`` where a pipeline splits that pass; together they may take longer.
-    ``again`` is one of the runs that ``rerun`` counts, which come before either.
+    ``inputs`` and ``weight`` replace ``backward`` if a pipeline splits that pass; together they may take longer.
+    ``again`` is one forward rerun of a layer: ``rerun`` counts them, and they come before the backward pass.
     """
 
     repeat: int
@@ -59,10 +59,10 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     ``send_s`` is for one microbatch over one boundary of stages, both directions together, ``exposed_send_s`` the part
     that passes do not hide. ``exchange_parts_s`` is for `Priced.exchanges`: (seconds by bytes of all layers, latency).
-    ``after_s`` is the part of the update that belongs to no block. ``microbatch_s`` is added by the host to each
-    microbatch; the kernels of a prefill it starts one by one in ``starts_s``, which its passes hide in part.
-    ``overlap`` is the exponent by which passes hide sends (None: they do not). Stragglers multiply a step of training
-    by ``slowdown`` and add ``straggler_s``.
+    ``after_s`` is the part of the update that belongs to no block. The host adds ``microbatch_s`` to each microbatch;
+    it starts the kernels of a prefill one by one in ``starts_s``, which passes hide in part. ``overlap`` is the
+    exponent by which passes hide sends (None: sends add up with passes). Stragglers multiply a training step by
+    ``slowdown`` and add ``straggler_s``.
     """
 
     num_layers: int
@@ -79,27 +79,27 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     starts_s: Number = 0.0
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
-        """Returns the seconds of one field of `BlockSeconds` in a share of the layers, ``at_least`` for each repeat."""
+        """Returns the seconds of a `BlockSeconds` field in a share of the layers, at least ``at_least`` per repeat."""
         return total(np.maximum(getattr(layer, part), at_least) * layer.repeat * share for layer in self.layers)
 
     def reruns_s(self, pipeline: PipelineCost) -> Number:
-        """Returns the seconds in which a device runs layers again for one microbatch, before their backward passes."""
+        """Returns the seconds in which a device reruns layers forward for one microbatch, for their backward passes."""
         layer_share = pipeline.share(self.num_layers)
         reruns = ((layer.again, layer.rerun.times(layer.repeat, pipeline.runs)) for layer in self.layers if layer.rerun)
         return total(rerun_s * num_reruns * layer_share for rerun_s, num_reruns in reruns)
 
     def ends_s(self, *parts: str) -> list[Number]:
-        """Returns the seconds of some fields together in embedding and head, one sum for each block."""
+        """Returns, for embedding and head, the sum of their seconds in some fields of `BlockSeconds`."""
         return [total(getattr(end, part) for part in parts) for end in self.ends]
 
     def once_s(self, pipeline: PipelineCost) -> Number:
-        """Returns the seconds of what a device runs once per step: sums of gradients, optimizer, `exchange_s`."""
+        """Returns the seconds of a device's work once per step: sums of gradients, optimizer, `exchange_s`."""
         share = pipeline.share(self.num_layers) * pipeline.sums
         ends_s = pipeline.ends_held(self.ends_s("last", "update"))
         return self.layers_s("last", share) + self.layers_s("update", share) + ends_s + self.exchange_s(pipeline)
 
     def exchange_s(self, pipeline: PipelineCost) -> Number:
-        """Returns the seconds of `Priced.exchanges` in a step; 0 unless one program runs a schedule with them."""
+        """Returns the seconds of `Priced.exchanges` in a step; 0 unless one program runs two copies of the weights."""
         bytes_s, latency_s = self.exchange_parts_s
         has_exchanges = pipeline.in_lockstep & (pipeline.weight_copies > 1)
         return has_exchanges * (pipeline.share(self.num_layers) * bytes_s + latency_s)
@@ -109,7 +109,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         return pipeline.num_sends * self.send_s / 2
 
     def pairs_s(self, pipeline: PipelineCost) -> Number:
-        """Returns the seconds of a step in which one layer of every two of a device would run forward once more."""
+        """Returns the seconds a step would gain if one of every two layers of a device ran forward once more."""
         layers_per_run = pipeline.layers_held(self.num_layers) / np.asarray(pipeline.chunks)
         repeated_share = pipeline.share(self.num_layers) * np.floor(layers_per_run / 2) / layers_per_run
         return pipeline.microbatches * self.layers_s("forward", repeated_share)
@@ -146,9 +146,9 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepRates) -> BlockTimes:
-    """Prices all passes over one repeat of every block; ``last`` has the gradient sums of scope "step".
+    """Returns the seconds of all passes over one repeat of every block; ``last`` has the gradient sums of scope "step".
 
-    On a host that has been measured, passes include the copies of the loop over layers.
+    On a host with measured rates, passes include the copies of the loop over layers.
     """
     fit = rates.chip.efficiency
     is_training = any(block.backward for block in priced.blocks)
@@ -210,10 +210,10 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
 def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     """Returns the seconds of one pass over one repeat of a block: compute, exposed collectives, and hidden ones.
 
-    By the data sheet, compute and exposed collectives add up, and the rest hides unless the busiest links take longer.
-    Blocks of a collective matmul hide behind its own products; the remainder is exposed. A fitted exponent says how
-    complete overlap is: see `partly_hidden`. With eager dispatch, a pass is no shorter than the starts of its kernels.
-    Libraries add the exchanges of tokens that nothing hides.
+    By the data sheet, compute and exposed collectives add up, and all other collectives are hidden unless the busiest
+    links take longer. Blocks of a collective matmul are hidden by its own products; the remainder is exposed. A fitted
+    exponent says how complete overlap is: see `partly_hidden`. With eager dispatch, a pass is no shorter than the
+    starts of its kernels. Libraries add exchanges of tokens, which nothing hides.
     """
     if rates.overlaps and rates.chip.software.starts_kernels:
         return np.maximum(_device_s(costs, rates), _starts_s(costs, rates))
@@ -221,7 +221,7 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 
 
 def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
-    """Returns the seconds of one pass on the device: see `_pass_s`."""
+    """Returns the seconds of one pass on the device, without the host's starts of kernels: see `_pass_s`."""
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)
     fit = rates.chip.efficiency
@@ -252,8 +252,8 @@ def _starts_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 
 
 def _host_starts(cost: StepCost, rates: StepRates) -> Number:
-    """Returns the kernels of a step that the host starts: none that a CUDA graph holds, and no collective that hides,
-    as libraries move the weights and gradients of many matrices at once."""
+    """Returns the kernels of a step that the host starts: none in a CUDA graph, and no collective that is hidden, as
+    libraries move the weights and gradients of many matrices at once."""
     is_in_graph = rates.chip.software.captures_layers and not is_at_experts(cost.step)
     is_sent = cost.step.is_collective and not cost.hides and np.asarray(rates.groups[cost.group].size) > 1
     return 0 if is_in_graph else cost.num_kernels + is_sent
@@ -284,7 +284,7 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[N
 def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
     """Returns the exposed seconds of the moves of each collective matmul.
 
-    One of n blocks is computed before the first arrives, or after the last has left: n - 1 products hide n - 1 moves.
+    Of n blocks, one is computed before the first arrives or after the last has left: n - 1 products hide n - 1 moves.
     """
     exposed_s = []
     for index, cost in enumerate(costs):
@@ -329,5 +329,5 @@ def link_seconds(
 
 
 def _links_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
-    """Returns the busy seconds of the busiest physical axis for some collectives of one pass."""
+    """Returns the busy seconds of the busiest physical axis in the collectives of one pass."""
     return largest(link_seconds(costs, rates, once=True))

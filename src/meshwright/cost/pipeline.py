@@ -1,4 +1,4 @@
-"""How a pipeline schedule shapes one training step: layers per device, microbatches in flight, idle time."""
+"""A pipeline schedule's effect on one training step: layers per device, microbatches in flight, idle time."""
 
 import msgspec
 import numpy as np
@@ -13,13 +13,13 @@ from meshwright.spec.strategy import Strategy
 
 
 class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule on ``stages`` devices, each with ``chunks`` runs of layers; sizes may be arrays.
+    """A schedule on ``stages`` devices, each with ``chunks`` chunks of layers; sizes may be arrays.
 
-    If the layers do not divide evenly, no run is more than one layer longer than another. ``in_lockstep`` one program
-    runs on all devices, tick by tick, as the executor has it: with embedding and head on every stage, and with buffers
-    of the size that the worst device needs; ``names``, the blocks of the model's layers, say how many layers such a
-    stage runs (`stage_layers`). Other software has a program for each stage. ``sums_last``: replicas sum their
-    gradients after the backward pass.
+    If the layers do not divide evenly, no chunk is more than one layer longer than another. ``in_lockstep`` one program
+    runs on all devices, tick by tick, as in this package: with embedding and head on every stage, and with buffers of
+    the size that the worst device needs; ``names``, the blocks of the model's layers, say how many layers its stages
+    run (`stage_layers`). Other software has a program for each stage. ``sums_last``: replicas sum their gradients after
+    the backward pass.
     """
 
     schedule: str = "1f1b"
@@ -37,11 +37,11 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def runs(self) -> Number:
-        """Runs of layers of all stages."""
+        """Number of chunks of all stages: stages x chunks."""
         return np.asarray(self.stages * self.chunks)
 
     def layers_held(self, num_layers: int, block: str = "") -> Number:
-        """Returns the layers of the device with the most layers; with a ``block`` of ``names`` those of this block."""
+        """Returns the layers of the device with the most layers; with a ``block`` of ``names`` only its layers."""
         num_runs = self.runs
         if not self.in_lockstep or len({*self.names}) < 2:
             return np.ceil(num_layers / num_runs) * self.chunks
@@ -60,7 +60,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     def layers_beside_head(self, num_layers: int) -> Number:
         """Returns how many layers fewer the device with the head has than the device with the most.
 
-        Libraries shorten the first and the last chunk by layers that do not divide (Megatron's
+        If layers do not divide evenly, libraries shorten the first and the last chunk (Megatron's
         ``account_for_loss_in_pipeline_split``); one program for all stages does not.
         """
         max_layers = self.layers_held(num_layers)
@@ -68,8 +68,8 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         return np.where(self.is_one | self.in_lockstep, 0.0, np.minimum(num_missing, max_layers / self.chunks))
 
     def share(self, num_layers: int, block: str = "") -> Number:
-        """Returns the share of all layers on the device with the most layers; with a ``block`` of several the share of
-        its layers: one program for all stages holds the same layers of each block on every device."""
+        """Returns the share of all layers on the device with the most layers; with a ``block`` the share of its layers:
+        one program for all stages has the same number of a block's layers on every device."""
         num_in_block = self.names.count(block)
         if not self.in_lockstep or num_in_block in (0, num_layers):
             return self.layers_held(num_layers) / num_layers
@@ -88,14 +88,14 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stash(self) -> Number:
-        """Microbatches whose results the fullest device keeps, each counted by the share of its layers that it ran."""
+        """Microbatches whose results the fullest device keeps, each counted by the share of its layers that has run."""
         num_stashed = self._forms.stash(*self._sizes)
         return np.where(self.is_one, 1.0, num_stashed / np.asarray(self.chunks) if self.in_lockstep else num_stashed)
 
     @property
     def running_stash(self) -> Number:
-        """Results that one program keeps besides the stash, of the running pass; 1 is one microbatch in all layers. A
-        stash of one slot is used as it is."""
+        """Microbatches whose results one program keeps besides the stash, for the running pass; 1 is a microbatch in
+        all layers. 0 if the stash has one slot, which the pass uses directly."""
         num_slots = np.round(self.stash * np.asarray(self.chunks))
         return np.where(self.is_one | (not self.in_lockstep) | (num_slots == 1), 0.0, 1 / np.asarray(self.chunks))
 
@@ -111,7 +111,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def messages(self) -> tuple[Number, Number, Number]:
-        """Buffer slots for received streams, for received cotangents, and for results that wait for the loss head."""
+        """Buffer slots for received streams, for received cotangents, and for results that await the loss head."""
         has_several = ~self.is_one
         if not self.in_lockstep:
             return has_several * 1, has_several * 1, has_several * 0
@@ -119,14 +119,14 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_copies(self) -> Number:
-        """Stages whose weights one device runs: two if the schedule runs in both directions."""
+        """Stages whose weights one device runs: two if microbatches enter the pipeline at both ends."""
         return np.where(self.is_one, 1, definition(self.schedule).stage_placement.weight_copies)
 
     def copies(self, part: str) -> Number:
         """Returns how many stages' weights, gradients or optimizer state one device stores.
 
-        One program stores them once. During a step it also has the weights of both its stages (see `meetings` in
-        `algebra.rewrites.split_backward`) and both their gradients.
+        One program stores weights once and during a step also the weights of both stages it runs (see `meetings` in
+        `algebra.rewrites.split_backward`), and gradients of both.
         """
         num_copies = self.weight_copies
         if not self.in_lockstep or part == "gradients":
@@ -150,7 +150,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end_shares(self) -> tuple[Number, Number]:
-        """Shares of the microbatches for which the busiest device runs the embedding, and the head."""
+        """Shares of the microbatches for which the busiest device runs the embedding and the head."""
         end_share = self._ends_share
         embed_share, head_share = (0.0, 1.0) if end_share is None else (end_share, end_share)
         return np.where(self.is_one, 1.0, embed_share), np.where(self.is_one, 1.0, head_share)
@@ -183,13 +183,13 @@ ONE_STAGE = PipelineCost()
 
 
 def schedule_fits(schedule: str, *, stages: Number, chunks: Number, microbatches: Number) -> Number:
-    """True where a schedule runs with these sizes, which may be arrays; on one stage every schedule does."""
+    """True where a schedule runs with these sizes, which may be arrays; one stage of one chunk always does."""
     is_fit = is_legal(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
     return is_fit | ((np.asarray(stages) == 1) & (np.asarray(chunks) == 1))
 
 
 def schedule_refusal(schedule: str, *, stages: int, chunks: int, microbatches: int) -> str:
-    """Returns why a schedule does not run with these sizes, or is not priced."""
+    """Returns why a schedule does not run with these sizes, or has too many passes to be priced."""
     schedule_form = definition(schedule)
     refusal_text = schedule_form.refusal(stages, microbatches, chunks)
     return refusal_text or too_many_passes(schedule_form, stages, microbatches, chunks)

@@ -36,16 +36,16 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
 
 PAGE_LENS: dict[Topology, int] = {"torus": 128, "host": 32, "switched": 16}
-"""Positions of a page: what attention reads at once, and on TPUs a row of a tile of scales; on GPUs as in vLLM."""
+"""Positions of a page: as many as attention reads at once, on TPUs also a row of a tile of scales, on GPUs vLLM's."""
 
 
 class Setting(Checked, frozen=True, dict=True):
     """The model, cluster, job and rates that strategies are priced in. A verb makes one and passes it on whole.
 
     Without a ``calibration`` links and kernels take the rates of the data sheet. ``storage`` says how a job that
-    generates stores weights and caches, and ``known`` are positions that caches have before its prompts, or of sources;
-    ``assumptions`` say which software runs the step. Properties are computed when
-    they are first read, and kept; the program is shared by all settings of one model.
+    generates stores weights and caches, and ``known`` counts positions that caches have before its prompts or, with an
+    encoder, positions of a source; ``assumptions`` say which software runs the step. Properties are computed when they
+    are first read, and kept; the program is shared by all settings of one model.
     """
 
     model: Model
@@ -82,19 +82,19 @@ class Setting(Checked, frozen=True, dict=True):
         return self.memory_limit * (1 - self.memory_margin)
 
     def derived(self, strategy: Strategy) -> Derived:
-        """Returns the job's steps under a strategy, as its software runs them. Raises InputError for unknown axes."""
+        """Returns the job's steps under a strategy, for the software it runs on. Raises InputError for unknown axes."""
         make_mesh(strategy.mesh)
         fuses_head = self.assumptions.traits.is_compiled
         return derive_job(self.model, self.job, strategy, storage=self.step_storage, fused_head=fuses_head)
 
     @property
     def reads_sources(self) -> bool:
-        """True if the job's prompts are sources, which an encoder reads; the first row of each follows."""
+        """True if the job's prompts are an encoder's sources; the decoder then runs each sequence's first row."""
         return self.model.encoder is not None and self.job.has_prompts
 
     @property
     def max_len(self) -> int:
-        """Positions of each sequence, known ones included."""
+        """Positions of each sequence, ``known`` ones included; 1 if the prompts are sources."""
         if self.reads_sources:
             return 1
         return self.job.seq_len + (0 if self.model.encoder else self.known)
@@ -117,8 +117,8 @@ class Setting(Checked, frozen=True, dict=True):
 
     @property
     def step_storage(self) -> Storage:
-        """How the step of a job that generates stores weights and caches: pages for all of its sequences, and for
-        windows as many as they need."""
+        """How the step of a job that generates stores weights and caches: with enough pages for all of its sequences,
+        and for their windows."""
         job, page_len, window_len = (
             self.job,
             self.storage.page_len or PAGE_LENS[self.cluster.kind],
@@ -134,7 +134,7 @@ class Setting(Checked, frozen=True, dict=True):
         return replace(storage, window_pages=job.batch_seqs * min(num_pages, -(-self.max_len // page_len)))
 
     def symbolic(self, strategy: Strategy, *, without: tuple[str, ...] = ()) -> Derived:
-        """Returns the job's steps for a mesh of any sizes, ``without`` some axes; pricing fills in the sizes.
+        """Returns the job's steps for a mesh of any sizes, except the axes ``without``; pricing fills in the sizes.
 
         A strategy that repeats kv heads (`with_repeated_heads`) is for the meshes that need it.
         """
@@ -150,7 +150,7 @@ class Setting(Checked, frozen=True, dict=True):
     def sizes(
         self, strategy: Strategy, *, mesh: Mapping[str, Number] | None = None, microbatch_seqs: Number = None
     ) -> SlotSizes:
-        """Returns the sizes of one microbatch under a strategy; those of rows and pages, in a job that generates.
+        """Returns the sizes of one microbatch under a strategy; in a job that generates, of a step's rows and pages.
 
         ``mesh`` and ``microbatch_seqs`` replace the strategy's; their sizes may be arrays.
         """
@@ -169,9 +169,8 @@ class Setting(Checked, frozen=True, dict=True):
         mesh: Mapping[str, Number] | None = None,
         outputs: Number = None,
     ) -> SlotSizes:
-        """Returns the sizes of a step of a server: rows of some sequences, whose caches have whole pages for the
-        positions that they have with the step's own, and for their sources'. ``outputs`` rows have logits, by default
-        one of each sequence."""
+        """Returns the sizes of a server's step over ``sequences``. Their caches have whole pages for all positions,
+        with the step's rows, and for their sources. ``outputs`` rows have logits, by default one of each sequence."""
         page_len = float(self.step_storage.page_len)
         num_rows, seqs = total(part.count * part.rows for part in sequences), total(part.count for part in sequences)
         lengths = [(part.count, part.rows + part.before, part.source) for part in sequences]
@@ -205,12 +204,12 @@ class Setting(Checked, frozen=True, dict=True):
         return replace(sizes, tile_rows=target_chip.tile_rows if target_chip else 0, on_cpus=on_cpus)
 
     def memory(self, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
-        """Returns the bytes per chip of each item under a strategy; ``derived`` are its steps if they exist already."""
+        """Returns the bytes per chip of each item under a strategy; ``derived``: its steps, if derived already."""
         parts = memory_parts(derived or self.derived(strategy), self.sizes(strategy))
         return parts.items(self.pipeline(strategy), strategy.offload)
 
     def step_rates(self, strategy: Strategy, placements: Sequence[Placement], *derived: Derived) -> StepRates:
-        """Returns the machine's rates on some placements, in the groups that the derived steps use."""
+        """Returns the machine's rates on some placements, for the groups of mesh axes in the derived steps."""
         return step_rates(
             self.cluster,
             placements,
@@ -250,7 +249,7 @@ class Setting(Checked, frozen=True, dict=True):
         return replace(self, cluster=cluster.island, job=island_job)
 
     def require_runnable(self, strategy: Strategy) -> None:
-        """Raises CannotRunError for what this machine's own devices would not run in this version."""
+        """Raises CannotRunError if the cluster is this machine and it cannot run the strategy or assumptions."""
         if self.cluster.kind == "host":
             require_runnable_strategy(strategy, trains=self.job.trains)
             require_runnable_assumptions(self.assumptions)

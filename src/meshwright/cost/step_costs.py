@@ -1,4 +1,4 @@
-"""The costs of every derived step on one device: FLOPs, bytes through memory and over links, seconds by itself."""
+"""The costs of every derived step on one device: FLOPs, bytes in memory and over links, seconds without overlap."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
@@ -50,7 +50,7 @@ class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def again(self) -> tuple[StepCost, ...]:
-        """The costs of one run of a layer for a later one, which begin ``backward``; () if none runs again so."""
+        """The costs of one forward rerun of a layer for a later one, which begin ``backward``; () without reruns."""
         return self.backward[: self.steps.num_again] if self.steps.rerun is not None else ()
 
 
@@ -60,7 +60,7 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
     ``update`` is the loss, the gradient norm and the optimizer. ``ends`` are the sums over stages of the gradients of
     embedding and head, empty unless one program runs on all stages. ``boundary`` are the sends of one microbatch over
     one boundary of stages. ``exchanges`` send weights and gradients between two devices that run the same two stages.
-    The schedule says how often these two run, so ``all`` leaves them out.
+    The schedule says how often ``boundary`` and ``exchanges`` run, so ``all`` leaves them out.
     """
 
     blocks: tuple[PricedBlock, ...]
@@ -76,7 +76,7 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def once(self) -> tuple[StepCost, ...]:
-        """Costs after the last microbatch that belong to no pass."""
+        """Costs of steps after the last microbatch, outside all passes: `update` and `ends`."""
         return (*self.update, *self.ends)
 
     @property
@@ -109,8 +109,7 @@ def op_sizes(
     """Returns the sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate.
 
     The strategy gives the training state and the bound on the slots of experts; `SlotSizes` has ``grouped`` and
-    ``on_gpus``.
-    A kernel that keeps its scores on chip also skips the keys that are masked.
+    ``on_gpus``. With ``scores`` on chip, attention also skips masked keys.
     """
     size_of = held_dims(model.dims | layer_dims(model), mesh)
     size_by_dim = {name: size * 1.0 for name, size in size_of.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
@@ -140,8 +139,8 @@ def op_sizes(
 
 
 def _reduced_by_engine(step: Step, nbytes: Number, sizes: SlotSizes, group: GroupRates, rates: KernelRates) -> StepCost:
-    """Prices a sum as engines make it: in a domain by a kernel that reads peers' memory, or by NCCL where that is
-    sooner. A token's experts are added up before."""
+    """Prices an AllReduce of a serving engine: in a domain by a kernel that reads peers' memory or by NCCL, whichever
+    is faster. Results of a token's experts are summed before it."""
     if has_slots(step.full):
         nbytes = nbytes / sizes.dims["Ea"]
     kernel_shape = {"n": np.maximum(group.size, 2), "bytes": nbytes, "op": "all_reduce"}
@@ -164,7 +163,7 @@ def price_steps(
     pipeline: PipelineCost,
     known: dict[object, StepCost] | None = None,
 ) -> Priced:
-    """Prices every step of a derivation. ``known`` remembers the steps of others with the same sizes and rates."""
+    """Returns the costs of all steps of a derivation. ``known`` caches costs at the same sizes and rates."""
     known = {} if known is None else known
     num_microbatches = pipeline.microbatches
     # one program of all stages sums gradients in float32, also those of one microbatch
@@ -216,7 +215,7 @@ def price_steps(
 
 
 def _exchanges(derived: Derived) -> Iterator[tuple[Step, int]]:
-    """Yields the steps by which stages meet, with how often each runs."""
+    """Yields the sends of `meetings` between mirrored stages, with how often each runs."""
     repeat_by_name = {
         name: block.repeat for block in derived.blocks for name in (*weights_of(derived, block), *counts_of(block))
     }
@@ -228,7 +227,7 @@ def _exchanges(derived: Derived) -> Iterator[tuple[Step, int]]:
 def _in_buckets(costs: tuple[StepCost, ...], blocks_by_weight: Mapping[str, list[str]]) -> tuple[StepCost, ...]:
     """Returns the costs with one latency for all weights, or all gradients, of a block that one collective sends.
 
-    Libraries send them as flat buffers: FSDP a block at a time, Megatron and DDP in buckets of about that size.
+    Libraries send them as flat buffers: FSDP one block at a time, Megatron and DDP in buckets of about that size.
     """
     indices_by_bucket: dict[tuple[str, str, str], list[int]] = {}
     for index, cost in enumerate(costs):
@@ -261,7 +260,7 @@ def blocks_of_weights(derived: Derived) -> dict[str, list[str]]:
 
 
 def block_shares(derived: Derived, pipeline: PipelineCost) -> dict[str, Number]:
-    """Maps a block to the share of its executions on the busiest device of a pipeline: the last one, with the head."""
+    """Maps a block to the share of its executions on the busiest device of a pipeline, which has the head."""
     layer_share, (emb_share, head_share) = pipeline.share(derived.num_layers), pipeline.end_shares
     head = derived.blocks[-1].name
     return {b.name: layer_share if b.is_layer else head_share if b.name == head else emb_share for b in derived.blocks}
@@ -270,7 +269,7 @@ def block_shares(derived: Derived, pipeline: PipelineCost) -> dict[str, Number]:
 def _with_sum(cost: StepCost, num_elements: Number, rates: StepRates, num_microbatches: Number) -> StepCost:
     """Adds to a product the traffic of accumulating its result in float32, if there are several microbatches.
 
-    With eager dispatch the product itself adds; a compiled program adds in a pass of its own.
+    With eager dispatch the product itself adds; a compiled program adds in a separate pass over memory.
     """
     moved_bytes = 2 * DTYPE_BYTES["fp32"] * num_elements * (np.asarray(num_microbatches) > 1)
     field = "launch_s" if rates.chip.software.is_compiled else "hbm_s"
@@ -279,7 +278,7 @@ def _with_sum(cost: StepCost, num_elements: Number, rates: StepRates, num_microb
 
 
 def sent_element_bytes(step: Step, *, width: Number, num_microbatches: Number) -> Number:
-    """Returns the bytes of one element of a collective; ``width`` is that of the state's weights.
+    """Returns the bytes of one element of a collective; ``width`` is the bytes of an element of the state's weights.
 
     Gradients that are sent once per step have been summed in float32 if there is more than one microbatch.
     """
@@ -291,10 +290,10 @@ def sent_element_bytes(step: Step, *, width: Number, num_microbatches: Number) -
 
 
 def _sent_share(step: Step, sizes: SlotSizes, rates: StepRates) -> Number:
-    """Returns the bytes that an exchange sends over those of a row for each expert.
+    """Returns the bytes that an exchange of slots sends, over the bytes of one row for each of a token's experts.
 
-    Sending a token once to each node leaves the copies inside to faster links, behind which they hide. Inside one
-    node it is sent once to each device.
+    Sending a token once to each node leaves the copies inside to faster links, which hide them. Inside one node it is
+    sent once to each device.
     """
     if not sizes.by_device or "D" not in step.full.dims:
         return 1.0
@@ -313,7 +312,7 @@ def price_step(
     num_microbatches: Number,
     kept: frozenset[ShardedArray] = frozenset(),
 ) -> StepCost:
-    """Prices one execution of one step; its block keeps the results in ``kept``."""
+    """Returns the cost of one execution of one step, whose block keeps the results ``kept`` for backward."""
     if not step.is_collective:
         return local_cost(step, sizes, rates.chip, kept=kept)
     group_rates, chip = rates.groups[frozenset(step.axes)], rates.chip

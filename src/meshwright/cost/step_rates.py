@@ -1,4 +1,4 @@
-"""Rates that price a step: those of one chip for ops, and those of every group of mesh axes for collectives."""
+"""Rates that price a step: of one chip for local ops, and of every group of mesh axes for collectives."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -28,8 +28,8 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
 
     Utilisation is a share of ``peak_flops_per_s``. ``link_levels`` has the level of each physical axis. ``uses`` says
     for a group and a kind of collective which physical axes it keeps busy; collectives that share one compete.
-    ``overlaps`` is false where communication runs on the cores that compute (emulated devices). ``num_nodes`` are
-    those that a group spans. ``hides_exchanges``: exchanges of slots overlap with the pass of the other direction.
+    ``overlaps`` is false if communication runs on the cores that compute (emulated devices). ``num_nodes`` counts the
+    nodes that a group spans. ``hides_exchanges``: exchanges of slots overlap with the pass of the other direction.
     ``narrow_gathers``: weights are gathered in one byte.
     """
 
@@ -48,7 +48,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def compute_share(self) -> Number:
-        """The share of the processors that compute while others send."""
+        """The share of SMs that compute while the other SMs send exchanges of slots; 1 if exchanges do not overlap."""
         num_sms = np.asarray(self.chip.processors)
         return np.where(num_sms > 0, 1 - SENDING_SMS / np.maximum(num_sms, 1), 1.0) if self.hides_exchanges else 1.0
 
@@ -61,7 +61,7 @@ def exchanges_hide(strategy: Strategy, assumptions: Assumptions) -> bool:
 
 
 def gathers_narrow(strategy: Strategy, assumptions: Assumptions) -> bool:
-    """True if weights are gathered in the dtype of products, and that has one byte."""
+    """True if weights are gathered in the dtype of products, fp8."""
     return assumptions.narrow_gathers and strategy.matmul_dtype == "fp8"
 
 
@@ -157,7 +157,7 @@ def busy_links(
 ) -> dict[tuple[AxisGroup, str], tuple[Number, ...]]:
     """Maps (group, kind of collective) to a flag for each physical axis: whether the collective keeps it busy.
 
-    Busy are the axes of the binding level that the group uses (``fills``); others stay half idle.
+    Busy are axes that the group uses (``fills``) and whose level binds; axes of faster levels stay half idle.
     """
     return {
         (group, kind): tuple(

@@ -1,9 +1,9 @@
 """Seconds of one step of a job from its derived steps: bounds, the expected value between them, and what binds.
 
 By the data sheet a local op takes the longer of its FLOPs and its bytes; fitted numbers let them overlap in part.
-Within one pass over a block, collectives on weights and weight gradients hide behind compute and behind collectives on
+Within one pass over a block, collectives on weights and weight gradients are hidden by compute and by collectives on
 other links; collectives on activations are exposed. The lower bound is the time of the busiest resource, which hides
-all others. The upper bound is compute, memory and every collective without overlap.
+all other work. The upper bound is compute, memory and every collective without overlap.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ Estimate = Prediction[Any]
 
 
 class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Derived steps with the sizes, the rates and the pipeline that price them; all three may hold arrays.
+    """Derived steps with the sizes, the rates and the pipeline that price them; these three may hold arrays.
 
     Every property is computed when it is first read, and kept.
     """
@@ -59,32 +59,32 @@ class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def times(self) -> BlockTimes:
-        """Seconds of the blocks, the same for every schedule."""
+        """Seconds of the blocks, which do not depend on the schedule."""
         return block_times(self.derived, self.costs, self.sizes, self.rates)
 
     @cached_property
     def memory(self) -> MemoryParts:
-        """The parts of a chip's memory, the same for every schedule."""
+        """The parts of a chip's memory, which do not depend on the schedule."""
         return memory_parts(self.derived, self.sizes)
 
     @cached_property
     def moved(self) -> Transfers:
-        """The transfers of offloaded activations and optimizer state."""
+        """The PCIe transfers of offloaded activations and optimizer state."""
         if not self.offload:
             return NOTHING
         return offloaded(self.memory, self.rates.pcie_bytes_per_s, self.pipeline, self.offload)
 
     @cached_property
     def seconds(self) -> StepSeconds:
-        """Seconds of the step and of its bubble."""
+        """Seconds of the whole step, and of its bubble."""
         return self.times.step_s(self.pipeline, self.moved)
 
 
 class PricedStrategy(PricedStep, frozen=True, kw_only=True, dict=True):
     """One strategy with its placement, the costs of its steps and its prediction, in plain numbers.
 
-    ``derived`` has only axes of several devices, so that its steps are those that run. Of islands the setting and the
-    strategy are those of one; ``exchange`` is between them.
+    ``derived`` has only axes of several devices, so that its steps are exactly the steps that run. With islands, the
+    setting and the strategy are of one island, and ``exchange`` is between islands.
     """
 
     setting: Setting
@@ -94,7 +94,7 @@ class PricedStrategy(PricedStep, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def estimate(self) -> Estimate:
-        """The prediction, of all islands."""
+        """The prediction, for all islands."""
         estimate = predict(self, self.setting, batch_seqs=float(self.setting.job.batch_seqs))
         return estimate if self.exchange is None else with_exchange(estimate, self.exchange)
 
@@ -107,7 +107,7 @@ class PricedStrategy(PricedStep, frozen=True, kw_only=True, dict=True):
 def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
     """Prices a step of the job, on the placement that the strategy describes or else on the fastest one.
 
-    Raises InputError or CannotRunError if the strategy cannot be derived or placed.
+    Raises InputError or CannotRunError if the strategy cannot be derived or laid on the cluster.
     """
     if strategy.num_islands > 1:
         priced = price_strategy(setting.of_island(strategy), strategy.inner())
@@ -139,7 +139,7 @@ def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
 
 
 def estimate_step(setting: Setting, strategy: Strategy) -> Estimate:
-    """Returns the prediction of `price_strategy` alone."""
+    """Returns only the prediction of `price_strategy`."""
     return price_strategy(setting, strategy).estimate
 
 
@@ -180,7 +180,7 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
 
 
 def _masked_flops(costs: Sequence[StepCost], sizes: SlotSizes) -> Number:
-    """Returns the FLOPs of attention's masked blocks, which are skipped but count in the HFU."""
+    """Returns the FLOPs of masked blocks of attention, which are skipped but count in the HFU; else 0."""
     if not sizes.causal:
         return 0.0
     unmasked_sizes = msgspec.structs.replace(sizes, causal=False, cache={})
@@ -201,8 +201,8 @@ def _busy_s(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
 def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy_seconds: Sequence[Number], bubble_s: Number) -> Any:
     """Returns the busiest resource of each candidate: compute, hbm, a level of the network, latency, or the bubble.
 
-    Latency binds where bytes explain less than half of the busiest link's time, the bubble where it is the longest.
-    """
+    Latency binds if bytes explain less than half of the busiest link's time, the bubble if it is longer than every
+    resource."""
     latency_s = link_seconds(costs, rates, field="latency_s")
     all_s = np.stack(np.broadcast_arrays(*busy_seconds, *latency_s))
     busy_rows, latency_rows = all_s[: len(busy_seconds)], all_s[len(busy_seconds) :]
@@ -215,10 +215,10 @@ def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy_seconds: Sequenc
 
 
 def _terms(priced: PricedStep, bubble_s: Number) -> dict[str, Number]:
-    """Returns the seconds of each kind of work without overlap; "latency" is the part of collectives beyond bytes.
+    """Returns the seconds of each kind of work without overlap; "latency" is collectives' time that bytes do not
+    explain.
 
-    "pipeline" and "bubble" exist only with several stages, and "pcie" only with transfers to the host.
-    """
+    "pipeline" and "bubble" exist only with several stages, and "pcie" only with transfers to the host."""
     costs, times, pipeline, pcie_s = priced.costs.all, priced.times, priced.pipeline, priced.moved.serial_s
     seconds_by_term: dict[str, Number] = dict.fromkeys(LOCAL_TERMS, 0.0)
     for cost in costs:

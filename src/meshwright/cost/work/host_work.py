@@ -23,7 +23,7 @@ from meshwright.spec.calibration import HostRates, Pace
 
 
 class Amounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Amounts of one execution of a step; each field is in the unit of the field of `Pace` with the same name."""
+    """Amounts of work of one execution of a step; `Pace` has the seconds of one unit of each field under its name."""
 
     flop: Number = 0.0
     score: Number = 0.0
@@ -32,7 +32,7 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
     call: Number = 0.0
 
     def math_s(self, pace: Pace) -> Number:
-        """Returns the seconds of compute, and those of calls whatever their size."""
+        """Returns the seconds of compute: FLOPs, scores and calls (a fixed time per call)."""
         return self.flop * pace.flop + self.score * pace.score + self.call * pace.call
 
     def memory_s(self, pace: Pace) -> Number:
@@ -41,7 +41,7 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def amounts_of(step: Step, sizes: SlotSizes, *, kept: frozenset[ShardedArray] = frozenset()) -> Amounts:
-    """Returns the amounts of one execution of a local step; its block keeps the results in ``kept``."""
+    """Returns the amounts of one execution of a local step, whose block keeps the results in ``kept``."""
     kept_bytes = slot_sizes(step, sizes).total(*(array for array in step.results if array in kept))
     if reads_cache(step):
         return Amounts(flop=op_flops(step, sizes), byte=op_hbm_bytes(step, sizes), call=2.0)
@@ -69,7 +69,7 @@ def is_product(step: Step) -> bool:
 
 
 def num_calls(step: Step, sizes: SlotSizes) -> Number:
-    """Returns the tiles of queries that attention on a host computes, each for one sequence and one key head."""
+    """Returns the tiles of queries that attention on a host computes, per sequence, key head and block of keys."""
     arrays = AttentionArrays.of(step)
     key_sizes, num_queries = sizes.local(arrays.k), sizes.local(arrays.q)[positions_of(arrays.q)]
     num_heads = key_sizes[arrays.k.dims[2]]
@@ -79,8 +79,8 @@ def num_calls(step: Step, sizes: SlotSizes) -> Number:
 def tiled_share(step: Step, sizes: SlotSizes) -> Number:
     """Returns the share of the counted scores that attention on a host computes, tile of queries by tile.
 
-    A tile is multiplied with the keys up to its last query: with (tiles + 1) / 2 tiles of keys in the mean. It is 1
-    where `op_flops` leaves masked scores out already, with a window, and with positions split over devices.
+    A tile is multiplied with the keys up to its last query, on average with (tiles + 1) / 2 tiles of keys. The share is
+    1 if `op_flops` leaves masked scores out already, with a window, and with positions split over devices.
     """
     arrays, details = AttentionArrays.of(step), step.details
     is_split = details.ring or any(array.axes_of(positions_of(array)) for array in (arrays.q, arrays.k))

@@ -1,9 +1,9 @@
-"""Seconds of one kernel by itself on one device, from its shape: products, attention, losses, collectives of NVLink,
-and those of token generation on GPUs.
+"""Seconds of one kernel by itself on one device, from its shape: products, attention, losses, collectives over NVLink,
+and kernels of token generation on GPUs.
 
-Sizes may be NumPy arrays. What a kernel computes and what it moves meanwhile make the root of their squares; copies
-before and after it, and its start, add up. A plan prices the steps of a whole model (`kernels.local_cost`), which
-overlap and compete.
+Sizes may be NumPy arrays. Compute and the traffic that overlaps with it take the root of the sum of their squares;
+copies before and after, and the kernel's start, add up. Plans price the steps of a whole model by `kernels.local_cost`,
+which overlap and compete.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from meshwright.core.errors import InputError
 from meshwright.spec.chip import Chip, known, peak
 
 NVIDIA_TILE = (128, 128)
-"""Rows and columns of the tile that one SM makes at a time: of the tiles of cuBLAS the one that fills SMs best."""
+"""Rows and columns of the tile that one SM computes at a time: of cuBLAS's tiles the one that fills SMs best."""
 
 KernelShape = Mapping[str, Any]
-"""Sizes of a kernel by letter, numbers or arrays; of a collective its ``op`` by name too."""
+"""Sizes of a kernel by letter, numbers or arrays; a collective's shape also has its kind as ``op``."""
 
 SPLITS = (1, 2, 4, 8)
 """Parts that a library may split K into, to fill the SMs."""
@@ -33,20 +33,20 @@ GROUP_COLUMNS, GATE_COLUMNS = 64, 256
 settings."""
 
 NVIDIA_ROWS = 128
-"""Rows of queries that a kernel of attention on GPUs takes at a time: twice as many keys are read at the diagonal."""
+"""Rows of queries that an attention kernel on GPUs takes at a time; at the diagonal it reads twice as many keys."""
 
 TPU_KEYS = 2048
-"""Keys that causal attention reads at a time at the diagonal on TPUs: the longest blocks of tokamax's settings."""
+"""Keys that causal attention on TPUs reads at a time at the diagonal: the longest blocks of tokamax's settings."""
 
 MASKED = 0.175
-"""What masking adds to a block at the diagonal: 15 to 20% (pytorch.org/blog/flexattention)."""
+"""Share of time that masking adds to a block at the diagonal: 15 to 20% (pytorch.org/blog/flexattention)."""
 
 BLACKWELL_SMS = 148
-"""SMs of a B200 in XLA's target for it (``xla_gpu.core_count``; a GB200's has 152). The catalogue's ``num_sms`` leaves
-them out: plans are fitted without them."""
+"""SMs of a B200 in XLA's target for it (``xla_gpu.core_count``; a GB200 has 152). The catalogue has no ``num_sms`` for
+it, as plans are fitted without."""
 
 BLACKWELL = (1000.0, 2250e12)
-"""A B200's watts and dense bf16 peak, FLOP/s: power limits the rate of Blackwell boards, whatever their peak."""
+"""A B200's watts and dense bf16 peak in FLOP/s: power, not the peak, limits the rate of Blackwell boards."""
 
 ULTRA = ("b300", "gb300")
 """Blackwell Ultra: twice the exponentials a second (developer.nvidia.com, Making Softmax More Efficient)."""
@@ -55,41 +55,41 @@ LONGEST_FIRST = ("h100",)
 """Families whose causal attention begins with the longest blocks: FlashAttention-3, hopper/tile_scheduler.hpp."""
 
 MEMORY = {"gpu": 0.92, "tpu": 0.87}
-"""Share of the data sheet's bandwidth that streams reach: Vidur's sums on A100 (0.88) and H100 (0.97), copies of 1 GB
-on an Ironwood (tpu-recipes)."""
+"""Share of the data sheet's bandwidth that streaming kernels get: Vidur's sums on A100 (0.88) and H100 (0.97), copies
+of 1 GB on an Ironwood (tpu-recipes)."""
 
 NCCL_LINKS = {"a100": 12 * 20.0e9, "h100": 18 * 20.6e9, "blackwell": 18 * 40.1e9}
-"""Bytes/s one way that NCCL takes NVLink for: links x SM80, SM90 and SM100_NVLINK_BW of src/graph/topo.h."""
+"""Bytes/s one way that NCCL assumes for NVLink: links x SM80, SM90 and SM100_NVLINK_BW of src/graph/topo.h."""
 
 NVLS = {"h100": 0.85, "blackwell": 0.74}
-"""Share of them that sums in the switch reach: nvlsEfficiency of NCCL's src/graph/tuning.cc."""
+"""Share of `NCCL_LINKS` that sums in the switch get: nvlsEfficiency of NCCL's src/graph/tuning.cc."""
 
 PASSES = {"forward": 1.0, "backward": 2.5}
-"""Products of attention's pass, over those of its forward pass: scores are made again."""
+"""FLOPs of a pass of attention over the forward pass's; the backward pass computes scores again."""
 
 
 LATENT, LATENT_TILE = (512, 64), 64
-"""Entries of a position in a latent cache, without and with rotation; heads, and positions, in a tile of FlashMLA."""
+"""Entries of a position in a latent cache, unrotated and rotated; heads, and positions, in a tile of FlashMLA."""
 
 SHORT = 256
-"""Positions of a cache that are read in one part: from measured times, which jump above it."""
+"""Most positions of a cache that are read in one part: measured times jump above it."""
 
 MATRIX_ROWS = {"blackwell": 128}
-"""Rows of a matrix instruction, taken as the least for an expert: of tcgen05 on one SM; elsewhere 64 (wgmma)."""
+"""Rows of a matrix instruction, the fewest that an expert computes: of tcgen05 on one SM; elsewhere 64 (wgmma)."""
 
 QUANTIZERS = {"h100": 4}
-"""Starts more in a layer of experts with a scale for each block: chosen by vLLM's times, whose experts are CUTLASS's or
-Triton's there and one fused kernel on Blackwell."""
+"""Further kernel starts of a layer of experts with block scales: fitted to vLLM, whose experts run CUTLASS or Triton on
+Hopper, and one fused kernel on Blackwell."""
 
 
 class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
-    """A device's rates and the numbers that say how far its kernels stay behind its data sheet.
+    """A device's rates, and fitted numbers that say how far its kernels stay behind its data sheet.
 
-    ``flops_per_s`` and ``narrow_flops_per_s`` (fp8) are peaks, ``hbm_bytes_per_s`` what streams reach,
-    ``link_bytes_per_s`` what NCCL takes NVLink for, one way. ``width`` is the side of the matrix unit (0: a
+    ``flops_per_s`` and ``narrow_flops_per_s`` (fp8) are peaks, ``hbm_bytes_per_s`` is the rate that streams get,
+    ``link_bytes_per_s`` the one-way rate that NCCL assumes for NVLink. ``width`` is the side of the matrix unit (0: a
     GPU), ``processors`` the SMs (0: a TPU), ``cores`` the cores that share the device, ``exponentials`` their rate over
     the family's, ``half`` the K at which filling the pipeline of a tile takes as long as its product at the peak (0:
-    hidden). ``numbers`` are fitted ones by name.
+    hidden). ``numbers`` are the fitted ones by name.
     """
 
     flops_per_s: float
@@ -110,15 +110,15 @@ class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
         return self.numbers[name]
 
     def product_s(self, flops: Number, contracted: Number = np.inf, kernel: str = "compute") -> Number:
-        """Returns the seconds of products over K terms by a kernel that reaches a share of the peak."""
+        """Returns the seconds of products that sum ``contracted`` terms, at the fitted share of the peak."""
         seconds: Number = flops / self.flops_per_s * (1 / self[kernel] + self.half / contracted)
         return seconds
 
     def mosaic_s(self, flops: Number, contracted: Number, columns: int) -> Number:
-        """Returns the seconds of products by Mosaic, in tiles with that many columns of results.
+        """Returns the seconds of products by Mosaic, in tiles with ``columns`` columns of results.
 
-        On Hopper its instructions of 64 x 64 x 16 take 32 cycles and read 4 KB, all that shared memory gives (128 bytes
-        a cycle), so that they wait while the next operands are written there.
+        On Hopper its instructions of 64 x 64 x 16 take 32 cycles and read 4 KB, the full rate of shared memory (128
+        bytes a cycle), so that they stall while the next operands are written there.
         """
         if self.family != "h100":
             return self.product_s(flops, contracted, "pallas")
@@ -127,12 +127,12 @@ class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
         return seconds
 
     def memory_s(self, moved: Number) -> Number:
-        """Returns the seconds in which bytes stream through the main memory."""
+        """Returns the seconds of streaming ``moved`` bytes through main memory."""
         seconds: Number = moved / self.hbm_bytes_per_s
         return seconds
 
     def waves(self, rows: Number, columns: Number, splits: tuple[int, ...] = (1,)) -> Number:
-        """Returns how often SMs pass over a product's tiles, over what full waves would take: with the best split."""
+        """Returns the waves of tiles over SMs as a multiple of full waves, for the best split of K; 1 on TPUs."""
         if not self.processors:
             return 1.0
         tiles_per_sm = np.ceil(rows / NVIDIA_TILE[0]) * np.ceil(columns / NVIDIA_TILE[1]) / self.processors
@@ -143,9 +143,9 @@ class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
 def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None = None) -> KernelRates:
     """Returns the rates of a chip, or of ``cores`` of its cores.
 
-    A number is looked up for the chip by name, else its family, the side of its matrix unit, its kind of chip, or all.
-    Blackwell has no ``half``, since its accumulators are apart from the registers, and its rate grows with power **
-    ``power``, whatever its peak.
+    A number's value is the most specific one given: for the chip by name, else its family, the side of its matrix unit,
+    its kind of chip, or all. Blackwell has no ``half``, since its accumulators are not in registers; its rate grows
+    with watts ** ``power``, whatever its peak.
     """
     chip_kind = "tpu" if chip.topology == "torus" else "gpu"
     is_blackwell = chip.family == "blackwell"
@@ -175,16 +175,16 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
 
 
 def padded(size: Number, unit: Number) -> Number:
-    """Returns the size rounded up to a multiple of the unit; a unit of 0 rounds nothing."""
+    """Returns the size rounded up to a multiple of the unit; unchanged if the unit is 0."""
     return np.ceil(size / unit) * unit if unit else size
 
 
 def product_s(shape: KernelShape, at: KernelRates, *, narrow: bool = False, blocks: bool = False) -> Number:
     """Returns the seconds of [M, K] x [K, N] in bf16, or in fp8 (``narrow``) with the cast of its rows before it.
 
-    The cast finds the largest entry (2 bytes each), then reads and writes all (2 + 1). With scales of rows or
-    ``blocks`` of entries one kernel does both, and reads once. A tile on GPUs goes through K in ``step_s`` an entry
-    besides, however few its rows are.
+    The cast reads entries to find the largest (2 bytes each), then reads and writes all (2 + 1). With scales of
+    ``blocks`` of entries one kernel does both, and reads once. On GPUs a tile also takes ``step_s`` per entry of K,
+    however few rows it has.
     """
     num_rows, num_terms, num_columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
     moved_bytes = (1 if narrow else 2) * (num_rows * num_terms + num_terms * num_columns) + 2 * num_rows * num_columns
@@ -201,10 +201,10 @@ def attention_s(shape: KernelShape, at: KernelRates, *, phase: str = "forward", 
     """Returns the seconds of fused attention: B sequences of T positions, N heads and G kv heads of width H.
 
     A causal query sees (T + block) / 2 keys, a block of them masked. On TPUs heads are padded to the side of the matrix
-    unit and start in ``grid_s``, and XLA transposes all operands: it reads and writes them besides. On GPUs the softmax
-    adds ``head_half`` to the width of heads; a kernel takes as long as its longest block of queries, or that comes on
-    top where it is the last; the backward pass first reads outputs with their gradients, and turns the gradients of
-    queries into bf16 in the end. ``paged`` operands are gathered by threads, where Hopper's kernels else copy tiles.
+    unit and take ``grid_s`` to start, and XLA also reads and writes all operands to transpose them. On GPUs the softmax
+    adds ``head_half`` to the width of heads; a kernel takes at least as long as its longest block of queries, which is
+    added if it runs last; the backward pass first reads outputs with their gradients, and last casts the gradients of
+    queries to bf16. ``paged`` operands are gathered by threads, not copied in tiles by Hopper's hardware.
     """
     seq_len, width, n_heads = shape["T"], shape["H"], shape["B"] * shape["N"]
     block_len = TPU_KEYS if at.width else 2 * NVIDIA_ROWS
@@ -227,9 +227,9 @@ def attention_s(shape: KernelShape, at: KernelRates, *, phase: str = "forward", 
 
 
 def grouped_s(shape: KernelShape, at: KernelRates) -> Number:
-    """Returns the seconds of G products [M_g, K] x [K, N] whose rows are M in all: every group adds a tile of rows.
+    """Returns the seconds of G products [M_g, K] x [K, N] with M rows in all: every group adds a tile of rows.
 
-    On a TPU the groups follow each other on one core. The weights of ``copied`` groups are read and written first.
+    On a TPU one core runs all groups. The weights of ``copied`` groups are read and written first.
     """
     num_terms, num_cols = padded(shape["K"], at.width), padded(shape["N"], at.width)
     weight_bytes = 2 * num_terms * num_cols
@@ -242,7 +242,7 @@ def grouped_s(shape: KernelShape, at: KernelRates) -> Number:
 
 def gated_s(shape: KernelShape, at: KernelRates, *, fused: bool) -> Number:
     """Returns the seconds of two products [M, K] x [K, N] and the gate. Unless ``fused`` both results are written in
-    fp32 and read again, and where they are ``copied`` into another layout once more."""
+    fp32 and read again, and if ``copied`` into another layout once more."""
     num_rows, num_terms, num_columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
     result_bytes = (2 if fused else 2 + 16 + 8 * shape["copied"]) * num_rows * num_columns
     moved_s = at.memory_s(2 * (num_rows * num_terms + 2 * num_terms * num_columns) + result_bytes)
@@ -255,9 +255,9 @@ def gated_s(shape: KernelShape, at: KernelRates, *, fused: bool) -> Number:
 def loss_s(shape: KernelShape, at: KernelRates, *, phase: str = "forward") -> Number:
     """Returns the seconds of the loss and its product [M, K] x [K, N].
 
-    On GPUs a kernel beside the products reads bf16 logits and writes as much. On TPUs they stay with the products: the
-    softmax adds ``softmax`` to the K of the forward pass. The backward pass makes the logits again and has two more
-    products; it writes the gradient of the weights in fp32, which XLA turns into another layout on TPUs.
+    On GPUs a separate kernel reads bf16 logits and writes as many bytes. On TPUs products and loss are fused: the
+    softmax adds ``softmax`` to the K of the forward pass. The backward pass computes the logits again and has two more
+    products; it writes the gradient of the weights in fp32, which XLA converts to another layout on TPUs.
     """
     num_rows, num_terms, num_columns = shape["M"], shape["K"], shape["N"]
     is_backward = phase == "backward"
@@ -272,13 +272,13 @@ def loss_s(shape: KernelShape, at: KernelRates, *, phase: str = "forward") -> Nu
 
 
 def collective_s(shape: KernelShape, at: KernelRates) -> Number:
-    """Returns the seconds of a collective over n GPUs of one switch: V are the bytes of the full array, or of each
-    device's for AllToAll.
+    """Returns the seconds of a collective over n GPUs of one switch; V is the bytes of the full array, of AllToAll each
+    device's.
 
     A ring copies n chunks of V / n, or 2n - 1 for AllReduce; the last is only received, half the work. Short messages
-    carry as many flags as bytes (NCCL's LL); longer ones fill a pipeline first, in ``ramp_s``. Over 8 GPUs the switch
-    may add up instead: V (n + 1) / n bytes. A step between neighbours takes ``member_s``; AllToAll has one. All but the
-    bytes takes ``quick`` as long on Hopper.
+    carry as many flags as bytes (NCCL's LL); longer ones fill a pipeline first, in ``ramp_s``. For 8 GPUs the switch
+    may sum instead: V (n + 1) / n bytes. A step between neighbours takes ``member_s``; AllToAll has one step. On Hopper
+    all times but those of bytes are multiplied by ``quick``.
     """
     num_members, is_all_reduce = shape["n"], shape["op"] == "all_reduce"
     num_copies = np.where(is_all_reduce, 2 * num_members - 1, num_members)
@@ -296,9 +296,9 @@ def collective_s(shape: KernelShape, at: KernelRates) -> Number:
 def generation_attention_s(shape: KernelShape, at: KernelRates) -> Number:
     """Returns the seconds of attention of B queries, one a sequence, to caches of T positions or a window of them.
 
-    N heads and G kv heads have width H, entries of a cache ``bits``; a window of 0 is none. Bytes stream, and a kv head
-    of a sequence takes an SM ``block_s`` at least. Fewer of them than SMs are read in parts, which another kernel adds.
-    """
+    N heads and G kv heads have width H, entries of a cache ``bits``; a window of 0 is none. Bytes stream, and each kv
+    head of a sequence takes an SM ``block_s`` at least. If these are fewer than SMs, caches are read in parts, which
+    another kernel sums."""
     cached_len: Number = np.where(shape["window"] > 0, np.minimum(shape["T"], shape["window"]), shape["T"])
     num_blocks = shape["B"] * shape["G"]
     moved_bytes = num_blocks * cached_len * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"]
@@ -311,10 +311,10 @@ def generation_attention_s(shape: KernelShape, at: KernelRates) -> Number:
 def latent_attention_s(shape: KernelShape, at: KernelRates) -> Number:
     """Returns the seconds of attention of B queries with N heads to latent caches of T positions, ``bits`` an entry.
 
-    All heads share a cache of 512 entries and 64 rotated ones. Its copies and the products overlap; these are narrow
-    for 8 bits on Blackwell. Queries are read and written once before, by another kernel until Blackwell. Fewer tiles of
-    heads than SMs have their caches read in parts: each SM writes an fp32 tile, which another kernel reads.
-    """
+    All heads share a cache of 512 entries and 64 rotated ones. Reads of it overlap with products, which run in 8 bits
+    for such a cache on Blackwell. Queries are read and written once before, by another kernel except on Blackwell. If
+    tiles of heads are fewer than SMs, caches are read in parts: each SM writes an fp32 tile, which another kernel
+    reads."""
     num_positions, latent_width = shape["B"] * shape["T"], sum(LATENT)
     read_s = at.memory_s(num_positions * latent_width * shape["bits"] / 8) / at["latent"]
     is_blackwell = at.family == "blackwell"
@@ -332,9 +332,9 @@ def latent_attention_s(shape: KernelShape, at: KernelRates) -> Number:
 def experts_s(shape: KernelShape, at: KernelRates, *, bits: float = 16, blocks: bool = False) -> Number:
     """Returns the seconds of a layer of gated experts: M rows in all through G experts of three weights [K, N] each.
 
-    The weights of the experts that are met are read once, with ``bits`` an entry; each has the rows of an instruction
-    more. Routing, sorting, gates and sums are kernels of their own in ``experts_s``; with 4 bits all are one
-    call. ``blocks`` of entries have scales, for which Hopper has more kernels.
+    Weights of the G experts are read once, with ``bits`` an entry; each computes a matrix instruction's rows more.
+    Routing, sorting, gates and sums are separate kernels that take ``experts_s``; with 4 bits all are one call. With
+    scales of ``blocks`` of entries Hopper has more kernels.
     """
     expert_params = 3 * shape["K"] * shape["N"]
     moved_s = at.memory_s(shape["G"] * expert_params * bits / 8 + shape["M"] * (8 * shape["K"] + 6 * shape["N"]))
@@ -348,8 +348,8 @@ def experts_s(shape: KernelShape, at: KernelRates, *, bits: float = 16, blocks: 
 def small_reduce_s(shape: KernelShape, at: KernelRates) -> Number:
     """Returns the seconds of the sum of an array of V bytes over n GPUs by a kernel whose threads read peers' memory.
 
-    One shot reads all of every peer. Two shots read a part, then the sums of the other parts after one barrier more.
-    The sooner counts.
+    The faster of two counts. One shot reads all of every peer. Two shots read one part from every peer, then after a
+    further barrier the sums of all other parts.
     """
     num_members, start_s = shape["n"], at["quick"] * at["reduce_s"]
     part_s = (num_members - 1) * shape["bytes"] / num_members / (at.link_bytes_per_s * at["peers"])

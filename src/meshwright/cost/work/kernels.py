@@ -1,4 +1,4 @@
-"""Seconds of local ops on one chip: data-sheet rates, and how much shapes and launches add."""
+"""Seconds of local ops on one chip: data-sheet rates, and what shapes and launches add."""
 
 import msgspec
 import numpy as np
@@ -35,33 +35,33 @@ AxisGroup = frozenset[str]
 """Mesh axes that one collective uses jointly; their order does not change its time."""
 
 TILE = 128 * 256
-"""Outputs of a matrix product that one processor (SM) of a GPU makes at a time."""
+"""Elements of a product's result that one processor (SM) of a GPU computes at a time."""
 
 UNFUSED_KERNELS = 4
 """Kernels of attention that is not fused: scores, mask and softmax, dropout, weighted sum."""
 
 SOFTMAX_KERNELS, SOFTMAX_MATRICES = 4, 4
-"""Further kernels where software of 2021 does not fuse mask and softmax: cast, scale, mask and cast back. One kernel
-needs matrices of scores, one for each sequence and head, in fours (Megatron-LM's fused_softmax.py)."""
+"""Further kernels of software of 2021 that does not fuse mask and softmax: cast, scale, mask and cast back. One fused
+kernel needs a multiple of four matrices of scores, one for each sequence and head (Megatron-LM's fused_softmax.py)."""
 
 LONGEST_DRAFT = 64
-"""Positions of a sequence in a step beyond which it is a prompt, and no draft that is checked."""
+"""Most positions of a sequence in a step that are a draft to check; more are a prompt."""
 
 CASTS_BYTES = 2
-"""Bytes of traffic for each element that the op before a product casts to one byte: written as it is and transposed."""
+"""Bytes written for each element that the op before a product casts to one byte: in its layout and transposed."""
 
 
 ONE_HOT = {"dispatch": 1, "dispatch_backward": 1, "combine": 1, "combine_backward": 2}
-"""Products with one-hot rows of each step; the weights of experts have a gradient too."""
+"""Products with one-hot rows in each step; combine's backward pass has two, as routing weights have gradients."""
 
 
 class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of one chip; fields may be arrays, one entry per candidate.
 
     ``wide_flops_per_s`` is the rate of the loss head and the router, which keep the dtype of the state if other
-    products are ``narrow``. ``processors`` is the number of SMs, 0 for chips without. With ``one_hot``
-    products with one-hot rows bring tokens to their slots and back. ``host`` prices emulated devices whose steps have
-    been measured, whose products of few rows read weights at ``weight_bytes_per_s``.
+    products are ``narrow``. ``processors`` is the number of SMs, 0 for chips without. With ``one_hot`` products with
+    one-hot rows move tokens to their slots and back. ``host`` prices emulated devices whose steps have been measured,
+    whose products of few rows read weights at ``weight_bytes_per_s``.
     """
 
     matmul_flops_per_s: Number
@@ -81,11 +81,11 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of one execution of a derived step on one device, and how many times a training step executes it.
 
-    ``flops`` are those of a device in the mean, seconds and bytes those of the busiest device of experts.
-    ``count`` is over all layers, ``here`` over those of the busiest device of a pipeline, which has the head.
-    ``network_bytes`` are those of the full array of a collective, ``latency_s`` is the part of ``network_s`` that bytes
-    do not explain, and ``level`` is the level of the network that binds. ``overlap`` is the exponent of
-    `partly_hidden` for compute and memory. ``exposed_s`` are seconds on the network beside which nothing runs.
+    ``flops`` are of the mean device, seconds and bytes of the device with the busiest experts. ``count`` covers all
+    layers, ``here`` the layers on the busiest device of a pipeline, which has the head. ``network_bytes`` are of the
+    full array of a collective, ``latency_s`` is the part of ``network_s`` that bytes do not explain, and ``level`` is
+    the level of the network that binds. ``overlap`` is the exponent of `partly_hidden` for compute and memory.
+    ``exposed_s`` are seconds of communication that overlap with nothing.
     """
 
     step: Step
@@ -111,7 +111,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def time_s(self) -> Number:
-        """Seconds of one execution by itself."""
+        """Seconds of one execution without overlap with other steps."""
         return self.local_s + self.network_s + self.exposed_s
 
     @property
@@ -150,7 +150,7 @@ def chip_rates(
 ) -> ChipRates:
     """Returns the rates of a chip for products of ``dtype`` in a training state of ``state_dtype``.
 
-    Attention that is not fused, as in software of 2021, runs at the rate of other products.
+    Attention that is not fused, as in software of 2021, has the rate of products.
     """
     software = assumptions.traits
     attn_flops_per_s = matmul_rate(chip, calibration, dtype)
@@ -179,7 +179,7 @@ def chip_rates(
 
 
 def serving_kernels(chip: Chip) -> KernelRates | None:
-    """Returns what kernels by themselves reach on a GPU with NVLink of the measured families, None elsewhere."""
+    """Returns the fitted kernel rates of a GPU with NVLink of a measured family; None for other chips."""
     is_measured = chip.family in NCCL_LINKS
     return kernel_rates(chip, fitted_numbers(KERNEL_NUMBERS).numbers) if is_measured else None
 
@@ -187,7 +187,7 @@ def serving_kernels(chip: Chip) -> KernelRates | None:
 def local_cost(
     step: Step, sizes: SlotSizes, rates: ChipRates, *, kept: frozenset[ShardedArray] = frozenset()
 ) -> StepCost:
-    """Prices a local step by itself: its products, its memory traffic and its launches.
+    """Returns the cost of a local step without overlap: its products, its memory traffic and its launches.
 
     ``kept`` are the results that its block keeps; an emulated device also copies these into a stack.
     """
@@ -250,18 +250,18 @@ def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Numb
 
 
 def _mean_flops(step: Step, sizes: SlotSizes) -> Number:
-    """Returns the FLOPs of one execution of a step on a device in the mean: an uneven load of experts adds none."""
+    """Returns the FLOPs of one execution of a step on the mean device, on which experts have an even load."""
     even_sizes = sizes if np.all(np.asarray(sizes.load) == 1) else replace(sizes, load=1.0, cache={})
     return op_flops(step, even_sizes) * computed_share(step, even_sizes)
 
 
 def moved_bytes(step: Step, sizes: SlotSizes) -> Number:
-    """Returns the bytes that one execution of a local step moves, those for the slots of experts included."""
+    """Returns the bytes that one execution of a local step moves, with the further traffic of slots of experts."""
     return op_hbm_bytes(step, slot_sizes(step, sizes)) + block_bytes(step, sizes)
 
 
 def num_kernels(step: Step, sizes: SlotSizes) -> Number:
-    """Returns the kernels that a step starts: 0 for renaming and for the optimizer, which takes all weights at once."""
+    """Returns the kernels that a step starts: 0 for renaming, and for the optimizer, which takes all weights."""
     if step.phase == "update":
         return 0
     if not is_attention(step) or sizes.scores == "on_chip":
@@ -297,7 +297,7 @@ def _product_s(step: Step, flops: Number, sizes: SlotSizes, rates: ChipRates) ->
 
 
 def product_shape(step: Step, sizes: SlotSizes) -> tuple[Number, Number]:
-    """Returns the elements of the local result, and the number of terms that each of them sums locally."""
+    """Returns the elements of the local result, and the number of terms that a device sums for each."""
     size_by_dim = sizes.local(*step.inputs[:2])
     result_dims = set(step.result.dims)
     num_outputs = product(size for dim, size in size_by_dim.items() if dim in result_dims)
@@ -305,8 +305,8 @@ def product_shape(step: Step, sizes: SlotSizes) -> tuple[Number, Number]:
 
 
 def _host_cost(step: Step, sizes: SlotSizes, rates: ChipRates, kept_arrays: frozenset[ShardedArray]) -> StepCost:
-    """Prices a local step on an emulated device by its `HostRates`; a product takes at least the time in which it can
-    read its factors."""
+    """Prices a local step on an emulated device by its `HostRates`; a product takes at least the seconds of reading its
+    factors."""
     host = rates.host
     assert host is not None
     amounts, pace = amounts_of(step, sizes, kept=kept_arrays), pace_of(step, host)

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of derived local steps, as their ops state them (`algebra.ops`), and the FLOPs that a model needs."""
+"""FLOPs and bytes of derived local steps, by the rules of their ops (`algebra.ops`), and FLOPs that a model needs."""
 
 from typing import Literal, get_args
 
@@ -15,14 +15,14 @@ from meshwright.spec.weights import has_frozen_matrices, weight_table, without_m
 
 LocalTerm = Literal["matmul", "attention", "elementwise", "loss_head", "optimizer"]
 LOCAL_TERMS: tuple[LocalTerm, ...] = get_args(LocalTerm)
-"""Terms of an estimate that are work on the device itself; the others are communication or idle time."""
+"""Terms of an estimate that are local work of a device; other terms are communication or idle time."""
 
 _TERMS: dict[str, LocalTerm] = {"contraction": "matmul", "attention": "attention", "optimizer": "optimizer"}
 """Group of a step -> its term of the step time; every other group is elementwise."""
 
 
 def op_flops(step: Step, sizes: OpSizes) -> Number:
-    """Returns the FLOPs of one execution of a local step on one device; with parts, their sum."""
+    """Returns the FLOPs of one execution of a local step on one device; for a step with parts, of all parts."""
     if step.parts:
         return sum(op_flops(part, sizes) for part in step.parts)
     return kind_of(step).flops(step, sizes)
@@ -31,7 +31,7 @@ def op_flops(step: Step, sizes: OpSizes) -> Number:
 def op_hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Returns the bytes that one execution of a local step moves to and from memory on one device.
 
-    The blocks of a collective matmul read a weight once: they follow each other directly, and find it on the chip.
+    The blocks of a collective matmul read a weight once: they run back to back, and it stays on the chip.
     """
     if step.parts:
         return sum(op_hbm_bytes(part, sizes) for part in step.parts)
@@ -55,8 +55,8 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
 
     Training takes `token_flops` for every token + 12 B T S N H L. Prefill and decode take a third, with the unembedding
     of one position of each sequence. S are the keys of a query: T, or the window in layers that have one, and half of
-    that with ``causal``; in decode the whole cache, or half a chunk behind the first. With latent attention 2 H is
-    H + Hv. Source: How to Scale Your Model, section 4.
+    that with ``causal``; in decode the whole cache, and with chunks after the first half a chunk. With latent attention
+    2 H is H + Hv. Source: How to Scale Your Model, section 4.
     """
     model = model if job.trains else without_mtp(model)
     head_widths = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
@@ -84,8 +84,8 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
 
 
 def _keys(model: Model, seq_len: float, window: int | None, *, causal: bool) -> float:
-    """Returns the keys that a query attends to; with ``causal`` without those that are masked, by blocks where the
-    model has a mask of its own."""
+    """Returns the keys that a query attends to; with ``causal`` without masked keys, counted in blocks if the model has
+    its own mask."""
     if model.attention_mask and causal:
         return seq_len * block_share(model.attention_mask, window, seq_len, chunked=model.chunked_windows)
     return float(keys_per_query(seq_len, window=window, causal=causal, chunked=model.chunked_windows))
@@ -94,14 +94,14 @@ def _keys(model: Model, seq_len: float, window: int | None, *, causal: bool) -> 
 def token_flops(model: Model) -> float:
     """Returns the FLOPs of one token in training without attention's scores: 6 N, with N the `num_matmul_params`.
 
-    Frozen weights take 4 in place of 6: they have no gradients. A layer for a second token has an unembedding too.
-    """
+    Frozen weights take 4 in place of 6: they have no gradients. A layer for the token after the next also has an
+    unembedding."""
     num_params_used = num_matmul_params(model) + len(model.mtp_layers) * model.d_model * model.vocab_size
     return float(train_flops_per_param() * num_params_used - 2 * num_matmul_params(model, frozen=True))
 
 
 def mfu_words(model: Model) -> str:
-    """Returns the formula of `model_flops` for a training step."""
+    """Returns the formula of `model_flops` for a training step, in words and letters."""
     products_text = "6 FLOPs a parameter and token"
     if has_frozen_matrices(model):
         products_text = "6 FLOPs a trained parameter and token and 4 a frozen one"
@@ -121,8 +121,8 @@ def mfu_words(model: Model) -> str:
 
 
 def _encoder_flops(model: Model, job: Job, head_widths: int) -> float:
-    """Returns the FLOPs that an encoder adds in training: its own products and cross-attention's keys and values, for
-    its positions in place of the decoder's; and the scores of its layers and of cross-attention."""
+    """Returns the FLOPs that an encoder adds in training: its matrices and cross-attention's keys and values on its
+    positions instead of the decoder's, and the scores of its layers and of cross-attention."""
     assert model.encoder is not None
     enc_len, sizes, letters = model.encoder.length, model.dims, model.encoder_letters
     first_product = "encoder_conv1"  # of every frame, of which there are two for a position
@@ -137,9 +137,8 @@ def _encoder_flops(model: Model, job: Job, head_widths: int) -> float:
 
 
 def num_matmul_params(model: Model, *, frozen: bool = False) -> int:
-    """Returns N, the parameters that every token is multiplied with: all matrices but the look-up table, and of experts
-    those that are chosen; a tied table counts once. With ``frozen``, only those that are not trained.
-    """
+    """Returns N, the parameters that every token is multiplied with: all matrices except the look-up table, and only
+    chosen experts; a tied table counts once. With ``frozen``, only weights that are not trained."""
     matrices = [row for row in weight_table(model) if row.kind == "matrix" and row.part != "embedding"]
     matrices = [row for row in matrices if row.frozen or not frozen]
     return sum(int(product(row.shape)) if row.tied_to else row.num_active_params for row in matrices)

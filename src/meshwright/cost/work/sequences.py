@@ -1,4 +1,4 @@
-"""Sequences of packed steps, as counts need them."""
+"""Groups of sequences in a packed step, from which FLOPs and bytes are counted."""
 
 import msgspec
 import numpy as np
@@ -7,8 +7,8 @@ from meshwright.algebra.sizes import Number
 
 
 class LikeSequences(msgspec.Struct, frozen=True):
-    """Sequences that are alike in a step: ``count`` of them on all devices, each with ``rows`` new positions behind
-    ``before`` that a cache has, and a ``source`` of so many. Numbers need not be whole."""
+    """``count`` equal sequences of a step, over all devices: each has ``rows`` new positions after ``before`` cached
+    ones, and a ``source`` of so many positions. Numbers need not be whole."""
 
     count: Number
     rows: Number = 1.0
@@ -17,14 +17,14 @@ class LikeSequences(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_sums(cls, rows: Number, pairs: Number, positions: Number) -> "LikeSequences":
-        """Returns the sequences that have so many rows, pairs of a row and a position up to it, and positions with
-        these rows in all; rows must be positive."""
+        """Returns the equal sequences with these totals: ``rows``, ``pairs`` of a row and a position up to it, and
+        ``positions``, rows included; rows must be positive."""
         num_seqs = (positions - rows / 2) / (pairs / rows - 0.5)
         return cls(num_seqs, rows / num_seqs, (positions - rows) / num_seqs)
 
     def pairs(self, window: int | None, *, chunked: bool = False) -> Number:
-        """Returns the pairs of a row and a position that it sees: those up to it, at most the window, or ``chunked``
-        those of its chunk of so many. Rows that are `_anywhere` see half of it in the mean."""
+        """Returns the pairs of a row and a position that it sees: positions up to it, within the window, or with
+        ``chunked`` in its chunk of ``window``. Rows that are `_anywhere` see half of their chunk on average."""
         num_rows, num_before = self.rows, self.before
         if window is not None and chunked:
             sums = (p // window * window * (window + 1) / 2 + p % window * (p % window + 1) / 2
@@ -38,12 +38,12 @@ class LikeSequences(msgspec.Struct, frozen=True):
         return self.count * pairs_each
 
     def _anywhere(self, chunk: int) -> Number:
-        """True of fewer rows than a chunk behind a whole one: of texts that are alike on average, they begin anywhere
-        in a chunk."""
+        """True if rows may begin anywhere in a chunk: fewer than a chunk, after at least one whole chunk, so that equal
+        sequences are averages."""
         return (np.asarray(self.rows) < chunk) & (np.asarray(self.before) >= chunk)
 
     def positions(self, window: int | None, *, chunked: bool = False) -> Number:
-        """Returns the positions of the cache that rows see."""
+        """Returns the positions, cached or new, that any row sees, over all sequences."""
         positions_each = self.rows + self.before
         if window is not None and chunked:
             before_rows = np.where(self._anywhere(window), (window - 1) / 2, self.before % window)

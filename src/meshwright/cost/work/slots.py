@@ -1,6 +1,6 @@
 """Slots of experts as programs compute and store them: few in arrays of all slots, many as packed tokens in blocks.
 
-`nn.experts.slots` describes these forms; the sizes of a step count filled slots.
+`nn.experts.slots` describes both forms; the sizes of a step count filled slots.
 """
 
 import msgspec
@@ -17,17 +17,17 @@ from meshwright.cost.formulas.serving import experts_read
 from meshwright.spec.model import Model
 
 GROUP_TILE = 128
-"""Rows of a tile of a kernel for grouped products, and the widths that such kernels take are multiples of it."""
+"""Rows of a tile of a kernel for grouped products; the widths that such a kernel takes are multiples of it."""
 
 CALLS_A_PRODUCT = 4
-"""Kernels of one product of blocks: see `num_slot_calls`."""
+"""Kernels of one product of blocks (`num_slot_calls`)."""
 
 
 class SlotSizes(OpSizes, frozen=True, kw_only=True):
-    """Sizes of a step that may be on slots of experts. C counts the filled slots of an expert in the mean.
+    """Sizes of a step that may be on slots of experts. C counts the mean filled slots of an expert.
 
-    Arrays of all slots have ``spare_slots`` times as many, the busiest device of experts fills ``load`` times as many,
-    and there is ``room`` for so many at every device of experts. A token chooses within ``groups`` (all, its own) of
+    Arrays of all slots have ``spare_slots`` times as many, the busiest expert device fills ``load`` times as many, and
+    every expert device has buffers for ``room`` times as many. A token chooses within ``groups`` (all, its own) of
     experts. ``grouped``: the chip has kernels for grouped products. With ``by_device`` a token's row is sent once to
     each device or node; on its way to experts an element has ``sent_bytes``.
     """
@@ -41,27 +41,27 @@ class SlotSizes(OpSizes, frozen=True, kw_only=True):
     sent_bytes: float = 2.0
 
     def elements(self, array: ShardedArray) -> Number:
-        """Returns the elements of one device's block, with the room at devices of experts."""
+        """Returns the elements of one device's block; slots on expert devices times ``room``."""
         return super().elements(array) * self._at_experts(array, self.room)
 
     def local(self, *arrays: ShardedArray) -> dict[str, Number]:
-        """Returns the local size of every dim of the arrays, C at the busiest device of experts."""
+        """Returns the local size of every dim of the arrays; C is that of the busiest expert device."""
         size_of = super().local(*arrays)
         slots = next(filter(has_slots, reversed(arrays)), None)
         return size_of if slots is None else size_of | {"C": size_of["C"] * self._at_experts(slots, self.load)}
 
     def _at_experts(self, array: ShardedArray, factor: Number) -> Number:
-        """Returns the factor for slots at devices of some of the experts, else 1."""
+        """Returns ``factor`` for slots whose experts are split over several devices, else 1."""
         if not has_slots(array) or not array.axes_of("E"):
             return 1.0
         return np.where(product(self.mesh[axis] for axis in array.axes_of("E")) > 1, factor, 1.0)
 
 
 def expert_slots(model: Model, *, num_tokens: Number, factor: Number = 1.0) -> dict[str, Number]:
-    """Returns the sizes of C, slots of one expert for the tokens of a microbatch on all devices, and of Er, rows of
-    the router's counts; {} for a dense model.
+    """Returns the sizes of C, slots of one expert for the tokens of a microbatch on all devices, and of Er, rows of the
+    router's counts; {} for a dense model.
 
-    C is tokens x experts per token / experts x ``factor``, the bound on the slots if there is one.
+    C is tokens x experts per token / experts x ``factor``, the bound on slots relative to the mean load.
     """
     if not model.num_experts:
         return {}
@@ -70,10 +70,10 @@ def expert_slots(model: Model, *, num_tokens: Number, factor: Number = 1.0) -> d
 
 
 def places_of_token(sizes: SlotSizes, num_places: Number) -> Number:
-    """Returns the mean number of places (nodes, devices) that have an expert of a token; each has as many experts.
+    """Returns the mean number of ``num_places`` (nodes or devices with equally many experts) that have an expert of a
+    token.
 
-    The groups of experts that a token may choose from are in few places; within them it chooses evenly.
-    """
+    The groups of experts that a token may choose from are in few places; within them it chooses evenly."""
     mean_places, (num_groups, num_chosen_groups) = np.asarray(num_places, float), sizes.groups
     if num_groups:
         groups_per_place = np.maximum(num_groups / mean_places, 1.0)
@@ -82,7 +82,7 @@ def places_of_token(sizes: SlotSizes, num_places: Number) -> Number:
 
 
 def slot_sizes(step: Step, sizes: SlotSizes) -> SlotSizes:
-    """Returns the sizes of a step's arrays: where slots are few, empty ones count too."""
+    """Returns the sizes of a step's arrays: if slots are few, empty ones count too."""
     slot_array = _slots(step)
     if slot_array is None or np.all(np.asarray(sizes.spare_slots) == 1):
         return sizes
@@ -97,9 +97,9 @@ def computed_share(step: Step, sizes: SlotSizes) -> Number:
     """Returns the FLOPs that products on slots compute over the FLOPs that filled slots need.
 
     Few slots are computed in one product, empty or not. Of many, only blocks with a filled slot are computed: for each
-    expert half a block more than the filled slots, in the mean, and at most all slots. If a product takes several
-    blocks, the last product of each expert lacks half of them in the mean, and computes them all the same. A kernel for
-    grouped products computes a tile more for each expert, as its rows begin and end within tiles.
+    expert on average half a block more than the filled slots, and at most all slots. If a product takes several blocks,
+    the last product of each expert lacks half of them on average, and computes all the same. A kernel for grouped
+    products computes one tile more for each expert, as its rows begin and end within tiles.
     """
     slot_array = _slots(step)
     if slot_array is None or not kind_of(step).is_einsum:
@@ -112,7 +112,7 @@ def computed_share(step: Step, sizes: SlotSizes) -> Number:
 
 
 def has_kernel(step: Step, sizes: SlotSizes) -> Number:
-    """True where a kernel takes a product of packed tokens: on chips that have one, for widths of whole tiles."""
+    """True where the chip has a kernel for a product of packed tokens, and the widths are whole tiles."""
     size_by_dim, operands = sizes.local(*step.inputs), step.inputs[:2]
     remainders = (size_by_dim[dim] % GROUP_TILE for array in operands for dim in array.dims if dim not in ("E", "C"))
     return sizes.grouped & (sum(remainders) == 0)
@@ -131,17 +131,17 @@ def num_slot_products(step: Step, sizes: SlotSizes) -> Number:
 
 def num_slot_calls(step: Step, sizes: SlotSizes) -> Number:
     """Returns the kernel calls of a step's product: each block is read, multiplied, merged with the result so far, and
-    written back; one call if it is not cut."""
+    written back; one call if it is not cut into blocks."""
     num_products = num_slot_products(step, sizes)
     return np.where(num_products > 1, CALLS_A_PRODUCT * num_products, 1.0)
 
 
 def block_bytes(step: Step, sizes: SlotSizes) -> Number:
-    """Returns the bytes that a product of slots in blocks moves beside its operands and its result.
+    """Returns the bytes that a product of slots in blocks moves besides its operands and its result.
 
-    The result is cleared first, and each block of it is read again to keep rows of other blocks; of a kernel's result
-    spare rows are cleared in a pass. A weight's gradient is read and written in float32 for each block, and so is the
-    block's part of it. Where several blocks are gathered, their rows are written and read once more.
+    The result is cleared first, and each block of it is read again to keep rows of other blocks; a grouped kernel's
+    result is cleared in spare rows. A weight's gradient is read and written in float32 for each block, and so is the
+    block's part of it. If several blocks are gathered, their rows are written and read once more.
     """
     slot_array = _slots(step)
     if slot_array is None or not kind_of(step).is_einsum:
@@ -187,5 +187,5 @@ def _at_once(slot_array: ShardedArray, sizes: SlotSizes) -> Number:
 
 
 def _few(slot_array: ShardedArray, sizes: SlotSizes) -> Number:
-    """True where one product takes all slots: they are few, or a bound leaves no spare slots."""
+    """True if one product takes all slots: they are at most `FEW_SLOTS`, or a bound leaves no spare slots."""
     return (_filled(slot_array, sizes) * sizes.spare_slots <= FEW_SLOTS) | (np.asarray(sizes.spare_slots) == 1)
