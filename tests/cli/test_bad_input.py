@@ -79,7 +79,7 @@ CASES = [
     (3, (*PLAN, "--axes", "tensor=3"), "tensor=3 does not divide the 16 chips"),
     (3, swapped(PLAN, "llama3-8b", "llama3-70b"),
      "llama3-70b with 128 sequences of 4096 does not fit v5e:4x4: the best mesh (16 chips, any remat policy) needs "
-     "69 GB per chip, but a chip has 16.1 GB beside the 5% that stay free. At least 96 chips would hold it."),
+     "69 GB per chip, but a chip has 16.1 GB besides the 5% that stays free. At least 96 chips would hold it."),
     *[(3, (*PLAN, "--axes", "data=8,tensor=2", "--set", f"strategy.zero={stage}"),
        f"zero={stage} shards over fsdp, and the replicas of data=8 hold everything whole. "
        f"Use --axes fsdp=8,tensor=2 --set strategy.zero={stage}.") for stage in (1, 2, 3)],

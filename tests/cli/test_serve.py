@@ -131,7 +131,7 @@ def test_a_plan_that_does_not_fit_is_one_line(folder, tmp_path):
     setting = Setting(LLAMA, parse_cluster("h100:8x1"), Job(batch_seqs=8, seq_len=16))
     trains = tmp_path / "trains.toml"
     save_plan(plan_of(setting, Strategy(mesh=make_mesh({"data": 8}))), trains)
-    with pytest.raises(InputError, match="a plan of training, and one of a service is needed"):
+    with pytest.raises(InputError, match="a plan of training, but the plan of a service is needed"):
         open_engine(folder, EngineOptions(plan=trains, **SMALL))
 
 

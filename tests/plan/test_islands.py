@@ -57,13 +57,14 @@ def test_the_plan_of_an_island_is_found_and_joined(gradients):
 
 def test_what_sums_of_gradients_cost_and_what_periods_would_give_is_said(gradients):
     text = "\n".join(gradients.notes)
-    assert "a step wait for sums of gradients between islands: 385 s on the link (48.2 GB from each island" in text
+    assert "sums of gradients between islands expose 386 s of a " in text
+    assert " step: 385 s on the link (48.2 GB from each island" in text
     expected = price_strategy(
         gradients.plans[0].setting,
         msgspec.structs.replace(gradients.plans[0].strategy, islands_sync="diloco", outer_every=30),
     ).estimate.step_s
-    assert f"--set strategy.outer_every=30 gives {format_seconds(expected)} a step" in text
-    assert "change what is learnt, which is not priced" in text
+    assert f"--set strategy.outer_every=30 a step takes {format_seconds(expected)}" in text
+    assert "change what the model learns, which is not predicted" in text
     fast = rank_plans(setting("2*h100:8x32@800GB/s", 4096), top=1)
     assert "outer_every" not in "\n".join(fast.notes)
 
@@ -99,7 +100,7 @@ def test_given_axes_and_fields_are_those_of_an_island(gradients):
         rank_plans(setting(), axes={"islands": 2})
     with pytest.raises(CannotRunError, match=r"does not divide the batch of 510 sequences\. Use a batch of 512"):
         rank_plans(setting(batch=510))
-    with pytest.raises(InputError, match=r"outer_every=30 is of several islands\. Name a cluster of them, such as"):
+    with pytest.raises(InputError, match=r"outer_every=30 needs several islands\. Name a cluster of them, such as"):
         rank_plans(setting("h100:8x4"), overrides={"strategy.outer_every": 30})
     with pytest.raises(InputError, match=r"outer_every=30: with islands_sync=gradients"):
         rank_plans(setting(), overrides={"strategy.outer_every": 30})

@@ -169,7 +169,7 @@ def test_values_that_no_plan_has():
     _, message = faulty("batch_seqs = 1120", "batch_seqs = 0")
     assert "job.batch_seqs=0 must be between 1 and" in message
     _, message = faulty('\nchip = "v5p"', '\nchip = "v5e"')
-    assert "rates of v5e, and the chips are v5p. Give rates of these." in message
+    assert "the rates are of v5e, but the chips are v5p. Give rates of v5p." in message
 
 
 def test_a_file_that_is_no_plan(tmp_path):

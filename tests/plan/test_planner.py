@@ -98,7 +98,7 @@ def test_chips_that_do_not_divide_the_work():
     assert found["batch_seqs"] == 1120
     assert found["strategy"]["num_chips"] == 8960
     part, whole = uneven.shortfall
-    assert f"planned on {best.cluster.short_name}, {best.num_chips:,} chips" in part
+    assert f"the plan uses {best.cluster.short_name}, {best.num_chips:,} chips" in part
     assert "1,120 sequences" in whole
     assert "--batch 1120seq: data 35 x fsdp 32 x context 2 x tensor 4" in whole
 
@@ -106,7 +106,7 @@ def test_chips_that_do_not_divide_the_work():
 def test_without_stages_the_part_is_smaller():
     result = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 1}, choices=EMULATED)
     assert {one.cluster.short_name for one in result.plans} == {"v5p:16x16x16"}
-    assert "planned on v5p:16x16x16, 4,096 chips" in result.shortfall[0]
+    assert "the plan uses v5p:16x16x16, 4,096 chips" in result.shortfall[0]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_an_odd_number_of_chips_is_used_in_stages_unless_fewer_are_faster(cluste
     else:
         assert best.cluster.short_name == part
         assert f" only in pipeline stages (pipeline {stages}" in result.shortfall[0]
-        assert f"planned on {part}" in result.shortfall[0]
+        assert f"the plan uses {part}" in result.shortfall[0]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_nothing_fits():
     assert message.startswith("llama3-70b with 16 sequences of 4096 does not fit v5e:4x4: the best mesh (16 chips, any")
     # 61.0 GB with the inputs of 80 layers (67 MB each) under remat full; remat recompute-all has two of them
     assert "needs 55.8" in message
-    assert "a chip has 16.1 GB beside the 5% that stay free" in message
+    assert "a chip has 16.1 GB besides the 5% that stays free" in message
     chips = int(message.split("At least ")[1].split(" ")[0])
     assert planned(LLAMA70B, f"v5e:8x{chips // 8}", 16).plans
     with pytest.raises(CannotRunError, match="remat=none"):
@@ -271,7 +271,8 @@ def test_a_plan_says_what_an_uneven_load_of_experts_would_cost():
     assumed = msgspec.structs.replace(setting.assumptions, imbalance=UNEVEN)
     uneven = price_strategy(msgspec.structs.replace(setting, assumptions=assumed), first.plans[0].strategy)
     assert uneven.estimate.step_s > first.plans[0].predicted.step_s
-    assert first.notes[-1].endswith(f"with 1.25 times a step would take {format_seconds(uneven.estimate.step_s)}")
+    step_text = format_seconds(uneven.estimate.step_s)
+    assert first.notes[-1].endswith(f"at 1.25 times the mean this plan takes {step_text} a step")
     alone = rank_plans(setting, axes={"expert": 1}, top=1)
     assert not any("busiest device" in note for note in alone.notes)
 
@@ -282,8 +283,8 @@ def test_the_line_of_the_load_says_which_strategy_is_then_the_fastest():
     slow, fast = (Strategy(mesh=mesh, remat=remat) for remat in ("full", "none"))
     uneven = msgspec.structs.replace(setting, assumptions=Assumptions(imbalance=UNEVEN))
     seconds = format_seconds(price_strategy(uneven, fast).estimate.step_s)
-    assert imbalance_notes(setting, slow, fast)[0].endswith(f", and number 2 be the fastest, {seconds}")
-    assert imbalance_notes(setting, fast, slow)[0].endswith(f"a step would take {seconds}")
+    assert imbalance_notes(setting, slow, fast)[0].endswith(f", and plan 2 becomes the fastest with {seconds}")
+    assert imbalance_notes(setting, fast, slow)[0].endswith(f"this plan takes {seconds} a step")
 
 
 def test_a_plan_names_assumptions_that_do_not_hold_here():
@@ -293,11 +294,11 @@ def test_a_plan_names_assumptions_that_do_not_hold_here():
     assert [note for note in odd if note not in plain] == slice_note(parse_cluster("v5e:3x5"))
     other = Assumptions(software="eager", dispatch="devices", imbalance=1.1)
     eager = rank_plans(Setting(TINY, parse_cluster("h100:4x1"), job, assumptions=other), top=1).notes
-    said = "priced as other software would run it, which train and verify refuse: software=eager, dispatch=devices"
+    said = "the price is that of other software, which train and verify refuse: software=eager, dispatch=devices"
     assert said in eager
     spread = Strategy(mesh=make_mesh({"expert": 8}))
     setting = Setting(catalogue.load_model("mixtral-8x7b"), parse_cluster("h100:8x1"), job, assumptions=other)
-    assert slots_note(setting, spread)[0].endswith("1.1 times the mean of rows (assumptions.imbalance)")
+    assert slots_note(setting, spread)[0].endswith("1.1 times the mean number of rows (assumptions.imbalance)")
 
 
 def test_the_load_of_experts_is_said_as_it_is_counted():
@@ -307,12 +308,12 @@ def test_the_load_of_experts_is_said_as_it_is_counted():
     for software in ("compiled", "eager"):
         assumed = Assumptions(software=software, imbalance=100)
         note = slots_note(Setting(model, parse_cluster("h100:8x4"), job, assumptions=assumed), Strategy(mesh=mesh))[0]
-        assert "counted with 4 times the mean of rows (assumptions.imbalance, capped at experts over" in note
+        assert "priced with 4 times the mean number of rows (assumptions.imbalance, capped at experts over" in note
     few = msgspec.structs.replace(model, experts_per_token=7)
     setting = Setting(few, parse_cluster("h100:8x4"), job)
     note = imbalance_notes(setting, Strategy(mesh=mesh))[0]
-    assert "it has room for 1.14286 times" in note
-    assert "with 1.14286 times a step would take" in note
+    assert "it has slots for 1.14286 times the mean" in note
+    assert "at 1.14286 times the mean this plan takes" in note
 
 
 def test_notes_are_of_the_slice_that_is_planned():
@@ -382,5 +383,5 @@ def test_a_word_that_is_not_known_is_refused_with_those_that_are():
 
 def test_sequences_beyond_the_positions_of_the_config_are_noted():
     notes = [planned(LLAMA8B, "v5p:4x4x4", 64, seq_len=length, axes={"fsdp": 64}).notes for length in (8192, 16384)]
-    said = "the model's config has 8,192 positions, and the sequences are longer"
+    said = "sequences are longer than the 8,192 positions of the model's config"
     assert [said in one for one in notes] == [False, True]

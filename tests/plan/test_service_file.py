@@ -100,7 +100,10 @@ FAULTS = {
         put("generate", "strategy", "precision", "fp8"),
         r"products in the dtype of activations\. Set generate",
     ),
-    "rates": (put("calibration", "chip", "h100"), r"rates of h100, and the chips are v5e\. Give rates of these"),
+    "rates": (
+        put("calibration", "chip", "h100"),
+        r"the rates are of h100, but the chips are v5e\. Give rates of v5e\.",
+    ),
     "shape": (put("prefill", "part", "shape", []), r"every size must be at least 1"),
     "axis": (
         put("prefill", "strategy", "assignment", "weight", "N", ["tensr"]),
@@ -134,7 +137,7 @@ def test_what_does_not_divide_or_fit_is_refused(kept, tmp_path):
 
 def test_a_plan_of_the_other_kind_says_so_and_one_of_version_1_is_read(kept):
     found, path = kept
-    with pytest.raises(ValueError, match=r"this is the plan of a service, and one of training is needed here"):
+    with pytest.raises(ValueError, match=r"this is the plan of a service, but a plan of training is needed here"):
         load_plan(path)
     # version 1 had no length of chunks
     path.write_text(

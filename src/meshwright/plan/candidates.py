@@ -1,4 +1,4 @@
-"""The candidates of a search as arrays: meshes, batches and microbatches whose sizes divide; parts of a cluster."""
+"""Candidates of a search as NumPy arrays (meshes, batches and microbatches that divide evenly); parts of a cluster."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import BATCH_AXES, RERUN_POLICIES
 
 LEAN_REMATS = ("block", "sqrt", "full", *RERUN_POLICIES)
-"""Policies that keep the least: the others also keep results of each layer."""
+"""Remat policies that keep the fewest bytes for the backward pass: all others also keep results inside each layer."""
 
 
 class Candidates(msgspec.Struct, frozen=True, kw_only=True):
     """Whole numbers, one entry per candidate: sizes of mesh axes, sequences of the batch, microbatches.
 
-    ``number`` is the index of the mesh in the search's list, ``laid`` that of the placement, 0 before it is placed.
+    ``number`` is the index of the mesh in the search's list, ``laid`` the index of its placement, 0 before it has one.
     """
 
     mesh: dict[str, np.ndarray]
@@ -48,10 +48,10 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach: float = 0.0) -> Candidates:
-    """Returns every mesh of exactly ``num_chips`` whose sizes divide in some pattern, with one microbatch.
+    """Returns every mesh of exactly ``num_chips`` whose sizes divide in at least one pattern, with one microbatch.
 
-    With ``reach`` each mesh comes with the nearest batches up to ``batch_seqs`` and above it that its data shards
-    divide, unless they differ from it by more than that share.
+    With ``reach`` each mesh comes twice, with the nearest batches at or below and above ``batch_seqs`` that its data
+    shards divide; batches that differ from ``batch_seqs`` by more than the share ``reach`` are left out.
     """
     # with B = num_chips, a multiple of every axis, the batch rules out no size
     dims = space.dims(num_chips if reach else batch_seqs)
@@ -68,7 +68,7 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
 
 
 def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
-    """Returns every mesh of any number of chips whose sizes divide in some pattern, with one microbatch."""
+    """Returns every mesh of any number of chips whose sizes divide in at least one pattern, with one microbatch."""
     options_of_axes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in ISLAND_AXES]
     grid = np.meshgrid(*(np.array(axis_options, dtype=np.int64) for axis_options in options_of_axes), indexing="ij")
     rows = _with_batch(_evenly_split(space, np.stack([axis.ravel() for axis in grid], axis=1), batch_seqs), batch_seqs)
@@ -76,7 +76,7 @@ def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
 
 
 def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarray:
-    """Selects the meshes whose sizes divide in every split that all patterns share, splits over most axes first."""
+    """Selects the meshes that divide every dim as all patterns split it; checks splits over the most axes first."""
     dims = space.dims(batch_seqs)
     shared_splits = set.intersection(*(set(pattern.splits) for pattern in space.patterns))
     for dim, axes in sorted(shared_splits, key=lambda split: (-len(split[1]), split)):
@@ -86,7 +86,8 @@ def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarr
 
 
 def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the sizes of one mesh axis to try: the fixed one, else all that divide in some pattern."""
+    """Returns the sizes to try for one mesh axis: the fixed size; (1,) if it is not searched; else all that divide the
+    experts, the dims that the axis splits in some pattern or, for pipeline, leave few layer slots empty."""
     if axis in space.fixed:
         return (space.fixed[axis],)
     if axis == "pipeline":
@@ -101,7 +102,7 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
 
 
 def stage_counts(num_layers: int) -> tuple[int, ...]:
-    """Returns the numbers of stages that leave few places for layers empty."""
+    """Returns the numbers of pipeline stages up to ``num_layers`` that leave few layer slots empty."""
     return tuple(num_stages for num_stages in range(1, num_layers + 1) if few_idle_places(num_layers, num_stages))
 
 
@@ -117,7 +118,7 @@ def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
 
 
 def _legal_somewhere(space: Space, rows: Candidates, num_chips: int | None) -> np.ndarray:
-    """True where the sizes divide in at least one pattern."""
+    """Returns a Boolean array: True for candidates whose sizes divide in at least one pattern."""
     # policies of remat split nothing: one pattern stands for all that split alike
     by_split = {(pattern.splits, pattern.needs, pattern.tensor_split): pattern for pattern in space.patterns}
     is_legal = [legal_in(space, pattern, rows, num_chips=num_chips) for pattern in by_split.values()]
@@ -127,10 +128,8 @@ def _legal_somewhere(space: Space, rows: Candidates, num_chips: int | None) -> n
 def legal_in(
     space: Space, pattern: Pattern, found: Candidates, *, num_chips: int | None = None, chunks: Any = 1
 ) -> np.ndarray:
-    """True where the sizes divide in a pattern, and the pattern differs there from earlier ones.
-
-    Schedules are not checked, and the number of chips only if it is given.
-    """
+    """Returns a Boolean array: True for candidates whose sizes divide in ``pattern`` and for which it differs from
+    earlier patterns. Does not check schedules; checks the number of chips only if it is given."""
     facts = StrategySizes(
         model=space.setting.model.name,
         cluster="",
@@ -152,10 +151,10 @@ def legal_in(
 
 
 def with_microbatches(space: Space, found: Candidates, *, most: int | None = None) -> Candidates:
-    """Returns every candidate with each number of microbatches that leaves whole sequences to every data shard.
+    """Returns every candidate once for each number of microbatches that divides the sequences of a data shard.
 
-    With ``most`` at most that many numbers: 1, the sequences of a shard, and some in between.
-    """
+    ``most`` limits how many numbers are tried: 1, the sequences of a shard, and some in between. If the space fixes the
+    number of microbatches, returns every candidate once with that number."""
     if space.num_microbatches is not None:
         return msgspec.structs.replace(found, microbatches=np.full(len(found), space.num_microbatches, dtype=np.int64))
     local_seqs = (found.batch_seqs // found.batch_shards).tolist()
@@ -166,7 +165,7 @@ def with_microbatches(space: Space, found: Candidates, *, most: int | None = Non
 
 
 def _some(counts: Sequence[int], max_counts: int | None) -> Sequence[int]:
-    """Returns at most ``max_counts`` of a list, spread over it: the first and, from 2 on, the last."""
+    """Returns at most ``max_counts`` evenly spread items: the first and, from ``max_counts`` = 2 on, the last."""
     if max_counts is None or len(counts) <= max_counts:
         return counts
     return [counts[round(position * (len(counts) - 1) / max(max_counts - 1, 1))] for position in range(max_counts)]
@@ -211,7 +210,8 @@ def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
 
 
 def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
-    """Returns the patterns that can need the least memory: of the first assignment, and with lean remat if any is."""
+    """Returns the patterns that can need the least memory: without ``needs`` and with a policy of `LEAN_REMATS`. Drops
+    a condition that no pattern meets."""
     split_patterns = [pattern for pattern in patterns if not pattern.needs] or list(patterns)
     lean_patterns = [pattern for pattern in split_patterns if pattern.strategy.remat in LEAN_REMATS]
     return lean_patterns or split_patterns
@@ -236,7 +236,7 @@ def _could_shard(candidates: Candidates) -> np.ndarray:
 
 
 def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
-    """Maps a number of chips to the least bytes per chip of any strategy whose sizes divide; 1F1B with stages."""
+    """Maps numbers of chips to the least bytes per chip of any strategy whose sizes divide, stages under 1F1B."""
     meshes = candidates_on_any_chips(space, batch)
     if all(map(_shards_what_replicas_split, space.patterns)):
         meshes = select(meshes, ~_could_shard(meshes))

@@ -1,4 +1,4 @@
-"""Plans of islands: the plan of one, which the search finds, joined with what islands exchange, and that in words."""
+"""Plans of several islands: the searched plan of one island, joined with the exchange between islands; its notes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import msgspec
 from meshwright.core.dims import ISLANDS
 from meshwright.core.errors import InputError
 from meshwright.core.fields import convert_fields
-from meshwright.core.units import format_bit_rate, format_bytes, format_seconds
+from meshwright.core.units import counted, format_bit_rate, format_bytes, format_seconds
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.plan_file import Plan
@@ -16,14 +16,15 @@ from meshwright.plan.result import PlanResult, plan_in, planned
 from meshwright.spec.strategy import ISLAND_FIELDS, MAX_SEQUENCES, Strategy, make_mesh
 
 PERIODS = (1, 10, 30, 100, 300)
-"""Steps between two exchanges that are tried where none are given, and told of."""
+"""Steps between two exchanges: the search tries these if none are given, and notes list their step times."""
 
 LITTLE = 0.05
-"""Share of a step that exchanges may add: the shortest period that does is taken, and less is not remarked upon."""
+"""Share of a step that exchanges may add: the shortest such period is chosen, and only beyond it notes list others."""
 
 
 class IslandSearch(msgspec.Struct, frozen=True, kw_only=True):
-    """What is searched for one island: its setting, the given axes and fields; ``fields`` are those between islands."""
+    """The search for one island: its setting, its fixed axes and strategy fields (``overrides``). ``fields`` are the
+    given strategy fields of the exchange between islands."""
 
     setting: Setting
     axes: dict[str, int]
@@ -32,11 +33,10 @@ class IslandSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def island_search(setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any]) -> IslandSearch:
-    """Returns what of a job is one island's; all of it without islands.
+    """Returns the search for one island of a job; without islands it covers the whole job.
 
-    Raises CannotRunError for another number of islands than the cluster has, or one that does not divide the batch,
-    InputError for fields of islands without any.
-    """
+    Raises CannotRunError if the number of islands is not the cluster's or does not divide the batch, InputError if
+    fields of the exchange are given for a single island."""
     values = {name.removeprefix("strategy."): value for name, value in overrides.items()}
     fields = {name: value for name, value in values.items() if name in ISLAND_FIELDS}
     num_islands = axes.get(ISLANDS, setting.cluster.num_islands)
@@ -44,7 +44,7 @@ def island_search(setting: Setting, axes: Mapping[str, int], overrides: Mapping[
     if num_islands == 1 and fields:
         name, value = next(iter(fields.items()))
         example = f"4*{setting.cluster.short_name}@1Gbit/s"
-        raise InputError(f"strategy.{name}={value} is of several islands. Name a cluster of them, such as {example}.")
+        raise InputError(f"strategy.{name}={value} needs several islands. Name a cluster of them, such as {example}.")
     return IslandSearch(
         setting=island_setting,
         axes={axis: size for axis, size in axes.items() if axis != ISLANDS},
@@ -54,8 +54,8 @@ def island_search(setting: Setting, axes: Mapping[str, int], overrides: Mapping[
 
 
 def joined(setting: Setting, island: Strategy, fields: Mapping[str, Any]) -> Strategy:
-    """Returns the strategy of all islands of a setting from that of one. Without a given period an exchange that is not
-    of gradients has the shortest one of `PERIODS` that adds little to a step."""
+    """Returns the strategy of all islands of a setting, made from the strategy of one. If no period is given, exchanges
+    other than gradient sums get the shortest of `PERIODS` that adds at most `LITTLE` to a step, else the longest."""
     cluster = setting.cluster
     if cluster.num_islands == 1:
         return island
@@ -75,8 +75,8 @@ def joined(setting: Setting, island: Strategy, fields: Mapping[str, Any]) -> Str
 
 
 def join_plans(setting: Setting, plans: tuple[Plan, ...], fields: Mapping[str, Any]) -> tuple[Plan, ...]:
-    """Returns plans of one island as plans of all islands of a setting, fastest first; all have the period that suits
-    the first."""
+    """Turns plans of one island into plans of all islands of a setting, fastest first; all exchange at the period that
+    is chosen for the first plan."""
     first_strategy = joined(setting, plans[0].strategy, fields)
     fields = {name: getattr(first_strategy, name) for name in ISLAND_FIELDS}
     joined_plans = []
@@ -88,7 +88,7 @@ def join_plans(setting: Setting, plans: tuple[Plan, ...], fields: Mapping[str, A
 
 
 def plan_of_island(plan: Plan) -> Plan:
-    """Returns the plan of one island by itself, without exchanges; the same plan without islands."""
+    """Returns the plan of one island, without exchanges; returns ``plan`` itself if it has one island."""
     if plan.strategy.num_islands == 1:
         return plan
     setting, strategy = plan.setting.of_island(plan.strategy), plan.strategy.inner()
@@ -96,7 +96,7 @@ def plan_of_island(plan: Plan) -> Plan:
 
 
 def result_of_island(result: PlanResult) -> PlanResult:
-    """Returns the result of planning one island by itself, without exchanges; the same result without islands."""
+    """Returns the result of planning one island, without exchanges; returns ``result`` itself if it has one island."""
     if result.setting.cluster.num_islands == 1:
         return result
     sought = island_search(result.setting, result.axes, result.overrides)
@@ -116,20 +116,20 @@ _SYNC_WORDS = {
 
 
 def exchange_words(strategy: Strategy) -> str:
-    """Returns ``"DiLoCo between islands every 30 steps in 4 bits"``; "" without islands."""
+    """Returns the exchange as words, ``"DiLoCo between islands every 30 steps in 4 bits"``; "" for one island."""
     if strategy.num_islands == 1:
         return ""
     every = strategy.outer_every
-    parts = [f"{_SYNC_WORDS[strategy.islands_sync]} every {f'{every} steps' if every > 1 else 'step'}"]
+    parts = [f"{_SYNC_WORDS[strategy.islands_sync]} every {counted(every, 'step') if every > 1 else 'step'}"]
     parts += [f"in {strategy.outer_bits} bits"] * (strategy.outer_bits < 32)
     parts += [f"in {strategy.outer_fragments} fragments"] * (strategy.outer_fragments > 1)
-    parts += [f"applied {strategy.outer_overlap} steps later"] * (strategy.outer_overlap > 0)
+    parts += [f"applied {counted(strategy.outer_overlap, 'step')} later"] * (strategy.outer_overlap > 0)
     return " ".join(parts)
 
 
 def exchange_notes(plan: Plan) -> tuple[str, ...]:
-    """Returns what the exchanges of a plan add to its step and are made of; of gradients, what periods would give; what
-    their price assumes. () without islands."""
+    """Returns notes: the seconds that exchanges between islands expose, the step times at other periods if gradients
+    are summed, host memory, and what the prices assume. () for one island."""
     exchange = price_strategy(plan.setting, plan.strategy).exchange
     if exchange is None:
         return ()
@@ -142,32 +142,32 @@ def exchange_notes(plan: Plan) -> tuple[str, ...]:
     )
     is_sum = plan.strategy.islands_sync == "gradients"
     notes = [
-        f"{exposed_s} of {step_text} a step wait for {'sums of gradients' if is_sum else 'exchanges'} between islands: "
-        + f"once in {exchange.period} steps " * (exchange.period > 1)
+        f"{'sums of gradients' if is_sum else 'exchanges'} between islands expose {exposed_s} of a {step_text} step: "
+        + f"every {exchange.period} steps they take " * (exchange.period > 1)
         + f"{link_s} on the link ({format_bytes(exchange.link_bytes)} from each island at {rate_text}), {copy_s} "
-        + f"between chips and hosts, {host_s} in host memory"
-        + f", of which {hidden_s} overlap" * (exchange.hidden_s > 0)
+        + f"between chips and hosts and {host_s} in host memory"
+        + f", of which {hidden_s} overlap with compute" * (exchange.hidden_s > 0)
     ]
     if is_sum and exchange.exposed_s > LITTLE * plan.predicted.step_s:
         notes.append(_periods_words(plan))
     if exchange.num_arrays:
         hosts, size_text = plan.cluster.island.num_hosts, format_bytes(exchange.host_bytes)
-        each_text = f", {format_bytes(exchange.host_bytes / hosts)} on each of {hosts} hosts" * (hosts > 1)
-        notes.append(f"host memory of an island: {size_text} of outer weights and momentum in float32{each_text}")
+        each_text = f" ({format_bytes(exchange.host_bytes / hosts)} on each of {hosts} hosts)" * (hosts > 1)
+        notes.append(f"the hosts of an island keep {size_text} of outer weights and momentum in float32{each_text}")
     return (*notes, exchange.assumed)
 
 
 def _periods_words(plan: Plan) -> str:
-    """Returns the seconds of a step with DiLoCo, for several periods and bits."""
+    """Returns a note on the step times with DiLoCo in place of gradient sums, for several periods and bits."""
     wide_text, narrow_text = (
         ", ".join(format_seconds(_step_s(plan, outer_every=every, outer_bits=bits)) for every in PERIODS[1:])
         for bits in (32, 4)
     )
     return (
-        f"--set strategy.islands_sync=diloco --set strategy.outer_every=30 gives "
-        f"{format_seconds(_step_s(plan, outer_every=30))} a step. With outer_every "
-        f"{', '.join(map(str, PERIODS[1:]))} a step takes {wide_text}; with outer_bits=4 too {narrow_text}. Both "
-        f"change what is learnt, which is not priced"
+        f"with --set strategy.islands_sync=diloco --set strategy.outer_every=30 a step takes "
+        f"{format_seconds(_step_s(plan, outer_every=30))}. With outer_every "
+        f"{', '.join(map(str, PERIODS[1:]))} it takes {wide_text}; with outer_bits=4 as well, {narrow_text}. Both "
+        f"settings change what the model learns, which is not predicted"
     )
 
 

@@ -32,7 +32,7 @@ MAX_LISTED = 16
 """Number of sizes up to which a message lists all; of more it names the nearest two."""
 
 MAX_IDLE_SHARE = 0.1
-"""Empty places for layers that a pipeline may have, as a share of the number of layers."""
+"""Largest number of empty layer slots in a pipeline, as a share of the number of layers."""
 
 
 DimSplit = tuple[str, tuple[str, ...]]
@@ -40,10 +40,10 @@ DimSplit = tuple[str, tuple[str, ...]]
 
 
 def splits(derived: Derived) -> tuple[DimSplit, ...]:
-    """Returns every dim with the axes that split it in some array, without splits that a larger one contains.
+    """Returns each dim with each set of axes that splits it in some array, except sets that a larger one contains.
 
-    Updates of all layers at once are left out: they send whole matrices to any number of devices.
-    """
+    Leaves out dims that need not divide: expert slots, the vocabulary over ``tensor``, repeated heads, and all splits
+    in updates of stacked layers, which send whole matrices to any number of devices."""
     pairs: dict[DimSplit, None] = {}
     pass_steps = (step for block in derived.blocks for step in (*block.forward, *block.backward))
     for step in (*pass_steps, *(step for step in derived.update if not derived.is_stacked(step))):
@@ -58,7 +58,8 @@ def splits(derived: Derived) -> tuple[DimSplit, ...]:
 
 
 def size_rules(derived: Derived) -> tuple[LegalRule, ...]:
-    """Returns the rules on the sizes of a derivation: even splits, stages, experts."""
+    """Returns the rules on the sizes of derived steps: axes divide the dims that they split, every stage has a layer,
+    and ``expert`` divides the experts."""
     dim_splits, num_layers = splits(derived), derived.num_layers
     rules = [LegalRule("stages", lambda f: _places_used(f, num_layers), lambda f: _stages_message(f, num_layers))]
     if reason := no_stages(derived.program):
@@ -72,7 +73,8 @@ def size_rules(derived: Derived) -> tuple[LegalRule, ...]:
 
 
 def _split_rule(dim: str, split_axes: tuple[str, ...], all_splits: Sequence[DimSplit]) -> LegalRule:
-    """Returns the rule that the axes divide a dim, named after both: ``tensor | K``; with microbatches for B."""
+    """Returns the rule that the product of the axes divides a dim, named such as ``tensor | K``; for B, the rule
+    ``sequences`` that the product times the microbatches divides the batch."""
     if dim == "B":
         return LegalRule(
             "sequences",
@@ -99,10 +101,8 @@ ZERO_AXES = ("fsdp", "expert", "context")
 
 
 def zero_rules(strategy: Strategy, *, given: bool = False) -> tuple[LegalRule, ...]:
-    """Returns the rule that replicas of a stage of ZeRO are on an axis that it shards over, else ``data`` alone.
-
-    Stage 3 is the assignment where none is asked for, and has the rule only if it is ``given``.
-    """
+    """Returns the rule that with ZeRO ``data`` is 1 unless one of `ZERO_AXES` has several devices: ZeRO shards nothing
+    over ``data``. Returns () without ZeRO, and for stage 3, the default assignment, unless it is ``given``."""
     zero_stage = strategy.zero or 0
     if not zero_stage or (zero_stage == 3 and not (given and strategy.assignment == DEFAULT_ASSIGNMENT)):
         return ()
@@ -119,16 +119,16 @@ def zero_rules(strategy: Strategy, *, given: bool = False) -> tuple[LegalRule, .
 
 
 STACKS_RULE = "stacks"
-"""Name of the rule that stages need a training job of one stack of layers."""
+"""Name of the rule that pipeline stages need a training job and a model with one stack of layers."""
 MEMORY_RULE = "memory"
 """Name of the refusal for too little memory. Only a strategy that is refused for it can still be priced."""
 
 
 def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
-    """Returns why a strategy cannot be planned in a setting; () when it can.
+    """Returns the reasons why a strategy cannot be planned in a setting; () if it can.
 
-    What this version does not run on this machine is refused first; placement and memory are checked only if all rules
-    on sizes hold. Of several islands one is checked. Raises InputError for an assignment that cannot be derived.
+    Refuses first what this version does not run on this machine's own devices; checks placement and memory only if all
+    rules on sizes hold; checks one of several islands. Raises InputError for an assignment that cannot be derived.
     """
     try:
         setting, strategy = setting.of_island(strategy), strategy.inner()
@@ -159,11 +159,8 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
 
 
 def microbatches_that_fit(setting: Setting, strategy: Strategy) -> dict[int, float]:
-    """Maps each number of microbatches with which a strategy runs and fits with the margin, ascending, to its bytes per
-    chip.
-
-    The strategy's own number is ignored. {} if it breaks another rule.
-    """
+    """Maps each number of microbatches with which a strategy is legal and leaves the memory margin free, ascending, to
+    the bytes per chip. Ignores the strategy's own number of microbatches. {} if it breaks another rule."""
     try:
         derived = setting.derived(strategy)
     except CannotRunError:
@@ -189,7 +186,7 @@ def require_legal(setting: Setting, strategy: Strategy) -> None:
 
 
 def require_even_splits(derived: Derived, model: Model, mesh: Mapping[str, int]) -> None:
-    """Raises CannotRunError if a mesh does not divide the model's own dims; rules on batch and sequences need a job."""
+    """Raises CannotRunError if a mesh does not divide the model's dims. Does not check the batch or sequence length."""
     facts = StrategySizes(model=model.name, cluster="", num_chips=product(mesh.values()), mesh=mesh, dims=model.dims)
     pairs = splits(derived)
     for refusal in check_rules((_split_rule(*split, pairs) for split in pairs if split[0] in model.dims), facts):
@@ -203,8 +200,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the sizes of one axis, the others 1, that divide each of ``dims`` that it splits; only 1 if it splits
-    nothing."""
+    """Returns the sizes of one axis that divide, with all other axes 1, each of ``dims`` that the axis splits; (1,) if
+    it splits none."""
     dim_sizes = [dims[dim] for dim, axes in found if axis in axes and dim in dims]
     return divisors(math.gcd(*dim_sizes)) if dim_sizes else (1,)
 
@@ -213,7 +210,7 @@ def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, in
 
 
 def strategy_sizes(setting: Setting, strategy: Strategy) -> StrategySizes:
-    """Returns the sizes that the rules check."""
+    """Returns the sizes of a strategy, its model, cluster and job that the rules check."""
     model, cluster, job = setting.model, setting.cluster, setting.job
     return StrategySizes(
         model=model.name,
@@ -235,23 +232,23 @@ def _experts_divide(facts: StrategySizes) -> Any:
 
 
 def layer_places(num_layers: int, runs: Number) -> Number:
-    """Returns the places for layers in ``runs`` of equal length, the shortest that have room for all layers."""
+    """Returns the layer slots of ``runs`` equally long stages or chunks: the layers rounded up to a multiple."""
     return -(-num_layers // runs) * runs
 
 
 def few_idle_places(num_layers: int, runs: Number) -> Any:
-    """True if the empty places in ``runs`` are at most `MAX_IDLE_SHARE` times the number of layers."""
+    """True if the empty layer slots of ``runs`` stages or chunks are at most `MAX_IDLE_SHARE` of the layers."""
     return layer_places(num_layers, runs) <= (1 + MAX_IDLE_SHARE) * num_layers
 
 
 def _places_used(facts: StrategySizes, num_layers: int) -> Any:
-    """True if every stage has a layer and, with several chunks, few places for layers stay empty."""
+    """True if stages are at most as many as layers and, with several chunks, few layer slots stay empty."""
     num_stages, num_chunks = np.asarray(facts.stages), np.asarray(facts.chunks)
     return (num_stages <= num_layers) & ((num_chunks == 1) | few_idle_places(num_layers, num_stages * num_chunks))
 
 
 def _choices(values: Sequence[int], asked_value: int) -> str:
-    """Returns ``{1, 2, 4, 8}``, or the two values of a long list that are nearest on both sides."""
+    """Returns ``{1, 2, 4, 8}``; of more than `MAX_LISTED` values only the nearest below and above ``asked_value``."""
     if len(values) <= MAX_LISTED:
         return "{" + ", ".join(map(str, values)) + "}"
     lower_value = max((v for v in values if v < asked_value), default=values[0])
@@ -327,14 +324,12 @@ def _memory_message(facts: StrategySizes, bytes_by_item: dict[str, Number], limi
 
 
 def _remedy(setting: Setting, strategy: Strategy) -> str:
-    """Names the smallest change with which it fits: the remat policy or the microbatches, or both if one is not enough.
-
-    Of several such changes it is the one with the fewest microbatches.
-    """
+    """Names the smallest change with which a strategy fits in memory: the remat policy or the microbatches, or both if
+    one is not enough; of several such changes, the one with the fewest microbatches."""
     old_count = strategy.num_microbatches
     fixes: list[tuple[int, int, float, str | tuple[str, ...]]] = []
     for policies in ((strategy.remat, *USUAL_POLICIES), RERUN_POLICIES) if setting.job.trains else ():
-        # those that run layers again and again only if no other fits
+        # policies that run layers several times only if no usual policy fits
         for remat in dict.fromkeys(policies) if not fixes else ():
             bytes_by_count = microbatches_that_fit(setting, msgspec.structs.replace(strategy, remat=remat))
             fixes += [

@@ -25,7 +25,7 @@ class Frontier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pareto(result: PlanResult) -> Frontier:
-    """Returns both frontiers for the chips that a result uses; the parts are half of them, a quarter and so on."""
+    """Returns both frontiers on the cluster of a result's best plan, ``cost`` also on half its chips, a quarter, ..."""
     setting = result.setting.on(result.plans[0].cluster)
     space = space_of(setting, result.axes, result.overrides, result.choices)
     outcome = search(space, setting.cluster, setting.job.batch_seqs, top=1, frontier=True)
@@ -49,7 +49,7 @@ def _on_parts(space: Space) -> list[Plan]:
 
 
 def _cheaper(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """Selects plans with fewer chip-seconds, by `LEAST_CHEAPER`, than every faster plan."""
+    """Selects the plans whose step takes fewer chip-seconds, by at least `LEAST_CHEAPER`, than every faster plan's."""
     cheaper: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: plan.predicted.step_s):
         chip_seconds = plan.predicted.step_s * plan.num_chips

@@ -1,7 +1,7 @@
 """The plan file: one TOML file with all of a plan, of training or of a service, so that every verb can start from it.
 
-What works on a `Setting` and a `Strategy` (prices, listings, proofs) works on a plan of training, and on either phase
-of a service.
+A plan of training, or one phase of a service's plan, gives the `Setting` and the `Strategy` that prices, listings and
+proofs take.
 """
 
 from collections.abc import Iterator
@@ -33,21 +33,21 @@ from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, REPEATED_HEADS, Strateg
 
 VERSION = 2
 READ_VERSIONS = (1, VERSION)
-"""Version 1 is the same but for the length of a service's chunks, which it does not have."""
+"""Versions of plan files that can be read. Version 1 lacks the chunk length of a service."""
 
 SERVICE = "service"
-"""The table that a plan of a service has, and one of training has not."""
+"""Name of the table that only the plan of a service has."""
 GenerationPhase = Literal["decode", "prefill"]
 PHASES: tuple[GenerationPhase, ...] = get_args(GenerationPhase)
 POOLS = ("generate", "prefill")
-"""Tables of the engines of each phase."""
+"""Names of the tables with the engines that decode and the engines that prefill, in the order of `PHASES`."""
 
 GENERATION_JOB = Job(kind="decode", batch_seqs=1, seq_len=1)
-"""The job of the setting of a service, which stands for a step of one sequence."""
+"""The job in the setting of a service: a decode step of one sequence."""
 
 
 class PlanFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """What every plan has: the model, its cluster, and the rates and assumptions behind the prediction."""
+    """The fields of every plan: the model, its cluster, and the rates and assumptions behind the prediction."""
 
     version: int = VERSION
     model: Model
@@ -57,12 +57,12 @@ class PlanFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True, d
 
     @staticmethod
     def fields_of(setting: Setting) -> dict[str, Any]:
-        """Returns the fields that every plan in a setting has."""
+        """Returns the model, cluster, assumptions and calibration of a setting, by their names in a plan."""
         value_by_name = {name: getattr(setting, name) for name in ("model", "cluster", "assumptions")}
         return {**value_by_name, "calibration": setting.rates}
 
     def setting_for(self, job: Job) -> Setting:
-        """Returns the setting of a job that is priced as the plan is."""
+        """Returns the setting of a job with the model, cluster, rates and assumptions of the plan."""
         return Setting(self.model, self.cluster, job, self.calibration, assumptions=self.assumptions)
 
 
@@ -75,7 +75,7 @@ class Plan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @cached_property
     def setting(self) -> Setting:
-        """The setting that the strategy was planned in, with the chips that it uses."""
+        """The setting in which the strategy was planned; its cluster has the chips that the strategy uses."""
         return self.setting_for(self.job)
 
     @property
@@ -99,8 +99,8 @@ class Plan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``num_engines`` equal engines and one step of each: ``batch_seqs`` sequences in ``step_s`` seconds.
 
-    ``bounds_s`` are the seconds of each part of the step by itself, ``bound_by`` is the longest; ``memory`` is in bytes
-    per chip.
+    ``bounds_s`` are the seconds of each part of the step without overlap, ``bound_by`` names the longest part;
+    ``memory`` is in bytes per chip.
     """
 
     num_engines: int
@@ -114,7 +114,7 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def words(self) -> str:
-        """``"8 x tp8"``."""
+        """The number of engines and the mesh of each, ``"8 x tp8"``."""
         return f"{self.num_engines} x {engine_words(self.strategy)}"
 
     @property
@@ -123,7 +123,7 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.num_engines * self.part.num_chips
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain data."""
+        """Returns the engines and their step as plain data, one object of `service --json`."""
         value_by_name = {name: getattr(self, name) for name in ("num_engines", "batch_seqs", "step_s", "bound_by")}
         size_by_axis = {axis: size for axis, size in self.strategy.mesh.items() if size > 1}
         engine_values = {
@@ -136,13 +136,12 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ServiceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The figures of one way to serve; see `plan.serving.search` for the formulas.
+    """The figures of a planned service; see `plan.serving.search` for the formulas.
 
-    ``tpot_s`` is in the steady state, ``ttft_s`` at low load. The engines could serve ``requests_per_s``; the other
-    figures count ``served_per_s``, at most the load, and ``num_chips``, which are paid for. Dollars are None without a
-    price: of a million input tokens those of prefill, of a million output tokens those of generation; chips that are
-    idle count with both alike. ``itl_s`` is the longest time between two tokens, None unless it or chunks were asked
-    for.
+    ``tpot_s`` holds in the steady state, ``ttft_s`` at low load. ``requests_per_s`` is the capacity, ``served_per_s``
+    at most the load; tokens and dollars count served requests and all ``num_chips`` that are paid for, idle ones too.
+    A million input tokens pay for prefill, a million output tokens for decode; None without a price. ``itl_s`` is the
+    longest time between two tokens, None unless the service has a target for it or a chunk length.
     """
 
     ttft_s: float
@@ -159,11 +158,11 @@ class ServiceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ServicePlan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One way to serve.
+    """The plan of a service.
 
-    ``generate`` are the engines that generate. ``prefill`` are those that prefill: the same, or a pool of their own if
-    the plan ``has_pools``. ``weights`` and ``cache`` are the dtypes in which these are stored. A step of generation
-    checks ``num_drafts`` tokens of each sequence. Prompts are cut into chunks of ``chunk_len`` tokens; 0: whole.
+    ``generate`` are the engines that decode; ``prefill`` are the same engines or, if the plan ``has_pools``, a separate
+    pool. ``weights`` and ``cache`` are the dtypes in which weights and KV caches are stored. A decode step checks
+    ``num_drafts`` drafts of each sequence. Prompts are cut into chunks of ``chunk_len`` tokens; 0: they are not cut.
     """
 
     has_pools: bool
@@ -188,7 +187,7 @@ class ServicePlan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def step_tokens(self) -> float:
-        """Tokens of a sequence that a step makes in the mean."""
+        """Mean number of tokens that a decode step makes for each sequence: 1, or more with drafts."""
         speculation = self.service.speculation
         return float(expected_tokens(speculation.acceptance, self.num_drafts)) if speculation else 1.0
 
@@ -206,8 +205,8 @@ class ServicePlan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.generate if phase == "decode" else self.prefill
 
     def phase(self, phase: GenerationPhase, num_positions: int | None = None) -> tuple[Setting, Strategy]:
-        """Returns a step of one engine: decode with a cache for whole sequences, or for ``num_positions``, prefill of
-        the new tokens of prompts."""
+        """Returns the setting and strategy of one engine's step: decode with a cache of ``num_positions`` (default:
+        whole sequences), or prefill of the new tokens of prompts."""
         pool, service = self.pool(phase), self.service
         seq_len, known_len = num_positions or service.max_len, service.prompt_len if self.model.encoder else 0
         if phase == "prefill":
@@ -225,17 +224,16 @@ class ServicePlan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise CannotRunError(f"[{name}]: {message}")
 
     def require_whole_prompts(self) -> None:
-        """Raises CannotRunError for a service with chunks, which files and explanations do not have."""
+        """Raises CannotRunError if the service has a chunk length or an ITL target: no plan file or explanation can."""
         if self.service.chunk_len or self.service.itl_s:
-            message = "services with chunks are planned, not written to files, in this version. Leave out -o."
+            message = "a service with chunked prompts or an ITL target cannot be written to a file yet. Leave out -o."
             raise CannotRunError(message)
 
 
 def save_plan(plan: PlanFile, path: Path | str) -> None:
-    """Writes the plan atomically; the chips of a service's engines are those of its cluster, and are written once.
+    """Writes a plan to a TOML file atomically. Writes the chip of a service once, in its cluster's table.
 
-    Raises CannotRunError for a service with chunks.
-    """
+    Raises CannotRunError for a service with a chunk length or an ITL target."""
     table = msgspec.to_builtins(plan)
     if isinstance(plan, ServicePlan):
         plan.require_whole_prompts()
@@ -252,9 +250,9 @@ def load_plan(path: Path | str) -> Plan: ...
 @overload
 def load_plan(path: Path | str, kind: type[PlanKind]) -> PlanKind: ...
 def load_plan(path: Path | str, kind: Any = Plan) -> Any:
-    """Reads a plan: of training, or of the ``kind`` `ServicePlan`; of the kind `PlanFile` either.
+    """Reads a plan file: of training by default, of a service with ``kind=ServicePlan``, of either with `PlanFile`.
 
-    Raises one InputError for all faults, each with file:line and a remedy.
+    Raises one InputError for all faults, each with file:line and a remedy; also if the file has another kind of plan.
     """
     file = read_toml(Path(path))
     warn_of_changes(file)
@@ -262,7 +260,7 @@ def load_plan(path: Path | str, kind: Any = Plan) -> Any:
 
 
 def decode_plan(file: TomlFile, kind: Any = Plan) -> Any:
-    """Returns the plan of a file that has been parsed, see `load_plan`."""
+    """Returns the plan in a parsed TOML file. Raises InputError as `load_plan` does."""
     version = file.data.get("version")
     verb = SERVICE if SERVICE in file.data else "plan"
     if version is None:
@@ -283,8 +281,8 @@ def decode_plan(file: TomlFile, kind: Any = Plan) -> Any:
     plan = decode_toml(file, Plan) if file_kind is Plan else _service_plan(file)
     file.refuse(_unknown_names(plan))
     if plan.calibration.chip != plan.cluster.chip.name:
-        rates_text = f"rates of {plan.calibration.chip}, and the chips are {plan.cluster.chip.name}"
-        raise file.error(("calibration", "chip"), f"{rates_text}. Give rates of these.")
+        rates_text = f"the rates are of {plan.calibration.chip}, but the chips are {plan.cluster.chip.name}"
+        raise file.error(("calibration", "chip"), f"{rates_text}. Give rates of {plan.cluster.chip.name}.")
     with file.at(("predicted",)):
         check_figures(plan.predicted, "predicted", may_be_zero=plan.predicted.__struct_fields__)
     return plan
@@ -315,9 +313,9 @@ def _unknown_names(plan: Plan | ServicePlan) -> Iterator[tuple[KeyPath, str]]:
 
 
 _OTHER_KIND: dict[type[PlanFile], str] = {
-    ServicePlan: "this is the plan of a service, and one of training is needed here. Write one with meshwright plan; "
-    "explain and verify take services.",
-    Plan: "this is a plan of training, and one of a service is needed here; write it with service -o.",
+    ServicePlan: "this is the plan of a service, but a plan of training is needed here. Write one with "
+    "meshwright plan; explain and verify take services.",
+    Plan: "this is a plan of training, but the plan of a service is needed here. Write one with service -o.",
 }
 
 
@@ -325,7 +323,7 @@ _OTHER_KIND: dict[type[PlanFile], str] = {
 
 
 def _move_bound(file: TomlFile) -> None:
-    """Sets the strategy's bound on the slots of experts, which older files give as an imbalance."""
+    """Sets ``strategy.capacity_factor`` from ``assumptions.imbalance`` above 1, where older files have it."""
     strategy_table, assumption_table = file.data.get("strategy"), file.data.get("assumptions")
     imbalance = assumption_table.get("imbalance") if isinstance(assumption_table, dict) else None
     if isinstance(strategy_table, dict) and isinstance(imbalance, int | float) and imbalance > 1:
@@ -333,7 +331,7 @@ def _move_bound(file: TomlFile) -> None:
 
 
 def _move_assumptions(file: TomlFile) -> None:
-    """Moves assumptions out of the table of the strategy, where older files have them."""
+    """Moves assumptions from the table ``strategy``, where older files have them, to ``assumptions``."""
     strategy_table = file.data.get("strategy")
     if "assumptions" in file.data or not isinstance(strategy_table, dict):
         return

@@ -12,7 +12,7 @@ from meshwright.core.dims import ISLAND_AXES, ISLANDS
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.core.progress import tracked
-from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.core.units import counted, format_bytes, format_count, format_seconds
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import attention_scores
 from meshwright.cost.train_step import price_strategy
@@ -36,13 +36,13 @@ NEAREST_BATCH_SHARE = 0.25
 """Share of the wanted batch by which a batch that uses all chips may differ from it."""
 
 UNEVEN = 1.25
-"""Load of the busiest device of experts over the mean, for which the step is priced as well."""
+"""Imbalance (rows of the busiest expert device over the mean) at which notes price the step as well."""
 
 MAX_PARTS = 20
 """Number of smaller clusters that are searched before the job is said not to run."""
 
 FIELDS = tuple(name for name in Strategy.__struct_fields__ if name not in ("mesh", "placement"))
-"""Fields of the strategy that may be given beside the mesh; the placement follows from the search."""
+"""Fields of the strategy that ``overrides`` may fix; ``axes`` fixes the mesh, and the search finds the placement."""
 
 
 def rank_plans(
@@ -54,13 +54,13 @@ def rank_plans(
     exhaustive: bool = False,
     top: int = 5,
 ) -> PlanResult:
-    """Returns the best strategies for a job on a cluster. This machine's own devices can run each of them unchanged.
+    """Returns the best strategies for a job on a cluster; for this machine's own devices only ones that they can run.
 
     ``axes`` fixes sizes of mesh axes, ``overrides`` fixes fields of the strategy (``{"remat": "block"}``). If no
     strategy on all chips runs, the largest part of the cluster that can run the job is planned, together with a near
     batch that uses all chips; also if all chips need pipeline stages and fewer chips without stages are faster.
     Unless ``exhaustive``, a large space is screened: see `search`. Raises CannotRunError, which says what would run, if
-    nothing does, and InputError for a job that does not train or is longer than the model's positions.
+    nothing does, and InputError if ``top`` is below 1, the job does not train or the model has too few positions.
     """
     if top < 1:
         raise InputError(f"top={top} must be at least 1.")
@@ -100,7 +100,7 @@ def rank_plans(
 
 
 def _of_islands(result: PlanResult, setting: Setting, sought: IslandSearch, **given: Any) -> PlanResult:
-    """Returns the result of one island as that of all islands of a setting."""
+    """Turns the result for one island into the result for all islands of a setting; ``given`` replaces its fields."""
     if setting.cluster.num_islands == 1:
         return msgspec.structs.replace(result, **given)
     plans = join_plans(setting, result.plans, sought.fields)
@@ -112,10 +112,10 @@ def _of_islands(result: PlanResult, setting: Setting, sought: IslandSearch, **gi
 
 
 def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
-    """Returns the result for the slice shape with the fastest step, with a note of the times of all shapes.
+    """Returns the result for the slice shape with the fastest step, with a note on the times of all shapes.
 
-    Optical switches give the same chips different shapes: one setting each. ``choices`` are arguments of `rank_plans`.
-    Raises the first shape's error if the job runs on none.
+    Optical switches give the same chips different shapes; each has one of the ``settings``. ``choices`` are arguments
+    of `rank_plans`. Raises the first shape's CannotRunError if the job runs on no shape.
     """
     results: list[PlanResult] = []
     first_error: CannotRunError | None = None
@@ -129,10 +129,8 @@ def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
     ranking = sorted(results, key=lambda r: (r.plans[0].cluster != r.setting.cluster, r.plans[0].predicted.step_s))
     if len(settings) == 1:
         return ranking[0]
-    times_text = ", ".join(
-        f"{r.setting.cluster.short_name} {format_seconds(r.plans[0].predicted.step_s)}" for r in ranking
-    )
-    note = f"shapes of slice by step time: {times_text}"
+    times = [f"{format_seconds(r.plans[0].predicted.step_s)} on {r.setting.cluster.short_name}" for r in ranking]
+    note = f"by shape of the slice a step takes {', '.join(times)}"
     return msgspec.structs.replace(ranking[0], notes=(note, *ranking[0].notes))
 
 
@@ -176,7 +174,7 @@ def space_of(
 
 
 def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
-    """Returns notes that name the conventions behind the numbers."""
+    """Returns notes on the conventions behind the numbers of plans."""
     cluster, precision = setting.cluster, space.template.precision
     notes = [
         f"times rest on {setting.rates.describe()}",
@@ -188,35 +186,36 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
     if attention_scores(cluster, setting.assumptions) == "on_chip":
         notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
     if math.isinf(setting.memory_limit):
-        notes.append(f"the memory of {cluster.short_name} is not known, so it was not compared")
+        notes.append(f"the memory of {cluster.short_name} is not known, so no plan was refused for it")
     elif margin := setting.memory_margin:
         notes.append(
             f"listed plans leave {margin:.0%} of a chip's memory free: compiled steps may need that much more than is "
             f"predicted (docs/proof.md)"
         )
     if setting.job.seq_len > setting.model.max_positions:
-        notes.append(f"the model's config has {setting.model.max_positions:,} positions, and the sequences are longer")
+        notes.append(f"sequences are longer than the {setting.model.max_positions:,} positions of the model's config")
     notes += power_notes(cluster.chip, setting.rates)
-    notes.append(f"training state {space.template.state}{optimizer_words(setting.job)}")
+    notes.append(f"the training state is {space.template.state}{optimizer_words(setting.job)}")
     return tuple(notes)
 
 
 def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
-    """Returns a note if devices have a part of the experts, and nothing bounds their slots; else []."""
+    """Returns a note on the load of the busiest expert device; [] without expert parallelism or with bounded slots."""
     is_split = setting.model.num_experts and strategy.mesh["expert"] > 1
     if not is_split or strategy.capacity_factor:
         return []
     sizes = setting.of_island(strategy).sizes(strategy.inner())
-    room_text = f"; it has room for {sizes.room:g} times, and takes more in further rounds"
+    room_text = f"; it has slots for {sizes.room:g} times the mean, and sends more rows in further rounds"
     cap_text = ", capped at experts over experts per token" * (sizes.load < setting.assumptions.imbalance)
     return [
-        f"the busiest device of experts is counted with {sizes.load:g} times the mean of rows "
+        f"the busiest expert device is priced with {sizes.load:g} times the mean number of rows "
         f"(assumptions.imbalance{cap_text}){room_text * setting.assumptions.holds_empty_slots}"
     ]
 
 
 def imbalance_notes(setting: Setting, *strategies: Strategy, imbalance: float = UNEVEN) -> list[str]:
-    """Returns `slots_note` of the first strategy, with its step at another imbalance, and which is fastest then."""
+    """Returns `slots_note` of the first strategy; if ``imbalance`` is above the setting's, extended by its step time
+    then and by the number (from 1) and step time of the strategy that becomes the fastest."""
     notes = slots_note(setting, strategies[0])
     assumptions = msgspec.structs.replace(setting.assumptions, imbalance=imbalance)
     uneven_setting = msgspec.structs.replace(setting, assumptions=assumptions)
@@ -225,22 +224,22 @@ def imbalance_notes(setting: Setting, *strategies: Strategy, imbalance: float = 
         return notes
     steps_s = [price_strategy(uneven_setting, strategy).estimate.step_s for strategy in strategies]
     best_i = min(range(len(steps_s)), key=steps_s.__getitem__)
-    suffix = f", and number {best_i + 1} be the fastest, {format_seconds(steps_s[best_i])}" if best_i else ""
-    return [f"{notes[0]}; with {load:g} times a step would take {format_seconds(steps_s[0])}{suffix}"]
+    suffix = f", and plan {best_i + 1} becomes the fastest with {format_seconds(steps_s[best_i])}" if best_i else ""
+    return [f"{notes[0]}; at {load:g} times the mean this plan takes {format_seconds(steps_s[0])} a step{suffix}"]
 
 
 def assumption_notes(setting: Setting) -> list[str]:
-    """Returns a note of a slice that is not offered, one of assumptions that do not hold for this package, and one of
-    the blocks that a mask leaves."""
+    """Returns notes, as far as they apply, on a slice shape that is not offered, on assumptions that hold for other
+    software only, and on the share of score blocks that the attention mask leaves."""
     assumed_text = ", ".join(f"{name}={value}" for name, value in setting.assumptions.of_other_software.items())
     notes = slice_note(setting.cluster)
     if assumed_text:
-        notes.append(f"priced as other software would run it, which train and verify refuse: {assumed_text}")
+        notes.append(f"the price is that of other software, which train and verify refuse: {assumed_text}")
     if mask := setting.model.attention_mask:
         example_fields = ", ".join(mask_named(mask).data)
-        suffix = f", of example data for {example_fields}" if example_fields else ""
-        blocks_text = f"{block_share(mask, None, setting.job.seq_len):.1%} of the blocks exist{suffix}"
-        notes.append(f"attention_mask={mask}: {blocks_text}")
+        suffix = f", counted on example data for {example_fields}" if example_fields else ""
+        blocks_text = f"{block_share(mask, None, setting.job.seq_len):.1%} of the blocks of scores{suffix}"
+        notes.append(f"attention_mask={mask} leaves {blocks_text}")
     return notes
 
 
@@ -248,7 +247,7 @@ def assumption_notes(setting: Setting) -> list[str]:
 
 
 def _largest_part(space: Space, top: int) -> SearchOutcome:
-    """Returns the outcome on the most chips, fewer than all, on which the job runs. Raises CannotRunError for none."""
+    """Returns the outcome on the largest smaller part of the cluster that fits. Raises CannotRunError if none does."""
     cluster, job, max_bytes = space.setting.cluster, space.setting.job, space.setting.memory_room
     bytes_of = memory_of_any_mesh(space, job.batch_seqs)
     chip_counts = [n for n in sorted(bytes_of, reverse=True) if n < cluster.num_chips and bytes_of[n] <= max_bytes]
@@ -260,7 +259,7 @@ def _largest_part(space: Space, top: int) -> SearchOutcome:
 
 
 def _without_stages(space: Space, top: int, outcome: SearchOutcome) -> SearchOutcome:
-    """Returns the outcome on fewer chips without stages, if all chips need stages and fewer chips are faster."""
+    """Returns the outcome on fewer chips without stages if all chips need stages and are slower; else ``outcome``."""
     if outcome.fits_without_stages or "pipeline" in space.fixed:
         return outcome
     one_stage_space = msgspec.structs.replace(space, fixed={**space.fixed, "pipeline": 1})
@@ -283,20 +282,20 @@ def _part_notes(
         step_text = format_seconds(whole_plan.predicted.step_s)
         axes_text = mesh_words(whole_plan.strategy.mesh, " x ")
         reason = f"{job_text} fit {chips_text} {cluster.short_name} only in pipeline stages ({axes_text}, {step_text})"
-    notes = [f"{reason}: planned on {part.short_name}, {part.num_chips:,} chips"]
+    notes = [f"{reason}: the plan uses {part.short_name}, {counted(part.num_chips, 'chip')}"]
     if near is not None:
         axes_text = mesh_words(near.strategy.mesh, " x ")
         num_text = format_count(near.job.batch_seqs * job.seq_len)
         step_text = format_seconds(near.predicted.step_s)
         notes.append(
-            f"all {cluster.num_chips:,} chips run with {near.job.batch_seqs:,} sequences ({num_text} tokens) a step, "
-            f"--batch {near.job.batch_seqs}seq: {axes_text}, {step_text}"
+            f"all {cluster.num_chips:,} chips run with {near.job.batch_seqs:,} sequences ({num_text} tokens) a step "
+            f"(--batch {near.job.batch_seqs}seq): {axes_text} takes {step_text} a step"
         )
     return tuple(notes)
 
 
 def refuse_given(space: Space) -> None:
-    """Raises CannotRunError if the given axes and fields cannot run, whatever else is chosen."""
+    """Raises CannotRunError if the given axes and fields cannot run, whatever the search chooses for the rest."""
     cluster, num_devices = space.setting.cluster, math.prod(space.fixed.values())
     axes_text = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
     devices_text = f"{axes_text} = {num_devices} devices does" if len(space.fixed) > 1 else f"{axes_text} does"
@@ -310,7 +309,7 @@ def refuse_given(space: Space) -> None:
 
 
 def broken_rule(space: Space) -> Refusal | None:
-    """Returns the first refusal of the given axes and fields that no choice of the others could lift, or None."""
+    """Returns the first refusal of the given axes and fields that no choice of the open ones can lift, or None."""
     strategy = msgspec.structs.replace(
         space.template,
         mesh=make_mesh(space.fixed),
@@ -326,7 +325,7 @@ def broken_rule(space: Space) -> Refusal | None:
 
 
 def _nothing_fits(space: Space, bytes_by_count: Mapping[int, float]) -> str:
-    """Says why no strategy runs, and names the fewest chips that would hold one."""
+    """Returns a message: why no strategy runs, and the fewest chips whose memory would hold one."""
     setting = space.setting
     cluster, job, room = setting.cluster, setting.job, setting.memory_room
     job_text = f"{setting.model.name} with {job.batch_seqs} sequences of {job.seq_len}"
@@ -349,7 +348,7 @@ def _nothing_fits(space: Space, bytes_by_count: Mapping[int, float]) -> str:
         if enough_chips is not None
         else "No number of chips would hold it: use shorter sequences, or leave axes, remat and microbatches open."
     )
-    margin_text = f" beside the {setting.memory_margin:.0%} that stay free" * bool(setting.memory_margin)
+    margin_text = f" besides the {setting.memory_margin:.0%} that stays free" * bool(setting.memory_margin)
     remats = {pattern.strategy.remat for pattern in space.patterns}
     remat_text = "any remat policy" if len(remats) > 1 else f"remat={next(iter(remats))}"
     return (

@@ -1,4 +1,4 @@
-"""Ranks priced candidates: keeps the fastest and leanest of every variant, and makes a diverse choice of them."""
+"""Ranks priced candidates: keeps the fastest and leanest of every variant, and chooses diverse ones to list."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +21,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """The candidates of one pattern, schedule and choice of offloading that fit in memory.
 
     ``seconds`` are per sequence of the batch, ``need`` are bytes per chip. ``pattern`` is the index of the pattern,
-    ``rank`` that of its remat policy. ``num_legal`` and ``least_bytes`` also count candidates that do not fit, of which
-    none is faster than ``missed``, with the least recomputation that keeps less.
+    ``rank`` the index of its remat policy. ``num_legal`` and ``least_bytes`` also count candidates that do not fit.
+    ``missed`` is a lower bound on the seconds of those if they recompute more in order to fit.
     """
 
     pattern: int
@@ -65,7 +65,7 @@ class Best:
         return select(self.kept[variant_index], np.array([index - end_indices[variant_index]]))
 
     def column(self, figure: Callable[[Variant], Any]) -> np.ndarray:
-        """Returns one figure of all kept candidates, as an array."""
+        """Returns an array with one entry for each kept candidate; ``figure`` gives the entries of a variant."""
         columns = [np.broadcast_to(np.asarray(figure(variant)), len(variant.rows)) for variant in self.kept]
         return np.concatenate(columns) if columns else np.zeros(0)
 
@@ -77,8 +77,8 @@ class Best:
     def order(self) -> np.ndarray:
         """Returns the indices of all kept candidates, fastest per token first.
 
-        Of equally fast ones those come first that have fewer stages, then less offloaded, fewer microbatches, less
-        remat, an earlier pattern (ZeRO-3 first), smaller data, smaller context.
+        Times that differ by less than `TIE` are ordered by fewer stages, then less offloading, fewer microbatches, less
+        remat, earlier pattern (ZeRO-3 first), smaller data, smaller context.
         """
         seconds = self.seconds
         if not len(seconds):
@@ -96,12 +96,12 @@ class Best:
         return np.lexsort((seconds, *map(self.column, tie_keys), tie_levels))
 
     def frontier(self) -> list[int]:
-        """Returns the indices of the kept candidates that are unbeaten, fastest first."""
+        """Returns the indices of kept candidates that no other beats in both seconds and bytes, fastest first."""
         return unbeaten(self.seconds, self.column(lambda variant: variant.need))
 
 
 def unbeaten(seconds: np.ndarray, need: np.ndarray) -> list[int]:
-    """Returns the indices, fastest first, of candidates that need less memory, by `TIE`, than all listed before."""
+    """Returns the indices, fastest first, of candidates that need less memory, by `TIE`, than every faster one."""
     order = np.lexsort((need, seconds))
     running_min = np.minimum.accumulate(need[order])
     # only a new minimum can be listed: the loop is short
@@ -115,7 +115,7 @@ def unbeaten(seconds: np.ndarray, need: np.ndarray) -> list[int]:
 
 
 def fastest_and_leanest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
-    """Returns the indices of the fastest candidates, and of those unbeaten in seconds and bytes."""
+    """Returns the indices of the `KEPT_PER_VARIANT` fastest candidates and of the `unbeaten` ones."""
     if len(seconds) <= KEPT_PER_VARIANT:
         return np.arange(len(seconds))
     fastest_indices = np.argpartition(seconds, KEPT_PER_VARIANT)[:KEPT_PER_VARIANT]

@@ -16,11 +16,11 @@ from meshwright.spec.strategy import Strategy
 
 
 class PlanResult(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Plans, best first, for the job as given; the setting of each has the chips that it uses.
+    """Plans, best first, for the job of ``setting``; the setting of each plan has the chips that the plan uses.
 
-    ``axes``, ``overrides`` and ``choices`` are what the search was given: `why_not` and `what_if` search again with
+    ``axes``, ``overrides`` and ``choices`` are the arguments of the search: `why_not` and `what_if` search again with
     them. ``shortfall`` says why chips are left over and what would use them. Only then ``nearest_batch`` may be set:
-    the fastest strategy per token on all chips, of the batches within a quarter of the wanted one.
+    the plan with the fastest step per token on all chips, of the batches within a quarter of the job's.
     """
 
     setting: Setting
@@ -34,12 +34,12 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def overlap(self) -> PricedOverlap:
-        """What overlap hides in the price of the best strategy."""
+        """The communication of the best plan that overlap hides, as it is priced."""
         best_plan = self.plans[0]
         return Breakdown(price_strategy(best_plan.setting, best_plan.strategy)).overlap()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns one object for `plan --json`."""
+        """Returns the result as plain data, the object of `plan --json`."""
         near_plan, setting = self.nearest_batch, self.setting
         return {
             "model": setting.model.name,
@@ -60,13 +60,13 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def plan_in(setting: Setting, strategy: Strategy, predicted: Estimate) -> Plan:
-    """Returns the plan of a strategy in its setting."""
+    """Returns the plan of a strategy in a setting with a given prediction."""
     return Plan(**Plan.fields_of(setting), job=setting.job, strategy=strategy, predicted=predicted)
 
 
 def planned(setting: Setting, batch_seqs: int, strategy: Strategy) -> Plan:
-    """Returns the plan of a strategy for a batch; its prediction has days and dollars (None without a price) for all
-    tokens of the job."""
+    """Prices a strategy for a batch of ``batch_seqs`` and returns its plan. For a job with ``train_tokens`` the
+    prediction has the days and dollars (None without a price) of all of them."""
     setting = msgspec.structs.replace(setting, job=msgspec.structs.replace(setting.job, batch_seqs=batch_seqs))
     job, estimate = setting.job, price_strategy(setting, strategy).estimate
     if job.train_tokens is not None:

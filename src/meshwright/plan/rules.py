@@ -1,4 +1,4 @@
-"""Rules of legality: what they read of one strategy or of many, and what they refuse."""
+"""Rules of legality: the sizes that they check, of one strategy or of arrays of strategies, and their refusals."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -56,7 +56,7 @@ NOUNS: dict[str, str] = {
 
 
 class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes that rules check; they may be arrays. B of ``dims`` is the whole batch, in sequences."""
+    """The sizes of a strategy that rules check; they may be arrays of many strategies. B is the batch, in sequences."""
 
     model: str
     cluster: str
@@ -77,7 +77,7 @@ class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
         return product(self.mesh[axis] for axis in axes)
 
     def named(self, axes: Iterable[str]) -> str:
-        """Returns ``tensor=16``, or ``data=35 x fsdp=64 = 2240``, without axes of size 1."""
+        """Returns the sizes of axes as ``tensor=16`` or ``data=35 x fsdp=64 = 2240``, without axes of size 1."""
         split_axes = [axis for axis in axes if self.mesh[axis] > 1]
         axes_text = " x ".join(f"{axis}={self.mesh[axis]}" for axis in split_axes)
         return f"{axes_text} = {self.devices(split_axes)}" if len(split_axes) > 1 else axes_text
@@ -90,7 +90,7 @@ class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LegalRule(msgspec.Struct, frozen=True):
-    """A named condition. ``holds`` takes sizes or arrays; ``message`` says why one strategy breaks it."""
+    """A named condition. ``holds`` checks sizes or arrays of sizes; ``message`` says why one strategy breaks it."""
 
     name: str
     holds: Callable[[StrategySizes], Any]

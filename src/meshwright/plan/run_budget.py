@@ -22,9 +22,9 @@ from meshwright.spec.faults.rates import FaultRates, FaultTimes, load_rates, rat
 
 
 class ChipTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Days, chip-hours, money, power and energy of a time on equal chips; None if a price or a power is not known.
+    """Days, chip-hours, money, power and energy of a run on equal chips; None if a price or a power is not known.
 
-    Power and energy are those of the chips alone.
+    Power and energy count the chips only, no hosts or cooling.
     """
 
     days: float
@@ -37,9 +37,9 @@ class ChipTime(msgspec.Struct, frozen=True, kw_only=True):
 class FailureOutlook(msgspec.Struct, frozen=True, kw_only=True):
     """A synchronous run that a failure stops every ``mtbf_s`` on average, for ``restart_s``, in closed form.
 
-    ``goodput`` is the share of the time that is work kept (`useful_share`), ``ettr`` Meta's estimate of it
-    (`linear_share`), with a checkpoint every ``checkpoint_steps``.
-    """
+    ``goodput`` is the share of the time whose work is kept (`useful_share`), ``ettr`` Meta's estimate of it
+    (`linear_share`), with a checkpoint every ``checkpoint_steps``. ``rates`` names the failure rates; ``of_chip`` is
+    False if they were published for another chip."""
 
     mtbf_s: float
     restart_s: float
@@ -55,8 +55,8 @@ class RunBudget(ChipTime, frozen=True, kw_only=True):
 
     ``flops`` are 6 N D (`token_flops`), and ``one_chip_years`` is their time on one chip at peak.
     ``mfu_6nd`` is their share of the FLOPs at peak in the run's chip-hours: the utilisation that can be computed for
-    published runs. The plan's own MFU also counts attention. Failures are in ``failures`` and ``days_with_failures``
-    alone, both None for the devices of one host.
+    published runs. The plan's own MFU also counts attention. Only ``failures`` and ``days_with_failures`` account for
+    failures; both are None for the devices of one host.
     """
 
     train_tokens: int
@@ -72,7 +72,7 @@ class RunBudget(ChipTime, frozen=True, kw_only=True):
 def failure_outlook(
     cluster: Cluster, step_s: float, rates: FaultRates, times: FaultTimes, num_steps: int | None = None
 ) -> FailureOutlook:
-    """Returns what failures leave of a run, with a checkpoint every ``num_steps`` or every best number of steps."""
+    """Returns the outlook of a run with failures, checkpointed every ``num_steps`` steps (None: the best interval)."""
     hourly = rates.per_hour(cluster.num_chips, cluster.num_hosts)
     mtbf_s = rates.mtbf_s(cluster.num_chips, cluster.num_hosts)
     kinds = [component.kind for component in rates.components]
@@ -89,7 +89,7 @@ def failure_outlook(
 
 
 def chip_time(seconds: float, chip: Chip, num_chips: int) -> ChipTime:
-    """Returns the days, chip-hours, money and energy of seconds on equal chips, at the chip's price and power."""
+    """Returns the days, chip-hours, money, power and energy of ``seconds`` on ``num_chips`` chips."""
     usd_per_hour, chip_watts = chip.price_usd_per_hour, chip.power_w
     return ChipTime(
         days=days(seconds),
@@ -101,7 +101,7 @@ def chip_time(seconds: float, chip: Chip, num_chips: int) -> ChipTime:
 
 
 def run_budget(plan: Plan, *, step_s: float) -> RunBudget | None:
-    """Returns the budget of a plan at a step time; None if its job has no number of tokens."""
+    """Returns the budget of all training tokens of a plan at a step time; None if its job has no ``train_tokens``."""
     num_tokens = plan.job.train_tokens
     if num_tokens is None:
         return None

@@ -37,22 +37,22 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import USUAL_POLICIES
 
 CHUNK_LAYERS = (*range(1, 9), 10, 12, 14, 16, 20, 21, 24, 28, 32, 40, 48)
-"""Numbers of layers of one chunk that are tried."""
+"""Numbers of layers per chunk that the search tries."""
 
 KEPT_MESHES = 40
-"""Number of meshes above which a search is screened, and of the fastest meshes that are then priced in all forms."""
+"""Number of meshes above which a search is screened, and of fastest meshes that are then priced in all variants."""
 
 SCREENED_MICROBATCHES = 3
-"""How many numbers of microbatches screening tries for a mesh."""
+"""Most numbers of microbatches that screening tries for a mesh."""
 
 SCREENED_REMATS = ("none", "selective", "full")
 """Policies of remat with which a mesh is screened, where they are among the choices."""
 
 KEPT_PER_STAGES = 5
-"""Number of meshes that screening keeps in any case of each number of pipeline stages, the fastest."""
+"""Number of meshes, the fastest, that screening always keeps of each number of pipeline stages."""
 
 NEAR = 3
-"""Factor up to which two sizes of a mesh may differ from those of a neighbour."""
+"""Largest factor by which an axis of a mesh differs from the axis of a neighbouring mesh."""
 
 AT_ONCE = 8192
 """Number of candidates that are priced at once: steps that several patterns share are then priced once for them."""
@@ -88,9 +88,9 @@ def search(
 ) -> SearchOutcome:
     """Returns the fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, near it.
 
-    They have at most ``top`` different meshes, chosen by `diverse`. With ``frontier`` the unbeaten strategies come too.
-    Unless ``exhaustive``, a large space is screened first: only the fastest meshes are priced in all forms.
-    """
+    The strategies have at most ``top`` different meshes, chosen by `diverse`; with ``frontier`` the result also has the
+    strategies that no other beats in time and memory. Unless ``exhaustive``, a search of more than `KEPT_MESHES` meshes
+    is screened: only the fastest meshes get all patterns, schedules and offloads."""
     rare_space = space.with_rare()
     meshes = candidates_on_chips(rare_space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
     pricer, best = _Pricer(space, cluster, []), Best()
@@ -121,11 +121,10 @@ def search(
 
 
 def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> np.ndarray:
-    """True for the meshes that are fastest per token in a few forms, and for neighbours of the first; for all meshes if
-    none fits.
+    """Returns a Boolean array: True for the meshes that are fastest per token in a quick search, and for neighbours of
+    the fastest mesh; True for all meshes if none fits.
 
-    The forms have the first placement, choice of offloading and way to reach keys, every schedule, and a few policies
-    of remat, from the fastest to the leanest.
+    The quick search has the first placement, offloading and context attention, every schedule and `SCREENED_REMATS`.
     """
     attention_mode = space.patterns[0].strategy.context_attention
     mode_patterns = tuple(p for p in space.patterns if p.strategy.context_attention == attention_mode)
@@ -141,7 +140,7 @@ def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> np.ndarray:
 
 
 def _promising(seconds: np.ndarray, num_stages: np.ndarray) -> np.ndarray:
-    """True for the fastest meshes, and for the fastest of every number of stages."""
+    """Returns a Boolean array: True for the fastest meshes that fit, overall and of every number of stages."""
     fastest_order = np.argsort(seconds, kind="stable")
     is_fastest = np.zeros(len(seconds), dtype=bool)
     is_fastest[fastest_order[:KEPT_MESHES]] = True
@@ -151,13 +150,13 @@ def _promising(seconds: np.ndarray, num_stages: np.ndarray) -> np.ndarray:
 
 
 def _near_first(meshes: Candidates, best: Best) -> np.ndarray:
-    """True for the neighbours of the mesh of the best candidate, if there is one."""
+    """Returns a Boolean array: True for meshes that are neighbours (`near`) of the best candidate's mesh."""
     order = best.order()
     return near(meshes, best.at(int(order[0])).rows.mesh) if len(order) else np.zeros(len(meshes), dtype=bool)
 
 
 def near(meshes: Candidates, mesh: Mapping[str, np.ndarray]) -> np.ndarray:
-    """True for the neighbours of a mesh: one factor of two or three is on another axis."""
+    """Returns a Boolean array: True for meshes that differ from ``mesh`` in two axes, each by a factor up to `NEAR`."""
     ratios = np.stack([meshes.mesh[axis] / mesh[axis] for axis in ISLAND_AXES])
     return np.asarray((np.sum(ratios != 1, axis=0) == 2) & np.all(np.maximum(ratios, 1 / ratios) <= NEAR, axis=0))
 
@@ -166,7 +165,7 @@ def near(meshes: Candidates, mesh: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 class _Pricer:
-    """Prices candidates of a space on a cluster; ``placements`` are those that it has tried."""
+    """Prices candidates of a space on a cluster; ``placements`` collects every placement that was priced."""
 
     def __init__(self, space: Space, cluster: Cluster, placements: list[Placement]) -> None:
         self.space, self.cluster, self.placements = space, cluster, placements
@@ -175,10 +174,9 @@ class _Pricer:
     def variants(
         self, meshes: Candidates, *, begin: int = 0, placements: int | None = None, microbatches: int | None = None
     ) -> Iterator[Variant]:
-        """Yields candidates on each mesh, of each pattern from ``begin`` on, schedule and choice of offloading.
-
-        They have all numbers of chunks, and at most so many placements and numbers of microbatches, if given.
-        """
+        """Yields a variant for each pattern from index ``begin`` on, schedule and offloading, with candidates on all
+        meshes and all numbers of chunks. ``placements`` and ``microbatches`` limit how many placements and numbers of
+        microbatches a mesh is tried with."""
         first_placement = len(self.placements)
         candidates = with_microbatches(self.space, self._laid(meshes, placements), most=microbatches)
         if not len(candidates):
@@ -217,7 +215,7 @@ class _Pricer:
         return msgspec.structs.replace(repeated_meshes, laid=np.array(placement_indices, dtype=np.intp))
 
     def _forms(self, pattern_index: int, step: PricedStep, rows: Candidates, legal: np.ndarray) -> Iterator[Variant]:
-        """Yields the ``legal`` ones among the candidates of a pattern in all schedules and choices of offloading."""
+        """Yields a variant of one pattern for each schedule and offloading; ``legal`` are indices into ``rows``."""
         space, pattern, legal_rows = self.space, self.space.patterns[pattern_index], select(rows, legal)
         legal_memory, pcie_bytes_per_s = select(step.memory, legal), step.rates.pcie_bytes_per_s
         legal_times: BlockTimes | None = None
@@ -260,8 +258,8 @@ class _Pricer:
     def _chunks(self, schedule: str, rows: Candidates, pattern: Pattern) -> tuple[np.ndarray, np.ndarray]:
         """Returns (indices of candidates on which a schedule runs, number of chunks): each pair of the two once.
 
-        On one stage every schedule is the same, so only the first is listed there. Several chunks are tried only if
-        they leave few places for layers empty.
+        On one stage all schedules are alike, so candidates with one stage get only the first. Several chunks are tried
+        only if they leave few layer slots empty.
         """
         num_stages, num_layers = rows.mesh["pipeline"], pattern.derived.num_layers
         is_first_schedule = schedule == self.space.schedules[0]
@@ -277,7 +275,7 @@ class _Pricer:
         return np.concatenate(index_arrays), np.concatenate(chunk_arrays)
 
     def _chunk_counts(self, schedule: str, num_stages: np.ndarray, num_layers: int) -> Iterator[np.ndarray]:
-        """Yields arrays of chunks to try, one number per candidate: as given, or for chunks of one layer, two, ..."""
+        """Yields arrays with a number of chunks per candidate: the fixed one, or for chunks of one layer, two, ..."""
         schedule_definition = definition(schedule)
         if self.space.chunks or not schedule_definition.more_chunks:
             yield np.full(len(num_stages), self.space.chunks or schedule_definition.chunks, dtype=np.int64)
@@ -288,8 +286,8 @@ class _Pricer:
             yield np.where(-(-num_layers // (num_stages * num_chunks)) == layers_per_chunk, num_chunks, 1)
 
     def planned_at(self, best: Best, index: int) -> Plan:
-        """Returns candidate ``index`` of ``best`` with the prediction of the steps that run, which the steps of all
-        meshes may be a little off: their order differs."""
+        """Returns candidate ``index`` of ``best`` as a plan, priced anew from the steps of its own mesh: their order,
+        and so their time, may differ a little from the steps that were derived once for all meshes."""
         form = best.at(index)
         rows, pattern, placement = form.rows, self.space.patterns[form.pattern], self.placements[int(form.rows.laid[0])]
         strategy = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""The space of a search: patterns, each derived once with sizes as symbols; schedules; and fixed sizes."""
+"""The space of a search: patterns, each derived once with sizes as symbols, schedules, offloads, and fixed sizes."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,11 +31,10 @@ Remat = str | tuple[str, ...]
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
-    """The values that are tried for every choice beside the mesh, the placement and the microbatches.
+    """The values that a search tries for each choice other than the mesh, the placement and the microbatches.
 
-    What is rarely best is tried under little remat, on the meshes that are fastest without it and their neighbours:
-    ``rare_zeros``, and unless ``far_heads`` kv heads on more devices than the fastest level of the network has.
-    """
+    Rarely best values are tried last, with the two lightest remat policies, on the fastest meshes and their neighbours:
+    ZeRO stages ``rare_zeros`` and, unless ``far_heads``, kv heads repeated over more devices than a domain has."""
 
     remats: tuple[Remat, ...] = USUAL_POLICIES
     zeros: tuple[int, ...] = (3, 1)
@@ -62,8 +61,8 @@ EMULATED = Choices(
     context_attention=("gather",),
     schedules=("1f1b",),
 )
-"""Choices for emulated devices, which share one memory and one processor: only those that can make a difference there.
-All others run there if they are given."""
+"""Choices for emulated devices, which share one memory and one processor: only values that make a difference there.
+All other values run there if they are given."""
 
 
 def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
@@ -77,10 +76,10 @@ def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
 class Pattern(msgspec.Struct, frozen=True, kw_only=True):
     """One assignment, remat policy and context attention, derived once for all meshes.
 
-    Each entry of ``needs`` are axes of which one must have several devices: on other meshes the strategy equals that of
-    an earlier pattern. ``tensor_split`` restricts it to meshes with (True) or without (False) several devices on
-    ``tensor``, if the steps differ; else it is None. A pattern that ``repeats`` kv heads is for meshes whose devices of
-    these axes do not divide them. ``rank`` is the index of its remat policy.
+    ``rank`` is the index of the remat policy. A mesh needs several devices on one axis of each tuple in ``needs``: on
+    other meshes the strategy equals an earlier pattern's. ``tensor_split`` restricts the pattern to meshes with (True)
+    or without (False) several devices on ``tensor``, if the steps differ; else it is None. kv heads are repeated over
+    the axes ``repeats``; such a pattern is for meshes whose devices on these axes do not divide the kv heads.
     """
 
     strategy: Strategy
@@ -97,7 +96,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     """All strategies that are searched, for jobs and clusters that differ from the setting's in size only.
 
     ``fixed`` are mesh axes whose size is given; ``num_microbatches`` and ``chunks`` are None if all numbers are tried.
-    ``template`` has the choices that all strategies share.
+    ``template`` has the fields that all strategies share; ``given`` names the fields that are not searched.
     """
 
     setting: Setting
@@ -117,13 +116,13 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         return self.setting.model.dims | {"B": batch_seqs, "T": self.setting.job.seq_len}
 
     def with_reruns(self, remats: tuple[Remat, ...] = RERUN_POLICIES) -> "Space":
-        """Returns the space with patterns of these policies after the others; itself if remat is given, or on this
-        machine, whose emulated devices share one memory."""
+        """Returns the space with patterns of these remat policies appended; the space itself if remat is given, or on
+        this machine, whose emulated devices share one memory."""
         is_fixed = "remat" in self.given or self.setting.cluster.kind == "host"
         return self if is_fixed else self._with(remats=remats)
 
     def with_rare(self) -> "Space":
-        """Returns the space with patterns of what is rarely best after the others; itself on this machine."""
+        """Returns the space with the rarely best patterns of `Choices` appended; the space itself on this machine."""
         if self.setting.cluster.kind == "host":
             return self
         remats, zero_stages = self.choices.remats[:2], self.choices.rare_zeros
@@ -146,9 +145,9 @@ def open_space(
     choices: Choices = USUAL,
     fixed: Mapping[str, int] | None = None,
 ) -> Space:
-    """Returns the space around a template; choices named in ``given`` stay as the template has them.
+    """Returns the space of strategies that differ from a template in the ``choices``, except the fields ``given``.
 
-    Raises CannotRunError for a template that this machine's own devices do not run, if they are the cluster.
+    Raises CannotRunError if the cluster is this machine's own devices and they do not run the template.
     """
     kept_names = set(given)
     fixed = dict(fixed or {})
@@ -194,12 +193,11 @@ def open_space(
 def _forms(
     strategy: Strategy, setting: Setting, fixed: Mapping[str, int], *, far: bool
 ) -> Iterator[tuple[Derived, bool | None, tuple[str, ...]]]:
-    """Yields the steps, ``tensor_split`` and ``repeats`` of each pattern of a strategy.
+    """Yields the derived steps, ``tensor_split`` and ``repeats`` of each pattern of a strategy.
 
-    Meshes whose devices do not divide the model's kv heads repeat these: if sizes are not ``fixed``, and unless
-    ``far``, only if the fastest level of the network has more devices than that. The loss head takes another form where
-    a device has the whole vocabulary.
-    """
+    Unless sizes are ``fixed``, a pattern with repeated kv heads is added if there are more devices than kv heads: chips
+    of the cluster if ``far``, else of the fastest level of the network. The loss head has other steps if a device has
+    the whole vocabulary, so that meshes with and without a split ``tensor`` get a pattern each."""
     model, cluster, head_axes = setting.model, setting.cluster, REPEATED_HEADS[repeated_dim(strategy)]
     reached_devices = cluster.domain if cluster.kind == "switched" and not far else cluster.num_chips
     variants: list[tuple[Strategy, tuple[str, ...]]] = [(strategy, ())]

@@ -117,7 +117,7 @@ def test_chips_that_do_not_divide_the_work(call):
     axes = {axis: size for axis, size in near["strategy"]["axes"].items() if size > 1}
     assert any(size % 3 == 0 for size in axes.values())
     text = said.words
-    assert "cannot be divided over all 12 chips of v5e:4x3 in a way that fits: planned on v5e:4x2, 8 chips" in text
+    assert "cannot be divided over all 12 chips of v5e:4x3 in a way that fits: the plan uses v5e:4x2, 8 chips" in text
     assert "all 12 chips run with 36 sequences" in text
     assert f"--batch 36seq: {' x '.join(f'{axis} {size}' for axis, size in axes.items())}, " in text
 
@@ -172,7 +172,7 @@ def test_this_machine_by_measured_rates(call, tmp_path):
     said = call(*args, "-o", "plan.toml")
     assert said.code == 0
     assert "times rest on calibration 'test', 2026-01-02" in said.out
-    assert "training state fp32" in said.printed("text").out
+    assert "the training state is fp32" in said.printed("text").out
     told = call("explain", "plan.toml", "--all")
     assert told.code == 0
     assert "What fits" in told.out

@@ -24,7 +24,7 @@ def test_every_question_at_once(call, width):
         "what makes it slower",
         "collectives over tensor",
         "What if chip.flops 8x: 989 TFLOP/s -> 7.92 PFLOP/s in bf16 and links 0.1x: nvlink 450 GB/s -> 45 GB/s, nic",
-        "What if chips 2x: h100:8x4 -> h100:8x8, 32 -> 64",
+        "What if chips 2x: h100:8x4 -> h100:8x8, 32 -> 64 chips",
         "times the tokens per second",
         "The recipe: data parallelism",
         "FSDP yes beyond that: fsdp 32",

@@ -93,7 +93,7 @@ def test_what_no_engine_does(call, more, message):
         (("--rate", "20/day"), "--rate '20/day' is not a rate of requests. Write for example 20/s"),
         (("--prefix-hits", "1"), "Invalid value for '--prefix-hits': 1.0 is not in the range 0<=x<1"),
         (("--batch", "4Mi"), "No such option '--batch'"),
-        (("--why-not", "data=4"), "data is nothing that a service chooses. Known: batch, context, expert"),
+        (("--why-not", "data=4"), "data is not a choice of a service. Known: batch, context, expert"),
         (("--why-not", "batch=many"), "--why-not batch=many: give a size, such as tensor=4."),
         (("--why-not", "pools=1"), "--why-not pools=1: give true or false."),
         (("--why-not", "tensor"), "'tensor' is not name=value. Write for example tensor=16,batch=64."),
@@ -225,7 +225,7 @@ def test_an_edited_service_says_what_it_now_predicts(call, written, tmp_path):
 
 @pytest.mark.parametrize("verb", ["train", "profile"])
 def test_services_are_not_trained(call, written, verb):
-    call(verb, written).assert_refused(2, "this is the plan of a service, and one of training is needed here.")
+    call(verb, written).assert_refused(2, "this is the plan of a service, but a plan of training is needed here.")
 
 
 def test_why_not(call):
@@ -271,7 +271,8 @@ def test_drafts(call):
     best = said.printed("json").json["plans"][0]
     assert (best["num_drafts"], best["step_tokens"]) == (4, pytest.approx(3.3616))
     assert "its drafts 4 a step, which makes 3.36 tokens of a sequence in the mean" in said.words
-    assert "drafts are right with probability 0.8, each takes 0.05 of a step without any" in said.printed("text").words
+    text = said.printed("text").words
+    assert "a draft is right with probability 0.8 and takes 0.05 of a step without drafts" in text
     call(*SERVE, "--drafts", "4").assert_refused(2, "--drafts changes nothing here: it is for --accept.")
 
 

@@ -41,7 +41,7 @@ def test_too_little_memory_has_its_bytes(result):
     found = why_not_service(result, {"tensor": 4, "context": 1, "weights": "int8"})
     assert found.plan is None
     assert found.refusal.startswith("with one sequence for each device with its own the leanest such engine (4 chips)")
-    assert f"more than the {format_bytes(result.setting.memory_room)} there are." in found.refusal
+    assert f"more than the {format_bytes(result.setting.memory_room)} that a chip has." in found.refusal
     bytes_needed = float(found.refusal.split(" needs ")[1].split(" GB")[0])
     by_hand = 17.6 + 8704 * 163_840 * (1 + 4 / 128) / 4 / 1e9
     assert by_hand < bytes_needed < 1.05 * by_hand
@@ -49,7 +49,7 @@ def test_too_little_memory_has_its_bytes(result):
 
 def test_engines_on_all_chips_leave_none_to_prefill(result):
     found = why_not_service(result, {"tensor": 16, "pools": True})
-    assert found.refusal == "no engines that fit are left to prefill for it."
+    assert found.refusal == "no engine that fits can prefill for it."
 
 
 def test_misses_say_by_how_much(result):
@@ -62,7 +62,7 @@ def test_misses_say_by_how_much(result):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"data": 2}, r"data is nothing that a service chooses\."),
+        ({"data": 2}, r"data is not a choice of a service\."),
         ({"tensor": "all"}, r"--why-not tensor=all: give a size"),
         ({"weights": 8}, r"--why-not weights=8: give a dtype, such as weights=bf16"),
         ({"kv": "int7"}, r"'int7' is no dtype in which KV caches are served"),

@@ -34,21 +34,21 @@ from meshwright.spec.job import Job
 from meshwright.spec.strategy import LAYOUTS, Strategy
 
 BOUNDS = ("parameters", "KV", "FLOPs", "network", "host", "other")
-"""What a step's time goes into: loading weights, loading the cache, products and attention, collectives, the host
-(what an engine does between steps, and starts of kernels that no graph holds), and the rest (elementwise traffic,
+"""Parts of a step's time: loading weights, loading the KV cache, products and attention, collectives, the host (the
+engine's work between steps, and starts of kernels outside CUDA graphs), and the rest (elementwise traffic,
 launches)."""
 
 MAX_BATCH_POWER = 14
-"""Batches are powers of two up to 2^14 for each device that has sequences of its own, and the largest that fits."""
+"""Batches that are tried: powers of two up to 2^14 per device that has its own sequences, and the largest that fits."""
 
 PREFILL_TOKENS = 16_384
-"""New tokens of one device up to which several prompts are prefilled at once."""
+"""Most new tokens per device for which several prompts are prefilled in one step."""
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of one phase, an entry each: the engine's number, its dtypes' number, sequences of all its chips, seconds,
-    seconds of each of `BOUNDS` by itself (of drafts too, if there are any), and bytes per chip of weights, caches and
-    the rest. A step of decode checks ``drafts`` tokens of each sequence and makes ``tokens`` in the mean."""
+    """Priced steps of one phase, an entry each: index of the engine, index of its dtypes, sequences of the engine,
+    seconds, seconds of each of `BOUNDS` (and of drafting) without overlap, and bytes per chip of weights, caches and
+    the rest. A decode step checks ``drafts`` drafts of each sequence and makes ``tokens`` tokens on average."""
 
     engine: np.ndarray
     dtypes: np.ndarray
@@ -64,7 +64,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def need(self) -> np.ndarray:
-        """Bytes per chip."""
+        """Bytes of memory that each step needs per chip."""
         return sum_of(self.memory)
 
     @property
@@ -74,13 +74,12 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of all engines that fit. ``decode`` are at the mean length of a sequence, with room for its end.
-
-    ``prefill`` has an entry for every engine, pair of dtypes and number of prompts at once, in this order; its seconds
-    are infinite where it does not fit. ``least_bytes`` is the least memory of any engine with one sequence for each
-    device that has its own. ``chunks`` maps a length to the seconds of a prompt's first and last chunk of so many
-    tokens, for every engine and pair of dtypes that generate.
-    """
+    """The priced steps of a fleet. ``decode`` has the decode steps that fit, at the mean length of a sequence with
+    memory for its full length. ``prefill`` has an entry for every engine, pair of dtypes and number of prompts at once,
+    in this order; its seconds are infinite where it does not fit. ``least_bytes`` is the least memory of any engine, of
+    ``least_chips`` chips, with one sequence for each device that has its own. ``chunks`` maps a chunk length to the
+    seconds of a prompt's first and last chunk, for every engine and pair of dtypes (infinite for engines that only
+    prefill)."""
 
     setting: Setting
     service: Service
@@ -95,7 +94,7 @@ class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def room(self) -> float:
-        """Bytes of a chip that an engine may need."""
+        """Bytes of a chip that an engine may use: its memory less the margin."""
         return self.setting.memory_room
 
 
@@ -107,7 +106,7 @@ def sum_of(parts: dict[str, np.ndarray]) -> np.ndarray:
 def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequence[StoredDtypes]) -> PricedFleet:
     """Prices all engines of a fleet; ``setting`` has the model, the cluster and the rates.
 
-    Raises CannotRunError if no engine's sizes divide the model's.
+    Raises CannotRunError if the sizes of no engine that can decode divide the model's.
     """
     num_new = service.new_prompt_tokens
     num_prompts = tuple(1 << power for power in range(15) if power == 0 or (num_new << power) <= PREFILL_TOKENS)
@@ -154,7 +153,7 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
 
 
 class _Form(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines of a fleet whose steps differ in sizes alone: their numbers, and the steps of each phase."""
+    """The engines (indices) of a fleet that share the derived ``steps`` of each phase and differ only in sizes."""
 
     setting: Setting
     service: Service
@@ -167,7 +166,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
     def decode(self, beside: np.ndarray) -> tuple[Steps, np.ndarray]:
         """Returns the decode steps that fit, and the bytes per chip that each engine needs at its smallest batch.
 
-        ``beside`` are bytes of each engine that prefill may need at the same time.
+        ``beside`` has the bytes per chip that prefill may need at the same time, for each engine.
         """
         num_shards, num_engines = self.fleet.batch_shards[self.engines], len(self.engines)
         powers = 1 << np.arange(MAX_BATCH_POWER + 1)
@@ -191,7 +190,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         return self.priced("decode", rows[has_room], mean_sequences, memory_that_fits), needed_bytes[:, 0]
 
     def drafted(self, rows: np.ndarray, batch: np.ndarray, speculation: Speculation) -> Steps:
-        """Returns the decode steps that fit, each with the drafts that make its tokens fastest.
+        """Returns the decode steps that fit, each with the number of drafts that makes tokens fastest.
 
         A step that checks K drafts has K + 1 rows of each sequence, all with logits. Drafts take K times ``draft_cost``
         of the step without any.
@@ -216,9 +215,9 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         return fastest_steps
 
     def prefill(self, at_once: Sequence[int]) -> Steps:
-        """Returns a step for each engine and number of prompts at once on each device that has its own sequences.
+        """Returns a prefill step for each engine and number of prompts per device that has its own sequences.
 
-        Of a prompt that is known in part the new tokens are computed, which attend to the known ones too.
+        If a prefix of the prompt is cached, only the new tokens are computed; they attend to the prefix too.
         """
         service = self.service
         form_rows = np.repeat(np.arange(len(self.engines)), len(at_once))
@@ -230,15 +229,15 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         return self.priced("prefill", form_rows, sequences, self.memory("prefill", form_rows, sequences))
 
     def like(self, count: Number, rows: Number, before: Number) -> LikeSequences:
-        """Returns sequences of some new rows behind ``before`` positions, of which beside an encoder the prompt is the
-        source."""
+        """Returns ``count`` sequences with ``rows`` new rows each after ``before`` positions. With an encoder the
+        prompt is the source, and counts among these positions."""
         source = float(self.service.prompt_len) if self.setting.model.encoder else 0.0
         return LikeSequences(count, rows, np.maximum(before - source, 0.0), source)
 
     def chunk_s(self, lengths: Sequence[int]) -> np.ndarray:
-        """Returns the seconds of the first and the last chunk [lengths, 2, engines] of prompts that are cut, one on
-        each device that has its own sequences. Tokens of the last attend to all before them, as of a prompt known in
-        part."""
+        """Returns the seconds [lengths, 2, engines] of the first and the last chunk of a prompt, with one prompt on
+        each device that has its own sequences. The last chunk attends to all tokens before it, and counts at least as
+        long as the first."""
         if not lengths:
             return np.zeros((0, 2, len(self.engines)))
         chunk_lens = np.repeat(np.array(lengths), len(self.engines))
@@ -251,7 +250,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         return np.stack([first_s, np.maximum(first_s, last_s)], axis=1)
 
     def memory(self, phase: str, rows: np.ndarray, like: LikeSequences) -> dict[str, np.ndarray]:
-        """Returns bytes per chip of weights, caches and the rest."""
+        """Returns the bytes per chip of weights, caches and the rest, an entry for each of ``rows``."""
         memory = memory_parts(self.steps[phase], self._sizes(phase, rows, like))
         items = memory.items(self._setting(phase).pipeline(self.strategy), ())
         weight_bytes, cache_bytes = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
@@ -259,7 +258,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         return {"weights": weight_bytes, "kv_cache": cache_bytes, "activations": other_bytes}
 
     def priced(self, phase: str, rows: np.ndarray, like: LikeSequences, memory: dict[str, np.ndarray]) -> Steps:
-        """Returns the steps of engines (``rows`` of the form's) with some sequences."""
+        """Prices a step of a phase for each of ``rows``, indices into ``engines``, with the sequences ``like``."""
         setting, derived, engines, strategy = self._setting(phase), self.steps[phase], self.engines[rows], self.strategy
         rates = setting.step_rates(strategy, self.fleet.placements, derived)
         rates = msgspec.structs.replace(rates, num_hosts=np.array([part.num_hosts for part in self.fleet.parts]))
@@ -292,16 +291,16 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 def phase_setting(
     setting: Setting, phase: str, dtypes: StoredDtypes, length: int, batch_seqs: int = 1, *, known: int = 0
 ) -> Setting:
-    """Returns the setting of a step of a phase: decode against ``length`` positions, of which beside an encoder
-    ``known`` are the source's, or prefill of as many behind ``known`` ones."""
+    """Returns the setting of one step: prefill of ``length`` tokens after ``known`` cached ones, or decode against
+    ``length`` positions, of which with an encoder ``known`` are the source's."""
     own_len = length - known if setting.model.encoder and phase == "decode" else length
     job = Job(kind=phase, batch_seqs=batch_seqs, seq_len=max(own_len, 1))
     return msgspec.structs.replace(setting, job=job, storage=dtypes.storage, known=known)
 
 
 def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtypes) -> Iterator[_Form]:
-    """Yields the engines that repeat kv heads and those that do not, with the steps of their phases: of engines that
-    split prompts over ``context`` prefill alone."""
+    """Yields the engines of a fleet grouped by layout, by whether they repeat kv heads and by whether they can decode,
+    with the derived steps of their phases (engines that split prompts over ``context`` only prefill)."""
     needs_repeats = setting.model.common_kv_heads % fleet.mesh["tensor"] != 0
     needs_repeats &= ~np.isin(fleet.layout, ("sequences", "positions"))
     for is_repeated, decodes, layout in itertools.product((False, True), (True, False), LAYOUTS):
@@ -332,7 +331,7 @@ def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtype
 
 
 def _divides(setting: Setting, fleet: Fleet, indices: np.ndarray, derived_by_phase: dict[str, Derived]) -> np.ndarray:
-    """True for engines whose sizes divide the dims of the model; prompts and caches are padded, and batches divide."""
+    """Returns a Boolean array: True for engines whose sizes divide the model's dims; batch and length always divide."""
     mesh = {axis: sizes[indices] for axis, sizes in fleet.mesh.items()}
     dims = setting.model.dims | {
         **dict.fromkeys(("Q", "O", "Pg", "Pw"), fleet.batch_shards[indices]),
@@ -346,10 +345,10 @@ def _divides(setting: Setting, fleet: Fleet, indices: np.ndarray, derived_by_pha
 
 
 def _largest(need_bytes: np.ndarray, powers: np.ndarray, room_bytes: float) -> np.ndarray:
-    """Returns the largest multiples that fit between powers of two [engines, powers]; 0 where none does.
+    """Returns the largest number of sequences per device that fits in ``room_bytes``, for each engine; 0 if none does.
 
-    Between two powers the chord is an upper bound of the bytes, which are a maximum of linear functions.
-    """
+    ``need_bytes`` [engines, powers] are the bytes at powers of two. Between two powers their chord is an upper bound,
+    since bytes are a maximum of linear functions."""
     has_room = need_bytes <= room_bytes
     last_fit = np.maximum(has_room.sum(axis=1) - 1, 0)
     first_misfit = np.minimum(last_fit + 1, len(powers) - 1)
@@ -367,7 +366,7 @@ def loads(cost: StepCost) -> str:
 
 
 def bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
-    """Returns the seconds of each of `BOUNDS` by itself."""
+    """Returns the seconds of each of `BOUNDS` without overlap, as arrays of ``count`` entries."""
     s_by_bound: dict[str, Number] = dict.fromkeys(BOUNDS, 0.0)
     s_by_bound["host"] = step.times.microbatch_s + step.times.starts_s
     for cost in step.costs.all:

@@ -19,8 +19,8 @@ from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh, short_mesh
 
 ENGINE_AXES = ("expert", "context", "tensor")
 """Mesh axes of an engine: ``tensor`` splits heads and widths; ``expert`` splits experts, and the sequences too (experts
-with data-parallel attention). Weights are split over nothing else: each step would gather them. What ``context`` splits
-is said by the layout."""
+with data-parallel attention). Weights are split over nothing else: each step would gather them. The layout says what
+``context`` splits."""
 
 OTHER_AXES: tuple[str, ...] = tuple(axis for axis in ISLAND_AXES if axis not in ENGINE_AXES)
 
@@ -28,7 +28,7 @@ CONTEXTS = (1, 2, 4, 8, 16, 32)
 """Sizes of ``context`` that are tried."""
 
 PREFILL_LAYOUTS = ("prompts", "gathered")
-"""Layouts of engines that only prefill where ``context`` has several devices."""
+"""Layouts whose engines only prefill if ``context`` has several devices."""
 
 TORUS_LAYOUTS = ("positions", "widths")
 """Layouts that are not tried on switches, where their further collectives take longer than they save."""
@@ -40,16 +40,16 @@ MAX_ENGINE_CHIPS = 1024
 """Most chips of one engine that are tried."""
 
 PARTS_TRIED = 2
-"""Shapes of a torus that are tried for one number of chips, those with the most closed rings."""
+"""Number of torus shapes (with the most closed rings) tried for a number of chips, and of placements for a mesh."""
 
 
 def engine_strategy(mesh: dict[str, int], precision: str = "", layout: str = "prompts") -> Strategy:
-    """Returns the strategy of an engine."""
+    """Returns the strategy of an engine from its mesh, its matmul dtype ("": the state's) and its layout."""
     return Strategy(mesh=make_mesh(mesh), assignment=LAYOUTS[layout], precision=precision)  # type: ignore[arg-type]
 
 
 def layout_of(strategy: Strategy) -> str:
-    """Returns the name of an engine's layout."""
+    """Returns the name of an engine's layout; "prompts" if its assignment is not in `LAYOUTS`."""
     return next((name for name, rules in LAYOUTS.items() if rules == strategy.assignment), "prompts")
 
 
@@ -72,7 +72,7 @@ def engine_words(strategy: Strategy) -> str:
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Every engine that is tried, an entry each: sizes on mesh axes, layout, part of the cluster and placement."""
+    """Every engine that is tried, an entry each: sizes of mesh axes, layout, part of the cluster and placement."""
 
     cluster: Cluster
     mesh: dict[str, np.ndarray]
@@ -95,11 +95,11 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def decodes(self) -> np.ndarray:
-        """True for engines that do not split prompts: these only prefill."""
+        """True for engines that can decode. Engines that split prompts over ``context`` only prefill."""
         return np.asarray(~np.isin(self.layout, PREFILL_LAYOUTS) | (self.mesh["context"] == 1))
 
     def strategy(self, number: int, precision: str) -> Strategy:
-        """Returns the strategy of an engine."""
+        """Returns the strategy of engine ``number``, with its placement."""
         size_by_axis = {axis: int(self.mesh[axis][number]) for axis in ENGINE_AXES}
         strategy = engine_strategy(size_by_axis, precision, self.layout[number])
         return msgspec.structs.replace(strategy, placement=self.placements[number].describe())
@@ -108,8 +108,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = None) -> Fleet:
     """Returns the engines whose numbers of chips divide the cluster, and whose sizes divide the heads and experts.
 
-    ``axes`` fixes sizes. Raises InputError for an axis that engines are not split over, CannotRunError if no engine has
-    these sizes.
+    ``axes`` fixes sizes of mesh axes. Raises InputError for an axis that is not in `ENGINE_AXES`, CannotRunError if no
+    engine has these sizes.
     """
     fixed_sizes = axes or {}
     for axis in fixed_sizes:
@@ -152,7 +152,7 @@ def _engines(model: Model, cluster: Cluster) -> Iterator[tuple[Cluster, Placemen
 
 
 def _meshes(model: Model, num_chips: int) -> Iterator[tuple[dict[str, int], str]]:
-    """Yields the meshes of so many chips, with their layouts, that the heads and experts of a model allow."""
+    """Yields the engine meshes of ``num_chips`` chips that divide a model's heads and experts, each with a layout."""
     expert_sizes = divisors(math.gcd(num_chips, model.num_experts)) if model.num_experts else (1,)
     for expert, layout, context in itertools.product(expert_sizes, LAYOUTS, CONTEXTS):
         tensor, remainder = divmod(num_chips // expert, context)
@@ -176,14 +176,14 @@ def _meshes(model: Model, num_chips: int) -> Iterator[tuple[dict[str, int], str]
 
 
 def _padded(placement: Placement, cluster: Cluster) -> Placement:
-    """Returns the placement with all links of the cluster: a part within one slice does not use what joins slices."""
+    """Returns the placement with the cluster's other links added, unused: a part of one slice uses no network."""
     other_links = physical_links(cluster)[len(placement.links) :]
     unused_links = (msgspec.structs.replace(link, size=1, parts=()) for link in other_links)
     return msgspec.structs.replace(placement, links=(*placement.links, *unused_links))
 
 
 def engine_parts(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
-    """Returns the parts of a cluster to try for an engine: on switches the one that fills the domains first."""
+    """Returns the parts of a cluster to try for an engine: on switches only the one that fills NVLink domains first."""
     parts = parts_of(cluster, num_chips)
     if cluster.kind != "switched" or not parts:
         return parts[:PARTS_TRIED]
@@ -193,8 +193,8 @@ def engine_parts(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
 def transfer_bytes_per_s(cluster: Cluster) -> float:
     """Returns the bytes per second that one chip sends to a chip of another engine.
 
-    On switches it is the rate of the outermost level of several parts, on a torus one link (several slices: their
-    network). Nothing else is assumed to use it.
+    On switches it is the rate of the outermost level that joins several parts, on a torus of one link or, with several
+    slices, of their network; infinite on one chip. No other traffic is assumed to use it.
     """
     links = [link for link in physical_links(cluster) if link.size > 1 and link.level != "host"]
     return links[-1].bytes_per_s if links else np.inf

@@ -1,4 +1,4 @@
-"""Plans a service of a model on a cluster, as `service` does: the best ways to serve, or why there is none."""
+"""Plans a service of a model on a cluster, as the `service` verb does: the best plans, or why there is none."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,19 +23,19 @@ from meshwright.spec.efficiency import SERVED_FAMILIES, family, generation_calib
 from meshwright.spec.model import Model
 
 AS_SERVED = Assumptions(software="served", engine="vLLM", empty_slots=False)
-"""Steps of an inference engine: kernels of a CUDA graph, collectives in turn, vLLM's seconds between steps."""
+"""Assumptions for an inference engine: kernels in CUDA graphs, no overlap, vLLM's seconds between steps."""
 
 AS_PUBLISHED = StoredDtypes("bf16", "bf16")
 
 MAX_PLANS = 100
-"""Most plans of a result that are no frontier."""
+"""Most plans in a result that is not a frontier."""
 
 
 def service_setting(model: Model, cluster: Cluster, calibration: Calibration | None = None) -> Setting:
-    """Returns the setting in which services are planned; its job and storage are those of a step of one sequence.
+    """Returns the setting in which services are planned; its job is a decode step of one sequence.
 
-    GPUs take steps as an inference engine runs them: in place of numbers fitted on training steps those of generation,
-    without any the data sheet's; unless rates were measured, with this package's own steps.
+    On GPUs, steps are priced as an inference engine runs them, and rates fitted on training steps are replaced by rates
+    fitted on generation or, without any, the data sheet's. Measured rates stay, with this package's own steps.
     """
     assumptions = AS_RUN
     if cluster.kind == "switched" and (calibration is None or calibration.name == "fitted"):
@@ -52,15 +52,14 @@ def plan_service(
     axes: Mapping[str, int] | None = None,
     pareto: bool = False,
 ) -> ServiceResult:
-    """Returns the ways to serve a model on a cluster, best first; the setting's job and storage are ignored.
+    """Returns the plans of a service of a model on a cluster, best first; ignores the setting's job and storage.
 
-    The best makes the most output tokens per second and chip, so it costs the least, among those that meet the
-    service's targets and its load. Without targets, or with ``pareto``, the result is the frontier of tokens per second
-    and chip against time per output token. ``stored`` are the dtypes to try, by default all; ``axes`` fixes sizes of
-    engines. Numbers fitted on training steps give way to those of `service_setting`. Raises CannotRunError if nothing
-    fits in memory, or if nothing that fits meets the targets or the load, and InputError for a prompt that is longer
-    than the model's positions.
-    """
+    The best plan makes the most output tokens per second and chip, and so costs the least, among the plans that meet
+    the service's targets and its load. Without targets, or with ``pareto``, the result is the frontier of tokens per
+    second and chip against time per output token. ``stored`` are the dtypes to try, by default all; ``axes`` fixes
+    sizes of engines. `service_setting` replaces rates that were fitted on training steps. Raises CannotRunError if
+    nothing fits in memory, or if nothing that fits meets the targets or the load, and InputError if a prompt, or for
+    some models the output, is longer than the model's positions."""
     _require_served(setting.model, service)
     if setting.rates.name == "fitted" and setting.assumptions == AS_RUN:
         setting = service_setting(setting.model, setting.cluster, setting.calibration)
@@ -114,7 +113,7 @@ def _require_served(model: Model, service: Service) -> None:
 
 
 def _distinct(priced: PricedFleet, services: Services, order: np.ndarray) -> np.ndarray:
-    """Selects the best of each kind, dtypes, and mesh of the engines that generate."""
+    """Selects the best service for each kind (pools or not), dtypes, and expert and tensor sizes of decode engines."""
     decode, fleet = priced.decode, priced.fleet
     engine_indices = decode.engine[services.decode[order]]
     kind_columns = (
@@ -131,7 +130,7 @@ def _points(services: Services, indices: np.ndarray) -> tuple[tuple[float, float
 
 
 def _split(priced: PricedFleet, services: Services, indices: np.ndarray) -> dict[str, tuple[tuple[float, float], ...]]:
-    """Returns (TPOT, seconds of a token) of each part of a decode step by itself, and of the prefills of others."""
+    """Maps each part of a decode step, and prefills of other prompts, to its points (TPOT, seconds per token)."""
     rows, tpot_s = services.decode[indices], services.tpot_s[indices]
     seconds_by_part = {name: s[rows] / priced.decode.tokens[rows] for name, s in priced.decode.bounds_s.items()}
     seconds_by_part["prefills of others"] = tpot_s - priced.decode.token_s[rows]
@@ -142,11 +141,11 @@ def _split(priced: PricedFleet, services: Services, indices: np.ndarray) -> dict
 
 
 def does_not_fit(priced: PricedFleet) -> str:
-    """Says how much memory the leanest engine needs; of memory alone, not of targets."""
+    """Returns a message: the memory that the leanest engine needs with one sequence, and the memory that a chip has."""
     setting, service = priced.setting, priced.service
     cluster, margin = setting.cluster, setting.memory_margin
     job_text = f"{setting.model.name} with {service.prompt_len:,} tokens of prompt and {service.output_len:,} of output"
-    suffix = f" beside the {margin:.0%} that stay free" * bool(margin)
+    suffix = f" besides the {margin:.0%} that stays free" * bool(margin)
     chips_text = counted(priced.least_chips, "chip")
     weights_text = ", ".join(dict.fromkeys(pair.weights for pair in priced.stored))
     return (
@@ -158,7 +157,7 @@ def does_not_fit(priced: PricedFleet) -> str:
 
 
 def _misses(setting: Setting, service: Service, services: Services) -> str:
-    """Says by how much the services that fit miss the targets or the load."""
+    """Returns a message: by how much the services that fit in memory miss the targets or the load."""
     is_met = services.meets(service)
     if is_met.any():
         chips, limit = int(services.num_chips[is_met].min()), setting.cluster.num_chips
@@ -183,7 +182,7 @@ def _misses(setting: Setting, service: Service, services: Services) -> str:
 
 
 def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -> Iterator[str]:
-    """Yields the conventions behind the numbers."""
+    """Yields notes on the conventions behind a service's numbers."""
     model, cluster, usd_per_hour = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
     yield f"times rest on {setting.rates.describe()}"
     if usd_per_hour is not None:
@@ -203,25 +202,24 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
         )
     if draft := service.speculation:
         yield (
-            f"drafts are right with probability {draft.acceptance:.10g}, each takes {draft.draft_cost:.10g} of a step "
-            "without any; a step checks all of a sequence and its own token: products of as many rows, caches read once"
+            f"a draft is right with probability {draft.acceptance:.10g} and takes {draft.draft_cost:.10g} of a step "
+            "without drafts; a step computes a row for every draft and one more, and reads the cache once for all"
         )
     if engine := setting.assumptions.engine:
-        yield f"steps as {engine} runs them; docs/accuracy.md has the errors of such predictions" + (
-            f"; no steps of {cluster.chip.name} were among what was fitted"
-            * (family(cluster.chip) not in SERVED_FAMILIES)
+        yield f"steps are priced as {engine} runs them; docs/accuracy.md has the errors of such predictions" + (
+            f"; no steps of {cluster.chip.name} were fitted" * (family(cluster.chip) not in SERVED_FAMILIES)
         )
     elif model.num_experts and setting.assumptions.holds_empty_slots:
-        yield "a step reads the weights of all experts, as this package's compiled step does, also of those not chosen"
+        yield "a step reads the weights of all experts, chosen or not, as this package's compiled step does"
     if math.isinf(setting.memory_limit):
-        yield f"the memory of {cluster.short_name} is not known, so it was not compared"
+        yield f"the memory of {cluster.short_name} is not known, so no plan was refused for it"
     elif setting.memory_margin:
         yield f"caches have room for whole sequences, and {setting.memory_margin:.0%} of a chip's memory stays free"
     if any(pair != AS_PUBLISHED for pair in chosen):
         dtype_names = sorted({name for pair in chosen for name in (pair.weights, pair.cache)} - {"bf16"})
         yield (
-            f"what {' or '.join(dtype_names)} does to the quality of answers is not predicted"
-            + "; products of int8 weights are in bf16" * ("int8" in dtype_names)
+            f"the effect of {' or '.join(dtype_names)} on the quality of answers is not predicted"
+            + "; products of int8 weights are computed in bf16" * ("int8" in dtype_names)
         )
     if service.max_len > model.max_positions and not model.encoder:
-        yield f"the model's config has {model.max_positions:,} positions, and sequences with their output are longer"
+        yield f"prompts with their output are longer than the {model.max_positions:,} positions of the model's config"

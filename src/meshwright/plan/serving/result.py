@@ -1,4 +1,4 @@
-"""The plans of a service as data and as JSON."""
+"""The result of planning a service: its plans, as data and as JSON."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,13 +15,13 @@ from meshwright.plan.serving.storing import StoredDtypes
 
 
 class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Plans of a service, best first; with ``is_frontier`` those that no other beats in TPOT and tokens per chip.
+    """Plans of a service, best first; if ``is_frontier``, the plans that no other beats in TPOT and tokens per chip.
 
-    ``as_written`` is the best plan with weights and caches in bfloat16, None if none was asked for or fits the targets.
-    Of ``num_services`` that fit in memory ``num_meeting`` meet the targets. ``frontiers`` has for each pair of dtypes
-    the points (TPOT, tokens per second and chip) of plans that none with the same dtypes beats in both. ``split`` has
-    for each of `BOUNDS`, and the prefills of others, the points (TPOT, seconds of a token by itself) of the plans that
-    none at all beats. ``stored`` and ``axes`` are the dtypes and sizes that it was planned with.
+    ``as_written`` is the best plan with weights and caches in bfloat16, None if that was not tried or misses the
+    targets. ``num_meeting`` of the ``num_services`` that fit in memory meet the targets. ``frontiers`` has for each
+    pair of dtypes the points (TPOT, tokens per second and chip) of its own frontier. ``split`` has for each of `BOUNDS`
+    and for prefills of other prompts the points (TPOT, seconds of it per token) of the frontier over all dtypes.
+    ``stored`` and ``axes`` are the dtypes that were tried and the sizes that were fixed.
     """
 
     setting: Setting
@@ -38,14 +38,14 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
     def listed(self, top: int) -> tuple[ServicePlan, ...]:
-        """Returns at most ``top`` plans: the first, or of a frontier some that are spread over it."""
+        """Returns at most ``top`` plans: the first ones, or of a frontier ones that are spread evenly over it."""
         if not self.is_frontier or len(self.plans) <= top:
             return self.plans[:top]
         indices = np.unique(np.round(np.linspace(0, len(self.plans) - 1, top)).astype(int))
         return tuple(self.plans[index] for index in indices)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns one object for `service --json`."""
+        """Returns the result as plain data, the object of `service --json`."""
         return {
             "model": self.setting.model.name,
             "cluster": self.setting.cluster.short_name,
@@ -63,7 +63,7 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def service_plan(priced: PricedFleet, found: Services, number: int) -> ServicePlan:
-    """Returns one of the services as a plan."""
+    """Returns service ``number`` of ``found`` as a plan, with its dollars if the chip has a price."""
     setting, service, decode_row = priced.setting, priced.service, int(found.decode[number])
     value_of: dict[str, Any] = {name: getattr(found, name)[number].item() for name in Services.__struct_fields__}
     has_pools, num_decode = value_of["pools"], value_of["num_decode"]

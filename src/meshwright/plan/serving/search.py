@@ -1,26 +1,25 @@
 """Combines the priced steps of a fleet into services: engines that do both phases, and pools of engines for each.
 
-In the steady state of an engine of B sequences that does both (aggregated) each sequence that ends makes room for a
-prompt, and the others wait for its prefill. While a sequence makes its ``output`` tokens, each of the other B - 1 is
-replaced once, and before them it waits for its own prompt:
+In the steady state of an engine that does both phases (aggregated) for B sequences, each sequence that ends makes room
+for a prompt, and all other sequences wait for its prefill. While a sequence makes its ``output`` tokens, each of the
+other B - 1 is replaced once; before its first token a sequence waits for its own prefill:
 
-    TPOT = t_step + (B - 1) / output * t_prompt,  with t_prompt the prefill's seconds over the prompts it has,
+    TPOT = t_step + (B - 1) / output * t_prompt,  with t_prompt the seconds of a prefill over its number of prompts,
     requests/s of an engine = B / (output * TPOT + t_prompt).
 
-As many prompts are prefilled together as sequences end in a step, E = (B - 1) / output. Of d devices with sequences of
-their own some have none then, and all wait for those that have: 1 - exp(-E) of the steps prefill, so that t_prompt is
-max((1 - exp(-E)) / E, 1 / d) of a prefill of one prompt on each.
+Prompts that replace the sequences ending in one step, E = (B - 1) / output of them, are prefilled together. Of d
+devices that have sequences of their own some have no prompt then, and wait for the devices that have one: after
+1 - exp(-E) of the steps there is a prefill, so that t_prompt is max((1 - exp(-E)) / E, 1 / d) of a prefill of one
+prompt on each device.
 
-With pools (disaggregated) TPOT = t_step, an engine prefills 1 / t_prompt prompts a second, and one that generates ends
-B / (output * t_step) sequences. The numbers P and G of engines balance where P / t_prompt = B G / (t_step output). The
-time to the first token at low load is that of one prefill, and with pools also that of sending the keys and values of
-all its prompts, which end together.
+With pools (disaggregated) TPOT = t_step, a prefill engine takes 1 / t_prompt prompts a second, and a decode engine ends
+B / (output * t_step) sequences. P prefill and G decode engines balance if P / t_prompt = B G / (t_step output). At low
+load the time to the first token is one prefill, with pools plus sending the keys and values of all its prompts.
 
-Engines that do both phases stop for whole prompts: the longest time between two tokens of a sequence is t_step +
-t_prefill. A chunk of C tokens rides along with a step: it is t_step + t_chunk, of a prompt's last chunk, and the first
-token comes after P / C such steps; t_prompt is then the time of all its chunks. Chunks keep the batch full if (B - 1) P
-/ C <= output. With pools it is t_step. With drafts t_step is that of a step over the tokens that it makes in the mean,
-but not between two tokens.
+Aggregated engines stop for whole prompts: the longest time between two tokens (ITL) is t_step + t_prefill. If prompts
+are cut into chunks of C tokens, one chunk runs with each step: ITL is t_step + t_chunk for a prompt's last chunk, the
+first token comes after prompt / C such steps, and t_prompt is the time of all chunks. The batch stays full if (B - 1)
+prompt / C <= output. With pools ITL is t_step. With drafts t_step is, but for ITL, divided by the tokens of a step.
 """
 
 from collections.abc import Iterator
@@ -37,13 +36,13 @@ from meshwright.plan.serving.service import TARGETS, Service
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
-    """Ways to serve, an entry each; ``decode`` and ``prefill`` are indices of the steps of a `PricedFleet`.
+    """Services, an entry each; ``decode`` and ``prefill`` are indices of the steps of a `PricedFleet`.
 
-    ``num_prefill`` engines only prefill: 0 where the ``num_decode`` engines do both. ``num_chips`` are all chips that
-    are paid for: those of the cluster or, for a load, those of the engines. ``free_bytes`` are left of a chip's room,
-    on the fuller chips. The engines could serve ``requests_per_s``, and do serve ``served_per_s``, at most the load.
-    ``serves`` is false where the cluster has too few chips for the load. ``itl_s`` is the longest time between two
-    tokens with prompts in chunks of ``chunk_len`` tokens, 0 where they are not cut.
+    ``num_prefill`` engines only prefill: 0 if the ``num_decode`` engines do both phases. ``num_chips`` are the chips
+    that are paid for: all of the cluster or, for a load, all of the engines. ``free_bytes`` are free per chip, on the
+    fullest chips. ``requests_per_s`` is the capacity, ``served_per_s`` at most the load. ``serves`` is False if the
+    cluster has too few chips for the load. ``itl_s`` is the longest time between two tokens. Prompts are cut into
+    chunks of ``chunk_len`` tokens; 0: they are not cut.
     """
 
     pools: np.ndarray
@@ -69,20 +68,20 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.decode)
 
     def meets(self, service: Service) -> np.ndarray:
-        """True where all targets are met."""
+        """Returns a Boolean array: True for services that meet all targets of ``service``."""
         is_met = [getattr(self, TARGETS[name]) <= target for name, target in service.targets.items()]
         return np.asarray(np.all([np.ones(len(self), dtype=bool), *is_met], axis=0))
 
 
 def all_services(priced: PricedFleet) -> Services:
-    """Returns every service that fits in memory."""
+    """Returns every service whose engines fit in memory; some need more chips than the cluster has for the load."""
     service_groups = [_aggregated(priced), *_pools(priced)]
     services: Services = map_figures(lambda *columns: np.concatenate(columns), *service_groups)
     return services
 
 
 def _aggregated(priced: PricedFleet) -> Services:
-    """Returns the services whose engines prefill and generate in turns, with each number of prompts at once."""
+    """Returns the services whose engines both prefill and decode, with each number of prompts per prefill."""
     service, decode, prefill, num_choices = priced.service, priced.decode, priced.prefill, len(priced.prompts_at_once)
     rows = np.repeat(np.arange(len(decode)), num_choices)
     first_prefill_rows = (decode.engine * len(priced.stored) + decode.dtypes) * num_choices
@@ -122,11 +121,11 @@ def _aggregated(priced: PricedFleet) -> Services:
 
 
 def _chunked(priced: PricedFleet, decode_rows: np.ndarray, fill_rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the length of chunks, the longest time between tokens, the time to the first token and that of a prompt.
+    """Returns the chosen chunk length of each service with its ITL, its TTFT and its seconds per prompt.
 
-    Of the lengths that meet the target of the longest time, the one with the first token soonest; without any, the one
-    with the shortest such time, which is infinite if none can be used: prompts that are prefilled several at once are
-    not cut, and a step has one chunk on each device that has its own sequences.
+    Chooses the length with the shortest TTFT among those that meet the ITL target; if none meets it, the length with
+    the shortest ITL, infinite if no length can be used. Prompts are not cut if several are prefilled at once. A step
+    has one chunk on each device that has its own sequences.
     """
     service, decode, num_choices = priced.service, priced.decode, len(priced.prompts_at_once)
     step_s, prefill_s, engines = decode.step_s[decode_rows], priced.prefill.step_s[fill_rows], fill_rows // num_choices
@@ -157,13 +156,13 @@ def _chunked(priced: PricedFleet, decode_rows: np.ndarray, fill_rows: np.ndarray
 
 
 def together(prompts: np.ndarray, devices: np.ndarray) -> np.ndarray:
-    """Returns the part of a prefill step that each prompt costs, if so many come at random for each step of decode."""
+    """Returns the share of a prefill step that each prompt costs if ``prompts`` arrive at random per decode step."""
     num_prompts = np.maximum(prompts, 1e-9)
     return np.asarray(np.maximum(-np.expm1(-num_prompts) / num_prompts, 1 / devices))
 
 
 def _pools(priced: PricedFleet) -> Iterator[Services]:
-    """Yields the services of each pair of dtypes with engines for prefill and others for generation."""
+    """Yields, for each pair of dtypes, the services with separate pools of engines for prefill and for decode."""
     service, decode, prefill, fleet = priced.service, priced.decode, priced.prefill, priced.fleet
     num_chips = fleet.cluster.num_chips
     link_rate = transfer_bytes_per_s(fleet.cluster)
@@ -208,7 +207,7 @@ def _pools(priced: PricedFleet) -> Iterator[Services]:
 def _balanced(
     num_chips: int, prefill_chips: np.ndarray, gen_chips: np.ndarray, prefills_per_s: np.ndarray, gens_per_s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of engines that prefill and that generate with the most requests a second on all chips."""
+    """Returns the numbers of prefill and of decode engines that serve the most requests a second on all chips."""
     exact_count = num_chips * gens_per_s / (prefill_chips * gens_per_s + gen_chips * prefills_per_s)
     best_count, best_rate = np.zeros(len(exact_count), dtype=np.int64), np.zeros(len(exact_count))
     for near_count in (np.floor(exact_count), np.ceil(exact_count)):
@@ -220,7 +219,7 @@ def _balanced(
 
 
 def _services(priced: PricedFleet, **column_by_name: np.ndarray) -> Services:
-    """Returns services with the figures that follow alike for both kinds."""
+    """Returns services from their columns, with the figures added that both kinds compute alike."""
     service = priced.service
     served_per_s = np.minimum(column_by_name["requests_per_s"], service.requests_per_s or np.inf)
     return Services(
@@ -239,7 +238,7 @@ def ranked(found: Services, service: Service) -> np.ndarray:
     """Returns the indices of services that meet the targets and serve the load, best first.
 
     The best makes the most output tokens per second and chip that is paid for, so it costs the least, and needs the
-    fewest chips for a load; of equals the one with the shortest time per token.
+    fewest chips for a load; ties are ordered by shorter TPOT, then shorter TTFT.
     """
     indices = np.flatnonzero(found.meets(service) & found.serves)
     services: Services = select(found, indices)
@@ -247,7 +246,7 @@ def ranked(found: Services, service: Service) -> np.ndarray:
 
 
 def frontier(found: Services, among: np.ndarray) -> np.ndarray:
-    """Returns the services, most tokens first, that no other beats in tokens per second and chip and in TPOT."""
+    """Returns the indices in ``among``, most tokens first, that no other beats in both tokens per chip and TPOT."""
     min_tpot_s = np.minimum.accumulate(found.tpot_s[among])
     is_unbeaten = np.ones(len(among), dtype=bool)
     is_unbeaten[1:] = found.tpot_s[among][1:] < min_tpot_s[:-1]

@@ -1,4 +1,4 @@
-"""A service: the requests that a served model answers, and how fast it has to."""
+"""A service: the requests that a served model answers, and its targets of latency and load."""
 
 from meshwright.core.errors import InputError
 from meshwright.core.fields import Checked, shown
@@ -6,18 +6,18 @@ from meshwright.core.units import parse_seconds
 from meshwright.spec.strategy import MAX_SEQUENCES
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
-"""Tokens of a chunk of a prompt that are tried."""
+"""Lengths of prompt chunks, in tokens, that are tried."""
 
 TARGETS = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s"}
-"""Name of a target -> the field of a service that has it, and of figures that may meet it."""
+"""Name of a target -> its field in `Service`, and in the figures that are compared with it."""
 
 MAX_DRAFTS = 16
-"""Most drafted tokens of a step that are tried."""
+"""Largest number of drafts per step that is tried."""
 
 
 class Speculation(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Drafts that each step of generation checks: a draft is right with probability ``acceptance``, and takes
-    ``draft_cost`` of the model's own step. ``num_drafts`` a step; None for those that make tokens fastest."""
+    """Speculative decoding: a draft is right with probability ``acceptance`` and takes ``draft_cost`` of the model's
+    own decode step. A step checks ``num_drafts`` drafts; None: the number that makes tokens fastest."""
 
     acceptance: float
     draft_cost: float = 0.05
@@ -34,7 +34,7 @@ class Speculation(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def tried(self) -> tuple[int, ...]:
-        """Numbers of drafts to choose from."""
+        """Numbers of drafts per step to choose from."""
         return tuple(range(MAX_DRAFTS + 1)) if self.num_drafts is None else (self.num_drafts,)
 
 
@@ -42,10 +42,9 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Requests of ``prompt_len`` tokens that are answered with ``output_len`` tokens, in the mean.
 
     ``prefix_share`` is the share of a prompt whose keys and values are in a cache of earlier prompts. ``ttft_s``, the
-    time to the first token, and ``tpot_s``, the time per output token after it, are targets; ``requests_per_s`` is the
-    load. None leaves one open. ``itl_s`` is a target of the longest time between two tokens. Engines that do both
-    phases cut prompts into chunks of ``chunk_len`` tokens; None: as the target needs it. ``speculation`` drafts tokens.
-    """
+    time to the first token, ``tpot_s``, the time per output token after it, and ``itl_s``, the longest time between two
+    tokens, are targets; ``requests_per_s`` is the load. None leaves one open. Engines that do both phases cut prompts
+    into chunks of ``chunk_len`` tokens; None: as ``itl_s`` needs it. ``speculation``: decode checks drafts."""
 
     prompt_len: int
     output_len: int
@@ -71,18 +70,18 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def targets(self) -> dict[str, float]:
-        """The targets that there are, in seconds, by name."""
+        """The targets that are not open, in seconds, by the names in `TARGETS`."""
         seconds_by_target = {name: getattr(self, field) for name, field in TARGETS.items()}
         return {name: seconds for name, seconds in seconds_by_target.items() if seconds is not None}
 
     @property
     def load_words(self) -> str:
-        """``"20 requests/s"``, to four digits; empty without a load."""
+        """The load to four digits, ``"20 requests/s"``; "" without a load."""
         return f"{float(f'{self.requests_per_s:.4g}'):,.10g} requests/s" if self.requests_per_s else ""
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Lengths of chunks to choose from, shorter than what is new of a prompt; none if prompts are not cut."""
+        """Chunk lengths to choose from, shorter than a prompt's new tokens; () without a chunk length or ITL target."""
         if self.chunk_len is None and self.itl_s is None:
             return ()
         lengths = CHUNKS if self.chunk_len is None else (self.chunk_len,)
@@ -90,22 +89,23 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def max_len(self) -> int:
-        """Positions of a sequence when it ends."""
+        """Positions of a sequence when it ends: prompt and output."""
         return self.prompt_len + self.output_len
 
     @property
     def mean_len(self) -> int:
-        """Positions in the cache at the mean step of generation."""
+        """Mean number of positions of a sequence during decode: the prompt and half of the output."""
         return self.prompt_len + self.output_len // 2
 
     @property
     def new_prompt_tokens(self) -> int:
-        """Tokens of a prompt that prefill computes, at least one."""
+        """Tokens of a prompt that no cached prefix covers and prefill computes, at least one."""
         return max(1, round(self.prompt_len * (1 - self.prefix_share)))
 
 
 def parse_load(text: str, *, what: str = "rate") -> float:
-    """Returns requests a second of ``"20/s"``, ``"600/min"`` or ``"5e4/h"``; a bare number is per second."""
+    """Returns the requests per second in ``"20/s"``, ``"600/min"`` or ``"5e4/h"``; a bare number is per second. Raises
+    InputError for other text and for a rate of 0."""
     number_text, _, unit = text.partition("/")
     period_s = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}.get(unit.strip())
     try:
@@ -118,7 +118,7 @@ def parse_load(text: str, *, what: str = "rate") -> float:
 
 
 def parse_target(text: str, *, what: str = "target") -> float:
-    """Returns the seconds of a target, which is above 0."""
+    """Returns the seconds in text such as ``"20ms"``. Raises InputError for a time of 0 and for other text."""
     seconds = parse_seconds(text, what=what)
     if not seconds > 0:
         raise InputError(f"{what} {text!r} must be above 0. Leave it out if the target is open.")

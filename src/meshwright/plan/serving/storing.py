@@ -11,51 +11,50 @@ from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import Precision
 
 STORED = "stored"
-"""Weights as a model's folder stores them (`Model.stored`), where that is not in 16 or 32 bits."""
+"""Name for weights in the quantised format in which a model's folder stores them (`Model.stored`)."""
 
 WEIGHT_DTYPES: dict[str, Precision | Literal[""]]
 WEIGHT_DTYPES = {"bf16": "", STORED: "", "int8": "", "fp8": "fp8", "int4": "", "fp4": "fp4"}
-"""Dtype of stored weights -> dtype of their products, "" for that of the state: integers are widened."""
+"""Dtype of stored weights -> dtype of their products; "" for the state's dtype, to which integers are widened."""
 
 SERVED_CACHES: tuple[str, ...] = ("bf16", "fp8", "int8")
-"""Dtypes of caches that are searched."""
+"""Dtypes in which a KV cache may be stored."""
 
 
 class StoredDtypes(msgspec.Struct, frozen=True):
-    """The dtypes of weights and caches of one engine."""
+    """The dtypes in which an engine stores weights and KV caches."""
 
     weights: str
     cache: str
 
     @property
     def words(self) -> str:
-        """``"int8"``, or ``"int8, KV bf16"``."""
+        """The dtypes as words: ``"int8"`` if both are int8, else such as ``"int8, KV bf16"``."""
         return self.weights if self.weights == self.cache else f"{self.weights}, KV {self.cache}"
 
     @property
     def storage(self) -> Storage:
-        """How generation stores these."""
+        """The `Storage` that the algebra derives generation with."""
         weights_dtype = "" if self.weights in ("bf16", STORED) else self.weights
         return Storage(cache_dtype=self.cache, weights=weights_dtype)  # type: ignore[arg-type]
 
     @property
     def precision(self) -> Precision | Literal[""]:
-        """The dtype of matrix products, "" for that of the state."""
+        """The dtype of matrix products with the weights; "" for the state's dtype."""
         return WEIGHT_DTYPES[self.weights]
 
 
 TRIED = ("bf16", "int8", "fp8")
-"""Dtypes of weights and of caches that are tried where none is asked for, as far as a chip has products in them."""
+"""Dtypes of weights and of caches that are tried by default; fp8 only on chips that multiply in it."""
 
 
 def stored_dtypes(
     weights: Sequence[str] = (), caches: Sequence[str] = (), *, chip: Chip | None = None
 ) -> tuple[StoredDtypes, ...]:
-    """Returns every pair of the given dtypes of weights and caches; those of `TRIED` where none is given.
+    """Returns every pair of the given dtypes of weights and caches; `TRIED` where none is given.
 
-    Weights and caches in two narrow formats are tried only if both are asked for.
-
-    Raises InputError for a dtype that is not known, or that needs products which the chip lacks.
+    Leaves out int8 with fp8 unless both weights and caches are given. Raises InputError for an unknown dtype, and for
+    fp8 or fp4 on a chip without products in it.
     """
     peak_by_dtype = chip.peak_flops if chip and chip.peak_flops else {"fp8": 1.0, "fp4": 1.0}
     tried_names = [name for name in TRIED if name != "fp8" or name in peak_by_dtype]

@@ -1,4 +1,4 @@
-"""The letters of a plan for the table of limits (`Letters`): from its sizes, its cluster's links and its priced steps.
+"""The numbers of a plan that the table of limits needs (`Letters`): sizes, links of the cluster, priced steps.
 
 Limits on hiding weights scale the priced steps: compute grows with the tokens of a chip, the bytes of weights do not.
 """
@@ -31,7 +31,7 @@ from meshwright.spec.weights import num_active_params, num_params
 
 
 class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """The factors of a step's sequences: the product of the first three is ``sequences``."""
+    """The factors of a step's sequences: the product of the first three fields is ``sequences``."""
 
     sequences_per_microbatch: float
     data_parallel: int
@@ -55,7 +55,7 @@ def batch_of(priced: PricedStrategy) -> BatchSplit:
 
 
 def model_letters(model: Model, num_stages: int = 1) -> dict[str, Any]:
-    """Returns the letters of a model's layers and of the parameters of a stage."""
+    """Returns the fields of `Letters` that a model and its number of pipeline stages give."""
     return {
         "d_ff": feed_forward_width(model),
         "sparsity": sparsity(model),
@@ -65,7 +65,7 @@ def model_letters(model: Model, num_stages: int = 1) -> dict[str, Any]:
 
 
 def shared_letters(cluster: Cluster, job: Job, num_slices: int) -> dict[str, Any]:
-    """Returns the letters that a cluster and a job have without a plan; ``num_slices`` divide the batch."""
+    """Returns the fields of `Letters` that a cluster and a job give without a plan; ``num_slices`` split the batch."""
     torus = torus_width(cluster)
     return {
         "num_axes": sum(torus.axes) if torus else 1,
@@ -82,9 +82,9 @@ def shared_letters(cluster: Cluster, job: Job, num_slices: int) -> dict[str, Any
 
 
 def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Letters:
-    """Returns the letters with a plan's numbers; C is the rate of products that its times rest on.
+    """Returns the `Letters` of a priced plan; ``peak_flops`` (C) is the rate of products behind the plan's times.
 
-    `limits_at` returns every limit that has a meaning for the plan: those of single axes, of the mesh, and of size.
+    `limits_at` returns every limit that applies to the plan: limits of single axes, of the mesh, and of size.
     """
     setting, strategy = priced.setting, priced.strategy
     cluster, job, chip, rates = setting.cluster, setting.job, setting.cluster.chip, setting.rates
@@ -123,11 +123,11 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
 
 
 def _axes_of_tensor(placement: Placement, width: TorusWidth) -> tuple[float, float]:
-    """Returns the torus axes of tensor parallelism and of the rest, each at least one; a line beside rings is a half.
+    """Returns the numbers of torus axes of tensor parallelism and of all other axes, each at least one axis. An open
+    line counts as half an axis if other axes are closed rings.
 
-    The factors of tensor fill shares of axes (4 of an axis of 16 is a half); their sum, rounded, is the number of its
-    axes, and these are the ones of which it fills most.
-    """
+    The factors of ``tensor`` fill shares of axes (4 of an axis of 16 is a half); the sum of its shares, rounded, is the
+    number of its axes, taken in the order of its shares."""
     links = [link for link in placement.links if link.level == "ici" and link.size > 1]
     share_by_link = {
         link.name: sum(math.log(factor, link.size) for axis, factor in link.parts if axis == "tensor") for link in links
@@ -144,7 +144,7 @@ def _devices(priced: PricedStrategy, *axes: str) -> int:
 
 
 def switched_letters(cluster: Cluster, peak: float, shares: Efficiency) -> dict[str, Any]:
-    """Returns the letters of a switched domain and the network between domains; {} on other clusters."""
+    """Returns the fields of `Letters` for an NVLink domain and the network between domains; {} without NVLink."""
     chip = cluster.chip
     if cluster.kind != "switched" or not chip.nvlink_bytes_per_s:
         return {}
@@ -178,7 +178,7 @@ def sheet_letters(letters: Letters, cluster: Cluster, dtype: str, rates: Calibra
 
 
 def _of_axes(priced: PricedStrategy, peak_flops: float) -> dict[str, Any]:
-    """Returns the letters of every axis that has several devices.
+    """Returns the fields of `Letters` for every mesh axis that has several devices.
 
     {} for this machine's emulated devices, which do not compute while they communicate.
     """
@@ -209,7 +209,7 @@ def _of_axes(priced: PricedStrategy, peak_flops: float) -> dict[str, Any]:
 def _hiding(
     what: str, priced: PricedStrategy, passes: Sequence[Sequence[StepCost]], *, scopes: tuple[str, ...]
 ) -> dict[str, float]:
-    """Returns the seconds of these scopes' collectives and of the rest of the pass, for the pass that hides least."""
+    """Returns the seconds of collectives of ``scopes`` and of steps that cannot hide, for the pass of worst ratio."""
     pass_times = []
     for costs in passes:
         moved_costs = [c for c in costs if c.hides and c.step.scope in scopes and c.step.op != "permute"]
@@ -220,7 +220,7 @@ def _hiding(
 
 
 def _ring(priced: PricedStrategy) -> dict[str, Any]:
-    """Returns the letters of ring attention, whose link rate is that of the priced permutes; {} for other attention."""
+    """Returns the fields of `Letters` for ring attention, the link rate from the priced permutes; {} without a ring."""
     model, tensor_size = priced.setting.model, _devices(priced, "tensor")
     permutes = (cost for cost in priced.costs.all if cost.step.op == "permute" and cost.step.phase == "forward")
     move_cost = next((cost for cost in permutes if "context" in cost.step.axes), None)
@@ -237,7 +237,7 @@ def _ring(priced: PricedStrategy) -> dict[str, Any]:
 
 
 def _experts(priced: PricedStrategy, peak_flops: float) -> dict[str, Any]:
-    """Returns the letters of the experts, and of their AllToAlls if ``expert`` has several devices."""
+    """Returns the fields of `Letters` for experts, and for their AllToAlls if ``expert`` has several devices."""
     setting, model = priced.setting, priced.setting.model
     num_shards = _devices(priced, "data", "fsdp", "context")
     hbm_rate = memory_rate(setting.cluster.chip, setting.rates)

@@ -31,7 +31,7 @@ from meshwright.spec.strategy import BATCH_AXES, STATE_BYTES
 from meshwright.spec.weights import num_active_params, num_params
 
 MAX_FREE_SHARE = 0.002
-"""Share of a pass up to which local steps are left out of the listing (they stay in every sum)."""
+"""Largest share of a pass of a local step that the listing leaves out (every sum still has it)."""
 
 
 CASES: dict[int, tuple[str, tuple[str, ...]]] = {
@@ -56,9 +56,9 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
 class ListedStep(msgspec.Struct, frozen=True, kw_only=True):
     """One numbered line of an algorithm: a derived step, its bytes, FLOPs and seconds, and whether it is exposed.
 
-    ``num_bytes`` are those of the full array for a collective, else those through memory. ``overlaps`` says in words
-    when it can hide. ``times`` counts executions: in `Explanation.once` those on the busiest device, else 1.
-    """
+    ``num_bytes`` is the size of a collective's full array, or the memory traffic of a local step. ``overlaps`` says in
+    words when the step can hide. ``times`` is how often it runs: on the busiest device in `Explanation.once`, on
+    average for steps that a backward pass runs several times, else 1."""
 
     number: int
     text: str
@@ -87,7 +87,7 @@ class LargestStep(msgspec.Struct, frozen=True, kw_only=True):
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
     """A list of steps: its lines, and the seconds of compute, of collectives that can hide and of exposed ones.
 
-    ``num_left_out`` counts steps without a line.
+    ``num_left_out`` counts steps that have no line.
     """
 
     title: str
@@ -135,8 +135,8 @@ class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
     situations" of scaling FSDP.
 
     ``case`` is 1 if neither limit is exceeded, 2 if there are more chips than sequences, 3 if communication takes
-    longer than compute, 4 if both hold. On ``max_chips_by_comms`` chips the two take equally long. ``other_axes`` are
-    those of pipeline, context and tensor that the plan uses; ``follows`` is true if they agree with the case's advice.
+    longer than compute, 4 if both hold. On ``max_chips_by_comms`` chips the two take equally long. ``other_axes`` has
+    each of pipeline, context and tensor that the plan uses; ``follows`` is True if they agree with the case's advice.
     """
 
     case: int
@@ -161,7 +161,7 @@ class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
         phrase = "longer than" if self.comms_s > self.compute_s else "hidden by"
         axes = ", ".join(self.other_axes) or "no other axis"
         if self.case == 1 and self.other_axes:
-            axes += ", which these limits do not ask for"
+            axes += ", which these limits do not require"
         return (
             f"case {self.case} of 4, FSDP alone: {amount} chips ({self.chips:,}) than sequences ({self.sequences:,}), "
             f"communication of {format_seconds(self.comms_s)} {phrase} {format_seconds(self.compute_s)} of compute, "
@@ -170,15 +170,15 @@ class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that `explain` shows of one plan; the estimate is computed anew from the plan's own rates.
+    """All that `explain` shows of one plan; the estimate is computed anew from the plan's own rates.
 
     ``terms`` add up to the step, the largest first; ``largest`` are the steps that add most. ``recomputed`` is the
     share of all FLOPs that recompute results for the backward pass. ``changes`` has the best single change. ``fsdp`` is
     the case of FSDP alone. ``blocks`` are the blocks of layers, the one with the most layers last; ``once`` lists the
-    steps after the last microbatch. ``islands`` are the sums between islands, with the seconds of an ``exchange``
-    divided among them; None without any. What is listed beside them is of one island. ``attention_kernel`` is the name
-    of the kernel that runs attention (`masks.kernels`). ``symbols`` are the letters of ``limits``. ``training`` is the
-    budget of the run, None without a number of tokens.
+    steps after the last microbatch. ``islands`` lists the sums between islands, which share the seconds of an
+    ``exchange``; None for one island. All other listings are of one island. ``attention_kernel`` is the name of the
+    kernel that runs attention (`masks.kernels`). ``symbols`` are the symbols in ``limits``. ``training`` is the budget
+    of the run, None if the job has no ``train_tokens``.
     """
 
     plan: Plan
@@ -220,7 +220,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def backward(self) -> Algorithm:
-        """The backward pass of the same block."""
+        """The backward pass of the block with the most layers."""
         return self.blocks[-1].backward
 
 
@@ -228,7 +228,7 @@ def explain(plan: Plan) -> Explanation:
     """Returns the explanation of a plan.
 
     Raises CannotRunError if the sizes do not divide or the mesh cannot be laid out. A plan that needs more memory than
-    a chip has is explained all the same; its limit on memory does not hold.
+    a chip has is explained too; its limit on memory is marked as missed.
     """
     setting = plan.setting
     for refusal in legal(setting, plan.strategy):
@@ -262,7 +262,7 @@ def explain(plan: Plan) -> Explanation:
 
 
 def attention_kernel(plan: Plan) -> str:
-    """Returns the name of the kernel that runs attention on the plan's chips (the decoder's)."""
+    """Returns the name of the kernel that runs attention (of an encoder-decoder, the decoder's) on the plan's chips."""
     model, chip, strategy = plan.model, plan.cluster.chip, plan.strategy
     gpu = catalogued(chip, "xla_gpu")
     gpu_platform = "cuda" if chip.vendor == "NVIDIA" else "rocm"
@@ -282,13 +282,13 @@ def attention_kernel(plan: Plan) -> str:
 
 
 def limit_of_term(term: Term, limits: Sequence[Limit]) -> Limit | None:
-    """Returns the limit that bounds a term of a step; None if none is known."""
+    """Returns the first of ``limits`` that says whether a term's work hides or stays short; None if none does."""
     limit_by_name = {limit.name: limit for limit in limits}
     return next((limit_by_name[name] for name in _limits_of(term.name) if name in limit_by_name), None)
 
 
 def _limits_of(name: str) -> Iterator[str]:
-    """Yields the names of limits that say whether a term would hide or be short, the most telling first."""
+    """Yields the names of limits on the work of the term ``name`` (axes, or "bubble"), the most specific first."""
     axis_names = set(name.split(","))
     if name == "bubble":
         yield "microbatches, bubble < 10%"
@@ -349,7 +349,7 @@ def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
 
 
 def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
-    """Returns the boundary of two stages and the schedule; None without stages."""
+    """Returns the costs of a pipeline; None if the plan has one stage."""
     strategy = priced.strategy
     if strategy.mesh.get("pipeline", 1) == 1:
         return None
@@ -368,7 +368,7 @@ def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
 
 
 def _between_islands(priced: PricedStrategy) -> Algorithm | None:
-    """Returns the sums between islands, each with its share of the seconds of an exchange; None without islands."""
+    """Returns the sums between islands, each with its share of the seconds of an exchange; None for one island."""
     exchange = priced.exchange
     if exchange is None:
         return None
@@ -401,8 +401,8 @@ def _between_islands(priced: PricedStrategy) -> Algorithm | None:
 def algorithm(
     title: str, costs: Sequence[StepCost], *, of_layers: bool = False, again: tuple[int, float] = (0, 1.0)
 ) -> Algorithm:
-    """Returns the lines of one pass and their sums, with ``of_layers`` each as often as the busiest device runs it.
-    ``again`` is the number of costs at the start that run more than once, and how often on average."""
+    """Returns the lines and sums of a list of steps; with ``of_layers`` each counts as often as the busiest device runs
+    it, else once. ``again`` = (n, runs): the first n steps count ``runs`` times instead."""
     num_again, mean_runs = again
     cost_runs = [(c, float(c.here) if of_layers else mean_runs if i < num_again else 1.0) for i, c in enumerate(costs)]
     total_s = sum(float(c.time_s) for c in costs)
@@ -449,8 +449,8 @@ def _overlap(cost: StepCost) -> str:
 def fsdp_case(plan: Plan) -> FsdpCase | None:
     """Returns the case of a plan's job on its cluster; None on one chip and on this machine's emulated devices.
 
-    Compute is 6 FLOPs per token and parameter, all of them as in the lecture, at the rate of products. Communication is
-    two gathers of all weights and a scatter of their gradients over every link of the cluster, at the plan's rates.
+    Compute is 6 FLOPs per token and active parameter, at the rate of products. Communication is two gathers of all
+    weights and a scatter of their gradients over every link of the cluster, at the plan's rates.
     """
     cluster, job, strategy = plan.cluster, plan.job, plan.strategy
     if cluster.num_chips == 1 or cluster.kind == "host":

@@ -21,14 +21,14 @@ from meshwright.plan.why.explain import Algorithm, LargestStep, algorithm, large
 from meshwright.spec.strategy import sequence_shards
 
 AMOUNTS = ("FLOPs", "parameters", "KV", "network")
-"""Parts of a step that are an amount: of FLOPs, or of bytes."""
+"""Parts of a step that have an amount: FLOPs, or bytes for all other parts."""
 STARTS = "kernel starts"
-"""The part in which the host starts kernels one by one, which their work hides in part."""
+"""Name of the part in which the host starts kernels one by one; work of the kernels hides some of it."""
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one of `BOUNDS` by itself, and the FLOPs or bytes of a chip behind them (None: neither); of the host
-    without `STARTS`."""
+    """One of `BOUNDS` or `STARTS`: its seconds without overlap, and its FLOPs or bytes per chip (None: neither). The
+    part "host" excludes `STARTS`."""
 
     name: str
     amount: float | None
@@ -56,7 +56,7 @@ class PhaseExplanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Formula(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure of a service: its formula, the formula with its numbers, and the value, also as it is shown."""
+    """A figure of a service: its formula, the formula with numbers, its value, and the value as text with a unit."""
 
     name: str
     text: str
@@ -73,19 +73,19 @@ class ServiceExplanation(msgspec.Struct, frozen=True, kw_only=True):
     formulas: tuple[Formula, ...]
 
     def value(self, name: str) -> float:
-        """Returns the value of a formula."""
+        """Returns the value of the formula called ``name``."""
         return next(formula.value for formula in self.formulas if formula.name == name)
 
 
 def explain_service(plan: ServicePlan) -> ServiceExplanation:
-    """Returns the explanation of a service. Raises CannotRunError if a phase does not divide or does not fit."""
+    """Returns the explanation of a service. Raises CannotRunError if a phase does not divide or fit, or has chunks."""
     plan.require_whole_prompts()
     plan.require_legal()
     decode, prefill = (_phase(plan, phase) for phase in PHASES)
     explanation = ServiceExplanation(plan=plan, phases=(decode, prefill), formulas=_formulas(plan, decode, prefill))
     if (left_bytes := explanation.value("memory left")) < 0:
         raise CannotRunError(
-            f"[generate]: decode and prefill need {format_bytes(-left_bytes)} per chip more than there is. Lower "
+            f"[generate]: decode and prefill need {format_bytes(-left_bytes)} more per chip than a chip has. Lower "
             f"generate.batch_seqs, or plan the service again."
         )
     return explanation
@@ -121,7 +121,7 @@ def _phase(plan: ServicePlan, phase: GenerationPhase) -> PhaseExplanation:
 
 
 def _parts(priced: PricedStrategy, breakdown: Breakdown) -> Iterator[StepPart]:
-    """Yields the parts of a step by what they wait for."""
+    """Yields the parts of a step that take any time, in the order of `BOUNDS`, then `STARTS`."""
     alone_s = {name: float(seconds[0]) for name, seconds in bounds_s(priced, 1).items()}
     alone_s[STARTS] = float(priced.times.starts_s)
     alone_s["host"] -= alone_s[STARTS]
@@ -144,7 +144,7 @@ _TITLES = {
     "per_s": "requests/s", "served": "served/s", "made": "tok/s/chip", "usd": "$/request", "usd_in": "$/M in",
     "usd_out": "$/M out", "left": "memory left",
 }  # fmt: skip
-"""Names in formulas that are printed otherwise."""
+"""Name in a formula -> its printed name, where that is another."""
 _AGGREGATED = {
     "TPOT": "t_step + (B - 1) / output x t_prompt",
     "TTFT": "t_prefill",
@@ -161,14 +161,14 @@ _ROOM = {
     False: "room - weights_and_KV - max(decoding, prefilling)",
     True: "room - max(weights_and_KV + decoding, prefilling)",
 }
-"""Formulas by whether pools prefill."""
+"""Formulas of prefill's share of dollars, and of free memory: has the plan a pool of prefill engines -> formula."""
 
 
 def _formulas(plan: ServicePlan, decode: PhaseExplanation, prefill: PhaseExplanation) -> tuple[Formula, ...]:
     """Returns the figures of a service by the formulas of `plan.serving.search`, each as it is printed.
 
-    With pools prefill has chips of its own; else it works beside the caches of decode, with the same weights. With
-    drafts the step that checks them is that of the plan, ``t_checked``, and t_step is that of a token.
+    With pools prefill has its own chips; without, it runs next to the caches of decode, with the same weights. With
+    drafts ``t_checked`` is the plan's step, which checks them, and ``t_step`` is its seconds per token.
     """
     service, generate, pool, has_pools = plan.service, plan.generate, plan.prefill, plan.has_pools
     usd_per_hour = plan.cluster.chip.price_usd_per_hour

@@ -24,20 +24,20 @@ from meshwright.spec.weights import num_params
 DATA_CHIPS, DATA_PARAMS = 128, 1e9
 """Chips and parameters up to which plain data parallelism is the recipe's choice."""
 HYBRID_CHIPS = 256
-"""Chips from which FSDP over all of them becomes too expensive: no weight is split over more."""
+"""Chips from which FSDP over all chips is too expensive: no weight is split over more than this many."""
 FAR_CHIPS, FAR_PARAMS, FAR_TOKENS = 1000, 50e9, 10_000
 """Chips, parameters and tokens of a sequence beyond any of which the recipe uses context, tensor and pipeline."""
 LOCAL_POSITIONS = 8192
-"""Positions of a sequence that one device keeps, as Llama 3 was trained with and without context parallelism."""
+"""Positions of a sequence per device, as in Llama 3's training with and without context parallelism."""
 MACHINE_CHIPS = 8
-"""Chips of a machine if the catalogue does not have them."""
+"""Chips of a machine if the catalogue has no number for the chip."""
 
 REMATS = ("none", "block", "sqrt")
-"""No checkpointing, one at every layer, one at every sqrt(L) layers."""
+"""Remat policies in the order they are tried: no checkpoints, one per layer, one per sqrt(L) layers."""
 
 
 class RecipeStep(msgspec.Struct, frozen=True):
-    """One step of the recipe: whether it applies, and the reason or what it sets."""
+    """One step of the recipe: whether it applies, and the reason with the sizes that it sets."""
 
     name: str
     applies: bool
@@ -46,9 +46,7 @@ class RecipeStep(msgspec.Struct, frozen=True):
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """The recipe's strategy and the steps that lead to it. ``refusal`` says why it does not run; None if it does.
-
-    The estimate is None only if the sizes do not divide.
-    """
+    ``estimate`` is None if ``refusal`` has another reason than memory."""
 
     steps: tuple[RecipeStep, ...]
     strategy: Strategy
@@ -106,7 +104,7 @@ class _Builder:
 
 
 def _far(builder: _Builder) -> Iterator[tuple[str, int, str]]:
-    """Yields axis, size and reason of context and tensor parallelism, if the recipe asks for them."""
+    """Yields (axis, size, reason) for tensor and context parallelism, where the recipe uses them."""
     if builder.cluster.kind == "host":
         return
     tensor = math.gcd(builder.machine, builder.model.common_kv_heads)
@@ -124,7 +122,7 @@ def _far(builder: _Builder) -> Iterator[tuple[str, int, str]]:
     ):
         context *= 2
     if context > 1:
-        reason = f"sequences of more than {FAR_TOKENS:,} tokens" if is_long else "fewer sequences than replicas"
+        reason = f"sequences longer than {FAR_TOKENS:,} tokens" if is_long else "fewer sequences than replicas"
         yield "context", context, reason
 
 
@@ -143,7 +141,8 @@ def _chosen(builder: _Builder, inner: Mapping[str, int]) -> Strategy:
 
 
 def _splits(builder: _Builder, num_ways: int, tensor_size: int) -> Iterator[dict[str, int]]:
-    """Yields data alone for small jobs; FSDP over all; from 256 chips on FSDP in groups of machines, smallest first."""
+    """Yields sizes of data and fsdp: data alone for small jobs, then fsdp alone; from 256 chips on fsdp in groups of
+    machines, the smallest groups first, with data between groups."""
     if builder.chips <= DATA_CHIPS and builder.params <= DATA_PARAMS:
         yield {"data": num_ways}
     if builder.chips < HYBRID_CHIPS:

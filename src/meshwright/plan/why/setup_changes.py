@@ -1,4 +1,4 @@
-"""Changes of a setting by factors: of its chips, its links, the number of chips, the work of a step."""
+"""Changes of a setting by factors: the rates of chips and links, the number of chips, the size of a step's job."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError, nearest
-from meshwright.core.units import format_bytes, format_flops, format_params
+from meshwright.core.units import counted, format_bytes, format_flops, format_params
 from meshwright.cost.setting import Setting
 from meshwright.spec.cluster import Cluster, make_cluster
 
@@ -17,8 +17,8 @@ MAX_FACTOR = 1000.0
 
 
 def parse_what_if(text: str, names: Collection[str] = ()) -> dict[str, float]:
-    """Parses ``"chip.flops=8x,network=0.1x"`` to quantity -> factor. Raises InputError for one that is not among the
-    ``names``, by default those of `CHANGES`."""
+    """Parses ``"chip.flops=8x,network=0.1x"`` to quantity -> factor. Raises InputError for a quantity that is not in
+    ``names`` (default: `CHANGES`) or is given twice, and for a factor outside 0.001x to 1000x."""
     known_names = names or CHANGES
     factor_by_name: dict[str, float] = {}
     for change_text in text.split(","):
@@ -53,7 +53,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def _times(value: Any, factor: float) -> Any:
-    """Multiplies a figure, or every figure of a dict; None stays."""
+    """Returns a number, or every number of a dict, multiplied by ``factor``; None for None."""
     if isinstance(value, dict):
         return {name: _times(figure, factor) for name, figure in value.items()}
     return None if value is None else value * factor
@@ -64,7 +64,7 @@ def _multiplied(figures: S, names: Iterable[str], factor: float) -> S:
 
 
 def _with_chip(setting: Setting, names: Iterable[str], factor: float, measured_names: tuple[str, ...] = ()) -> Setting:
-    """Multiplies figures of the chip, and the ``measured_names`` of the calibration that replace them."""
+    """Multiplies the fields ``names`` of the chip, and ``measured_names`` of the calibration, which replace them."""
     cluster, rates = setting.cluster, setting.calibration
     cluster = msgspec.structs.replace(cluster, chip=_multiplied(cluster.chip, names, factor))
     return msgspec.structs.replace(
@@ -119,13 +119,13 @@ LINKS: dict[str, tuple[str, str]] = {
     "nic": ("nic_bytes_per_s", "switched"),
     "dcn": ("dcn_bytes_per_s_per_host", "torus"),
 }
-"""Level -> (the chip's figure, the kind of cluster that has it); "nic" stands for every level beyond the domain."""
+"""Level -> (the chip's field of its rate, the kind of cluster that has it); "nic" is every level beyond a domain."""
 BEYOND = ("nic", "dcn")
 """Levels beyond an NVLink domain or a slice."""
 
 
 def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
-    """Returns a change of the rates of some levels; it raises InputError if the cluster has none of them."""
+    """Returns a function that changes the rates of ``levels``; it raises InputError if a cluster has none of them."""
 
     def change(setting: Setting, factor: float) -> tuple[Setting, str]:
         cluster, rates = setting.cluster, setting.calibration
@@ -146,7 +146,7 @@ def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
             f"{level} {_from_to(getattr(cluster.chip, LINKS[level][0]), factor, _rate, 'rate')}" for level in present
         )
         setting = _with_chip(setting, [LINKS[level][0] for level in present], factor)
-        # rates of levels that a cluster file gives replace the chip's
+        # rates of levels in a cluster file replace the chip's rates
         changed_levels = tuple(
             _multiplied(level, ("bytes_per_s",), factor) if ("nic" if level_index else "nvlink") in present else level
             for level_index, level in enumerate(cluster.levels)
@@ -170,10 +170,9 @@ def _has(cluster: Cluster, level: str) -> bool:
 
 
 def _chips(setting: Setting, factor: float) -> tuple[Setting, str]:
-    cluster = scaled_cluster(setting.cluster, factor)
-    change_words = (
-        f"{setting.cluster.short_name} -> {cluster.short_name}, {setting.cluster.num_chips:,} -> {cluster.num_chips:,}"
-    )
+    old_cluster, cluster = setting.cluster, scaled_cluster(setting.cluster, factor)
+    chips_text = f"{old_cluster.num_chips:,} -> {counted(cluster.num_chips, 'chip')}"
+    change_words = f"{old_cluster.short_name} -> {cluster.short_name}, {chips_text}"
     return msgspec.structs.replace(setting, cluster=cluster), change_words
 
 
@@ -182,7 +181,7 @@ def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
 
     A torus gets a longer axis, the one that keeps most rings closed and the shape most even, or more slices if no pod
     is that large; for fewer chips it loses slices first, if they divide. A switched cluster changes its outermost
-    level, a host its devices. Of islands each changes. Raises InputError if there is no such cluster.
+    level, a host its devices; of several islands each changes. Raises InputError if there is no such cluster.
     """
     if cluster.num_islands > 1:
         rates = {name: getattr(cluster, name) for name in ("num_islands", "island_bytes_per_s")}
@@ -249,7 +248,7 @@ def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None
 
 
 def _job_size(field: str, name: str, noun: str, words: str) -> Callable[[Setting, float], tuple[Setting, str]]:
-    """Returns a change of the sequences of a step, or of their length, with ``words`` for the result."""
+    """Returns a function that multiplies a field of the job; it raises InputError unless the product is whole."""
 
     def change(setting: Setting, factor: float) -> tuple[Setting, str]:
         old_size = getattr(setting.job, field)
@@ -281,4 +280,4 @@ CHANGES: dict[str, Callable[[Setting, float], tuple[Setting, str]]] = {
 }
 """Quantity -> the change that multiplies it, and returns the new setting and words for the old and the new value."""
 JOB_CHANGES = ("batch", "seq")
-"""Those of a job, which services have not."""
+"""Quantities of a training job, which a service does not have."""

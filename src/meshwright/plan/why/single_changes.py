@@ -1,4 +1,4 @@
-"""Prices a plan with one choice changed at a time, to find the change that helps most."""
+"""Prices a plan with one choice changed at a time, to find the change that saves most."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,11 +19,11 @@ Change = tuple[str, dict[str, Any]]
 """One change in words, and the fields of the strategy that it sets."""
 
 MIN_GAIN = 1e-3
-"""Share of a step that a change must save to count as a help."""
+"""Smallest share of a step's time that a change must save to be reported."""
 
 
 class TriedChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One change that runs: what it is in words, and the prediction with it."""
+    """One change that runs: its words, and the strategy and prediction with it."""
 
     words: str
     strategy: Strategy
@@ -31,10 +31,8 @@ class TriedChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of all single changes of a plan; ``best`` is the fastest that helps, None if none does.
-
-    ``num_legal`` of ``num_tried`` changes run. ``gain_s`` are the seconds that the best saves.
-    """
+    """The result of all single changes of a plan: ``num_legal`` of ``num_tried`` changes run; ``best`` is the fastest,
+    None if no change saves `MIN_GAIN`. ``gain_s`` are the seconds of a step that ``best`` saves."""
 
     num_tried: int
     num_legal: int
@@ -57,7 +55,7 @@ def estimate_in(setting: Setting, strategy: Strategy) -> Estimate | None:
 
 
 def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
-    """Prices every single change and compares the best that fits with a step of ``now_s``."""
+    """Prices every single change; the best that fits must be faster than ``now_s``, the step of the plan."""
     num_tried, changes_that_fit = 0, []
     for words, changed_strategy in single_changes(setting, strategy):
         num_tried += 1
@@ -94,7 +92,7 @@ def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
                 yield f"schedule {name}", {"schedule": name, "chunks": default_chunks(name)}
         if strategy.schedule == "interleaved":
             for new_count in (2 * num_chunks, *([num_chunks // 2] if num_chunks > 1 else [])):
-                yield f"{new_count} chunks for {num_chunks}", {"chunks": new_count}
+                yield f"{counted(new_count, 'chunk')} for {num_chunks}", {"chunks": new_count}
     zero_stage = strategy.zero
     if zero_stage is not None and strategy.mesh.get("fsdp", 1) > 1:
         is_sequence_parallel = strategy.assignment == standard_assignment(zero=zero_stage, sequence_parallel=True)
@@ -109,7 +107,7 @@ def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
 
 
 def _swaps(setting: Setting, strategy: Strategy) -> Iterator[Change]:
-    """Yields moves of a factor 2 from one axis to another. With more stages the microbatches double too."""
+    """Yields changes that halve one mesh axis and double another; doubled stages double the microbatches too."""
     used_axes = strategy.inner().active_axes
     axes = axes_to_try(setting.cluster, used_axes)
     for giver in axes:

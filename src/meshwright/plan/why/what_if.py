@@ -18,7 +18,7 @@ from meshwright.plan.why.single_changes import estimate_in
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one question. ``changed`` has each change in words, with the values before and after.
 
-    ``then`` is the best plan under the changes; ``terms`` add up to its step, as ``terms_now`` do to that of ``now``.
+    ``then`` is the best plan under the changes; ``terms`` add up to its step, ``terms_now`` to the step of ``now``.
     ``kept_s`` are the seconds of a step of the current strategy in the changed setting, None if it does not run there.
     ``note`` says why chips are left over or, if ``then`` is None, why nothing runs.
     """
@@ -34,7 +34,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second after the change over those before; None if nothing runs then."""
+        """Ratio of the tokens per second of ``then`` to those of ``now``; None if nothing runs under the changes."""
         if self.then is None:
             return None
         tokens_per_s = self.then.job.tokens_per_step / self.then.predicted.step_s

@@ -1,6 +1,6 @@
-"""Answers `plan --why-not`: the rule that refuses a strategy, or its best completion beside the winner by terms.
+"""Answers `plan --why-not`: the rule that refuses a strategy, or how its best completion compares with the winner.
 
-A completion of what was asked for is a strategy that has it; the search chooses the rest. The winner is the best plan.
+A completion is a strategy with the asked axes and fields; the search chooses the rest. The winner is the best plan.
 """
 
 import math
@@ -37,11 +37,11 @@ ASSIGNMENT_FIELDS = ("zero", "sequence_parallel")
 """Fields that name a standard assignment instead of writing it out."""
 ASSUMED = Assumptions.__struct_fields__
 NAMES = {name: name for name in (*FIELDS, *ASSUMED, *ASSIGNMENT_FIELDS)} | {"microbatches": "num_microbatches"}
-"""What a question may name besides axes -> the field or assumption."""
+"""Name in a question other than a mesh axis -> the field of the strategy or the assumption."""
 
 
 class TermDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that one kind of work adds to the winner's step and to the other's, and its share of their difference."""
+    """Seconds that one kind of work adds to the winner's and to the other step, and its share of their difference."""
 
     name: str
     winner_s: float
@@ -50,17 +50,17 @@ class TermDifference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def more_s(self) -> float:
-        """Seconds by which it makes the other step longer."""
+        """Seconds that this work adds to the other strategy's step beyond the winner's; negative if it adds fewer."""
         return self.other_s - self.winner_s
 
 
 class WhyNot(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one question.
 
-    ``refusal`` says which rule refuses it and what would run; None if it runs. ``strategy`` is the best completion: the
-    fastest that fits, or else the one that needs least memory; None if nothing can be laid out. ``terms`` are sorted by
-    how much longer they make its step; ``limits`` are those of speed that it alone does not meet, and of memory.
-    """
+    ``refusal`` says which rule refuses every completion and what would run; None if one runs. ``strategy`` is the best
+    completion: the fastest that fits, else the one that needs least memory; None if none can be laid out. ``terms`` are
+    sorted by the seconds that they add to its step beyond the winner's. ``limits`` are the limits that it misses: of
+    speed, if the winner meets them, and of memory."""
 
     asked: dict[str, Any]
     winner: Strategy
@@ -78,11 +78,11 @@ class WhyNot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
-    """Returns what keeps a strategy from being the best of a result, on the chips of its winner.
+    """Returns the reason why a strategy is not the best plan of a result, on the chips of the best plan.
 
     ``asked`` has sizes of mesh axes, fields of the strategy (also ``zero``, ``sequence_parallel``, ``microbatches``)
     and assumptions; the rest is searched. Axes and fields that the result was planned with stay unless ``asked`` names
-    them. Raises InputError for other names.
+    them. Raises InputError for unknown names.
     """
     winner = result.plans[0]
     size_by_axis, value_by_field = split_asked(asked)
@@ -111,7 +111,7 @@ def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
 
 
 def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
-    """Returns the sizes of mesh axes, and the fields and assumptions by name. Raises InputError for other names."""
+    """Splits a question into mesh axes and fields or assumptions. Raises InputError for unknown names and bad sizes."""
     size_by_axis: dict[str, int] = {}
     value_by_field: dict[str, Any] = {}
     for name, value in asked.items():
@@ -133,7 +133,7 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
 
 
 def _space(winner: Plan, sought: IslandSearch, choices: Choices) -> Space:
-    """Returns the space with the asked sizes and fields fixed; fields that are not searched are the winner's."""
+    """Returns the space with the asked axes and fields fixed; other fields that are not searched are the winner's."""
     fields = sought.overrides
     value_by_assumption = msgspec.to_builtins(winner.setting.assumptions)
     value_by_assumption |= {name: value for name, value in fields.items() if name in ASSUMED}
@@ -149,7 +149,7 @@ def _space(winner: Plan, sought: IslandSearch, choices: Choices) -> Space:
 
 
 def _beside(answer: WhyNot, result: PlanResult, setting: Setting, strategy: Strategy) -> WhyNot:
-    """Adds the completion's estimate, its terms beside the winner's, and the limits that only it does not meet."""
+    """Adds to ``answer`` the completion's estimate, its terms compared with the winner's, and the limits it misses."""
     winner = result.plans[0]
     priced_winner, completion = price_strategy(winner.setting, winner.strategy), price_strategy(setting, strategy)
     holds_of = {limit.name: limit.holds for limit in limits_at(letters_of(priced_winner))}
@@ -182,7 +182,7 @@ def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDi
 
 
 def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
-    """Maps kinds of work to added seconds; all groups of axes with fsdp count as "fsdp", others with data as "data"."""
+    """Maps kinds of work to added seconds. Terms of axes with fsdp add up to "fsdp", else with data to "data"."""
     seconds_by_name: dict[str, float] = {}
     for term in terms:
         axes = term.name.split(",")
@@ -204,7 +204,7 @@ def _leanest(space: Space) -> Strategy | None:
 
 
 def _no_mesh(space: Space, asked_axes: Sequence[str]) -> Refusal:
-    """Says why no mesh of all chips has the asked sizes."""
+    """Returns the refusal of a question for which no mesh of all chips has the asked sizes."""
     cluster, batch_seqs = space.setting.cluster, space.setting.job.batch_seqs
     sizes_text = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items()) or "the mesh"
     if refusal := broken_rule(space):
@@ -219,13 +219,13 @@ def _no_mesh(space: Space, asked_axes: Sequence[str]) -> Refusal:
     advice = _advice(space, asked_axes) or "Leave another axis open."
     return Refusal(
         rule="devices",
-        message=f"beside {sizes_text} the product of the other axes must be {cluster.num_chips // num_fixed:,}, but "
+        message=f"with {sizes_text} the product of the other axes must be {cluster.num_chips // num_fixed:,}, but "
         f"no such mesh divides all sizes with {batch_seqs:,} sequences. {advice}",
     )
 
 
 def _advice(space: Space, asked_axes: Sequence[str]) -> str:
-    """Names the sizes that a mesh of all chips may have for one asked axis when the others stay, or ""."""
+    """Names the sizes that one asked axis may have on all chips while the other sizes stay; "" if there are none."""
     batch_seqs, num_chips = space.setting.job.batch_seqs, space.setting.cluster.num_chips
     for axis in asked_axes:
         other_sizes = {other_axis: size for other_axis, size in space.fixed.items() if other_axis != axis}
@@ -239,7 +239,7 @@ def _advice(space: Space, asked_axes: Sequence[str]) -> str:
 
 
 def _no_layout(space: Space) -> Refusal:
-    """Says why no mesh of the asked sizes runs although they divide: because of its schedule, or of the links."""
+    """Returns the refusal of sizes that divide but do not run. Raises CannotRunError if no rule refuses them."""
     cluster = space.setting.cluster
     candidates = candidates_on_chips(space, space.setting.job.batch_seqs, num_chips=cluster.num_chips)
     mesh = {axis: int(sizes[0]) for axis, sizes in candidates.mesh.items()}

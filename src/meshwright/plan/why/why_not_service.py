@@ -1,6 +1,6 @@
 """Answers `service --why-not`: what keeps a wanted engine from being the first plan of a service.
 
-It does not divide, or does not fit in memory, or misses a target or the load, or makes fewer tokens than the first.
+The engine does not divide the model, does not fit in memory, misses a target or the load, or makes fewer tokens.
 """
 
 from collections.abc import Mapping
@@ -23,15 +23,15 @@ from meshwright.plan.serving.service import TARGETS
 from meshwright.plan.serving.storing import stored_dtypes
 
 NAMES = (*ENGINE_AXES, "batch", "weights", "kv", "pools")
-"""What a question may name: sizes of the engines that generate, their batch, dtypes, and if pools prefill."""
+"""Names in a question: mesh axes of the decode engines, their batch, dtypes, and whether a pool prefills."""
 
 
 class ServiceWhyNot(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one question: why it is refused, or the best service that has what was asked for.
+    """The answer to one question: the reason of a refusal, or the best service with the engine that was asked for.
 
-    ``misses`` maps a target, or the chips of a load, to how many times it is exceeded. ``chip_s`` maps each part of an
-    output token to the chip-seconds that it takes in the first plan and here; "prefill, idle" is all but decode steps.
-    """
+    ``misses`` maps each missed target, or "chips" for a missed load, to the factor by which it is exceeded. ``chip_s``
+    maps each part of a decode step, and "prefill, idle" for all other time, to its chip-seconds per output token in the
+    first plan and in ``plan``."""
 
     asked: dict[str, Any]
     refusal: str = ""
@@ -41,13 +41,13 @@ class ServiceWhyNot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceWhyNot:
-    """Returns what keeps the asked engine from being the first of a result; what is not asked for is searched.
+    """Returns the reason why a service with the asked engine is not the first plan; the rest is searched.
 
-    Raises InputError for names that no engine has, and for values that are none.
+    Raises InputError for names that are not in `NAMES`, and for values of another type.
     """
     for name, value in asked.items():
         if name not in NAMES:
-            raise InputError(f"{name} is nothing that a service chooses.{nearest(name, NAMES)}")
+            raise InputError(f"{name} is not a choice of a service.{nearest(name, NAMES)}")
         value_type = bool if name == "pools" else str if name in ("weights", "kv") else int
         if type(value) is not value_type:
             raise InputError(f"--why-not {name}={value}: give {_EXAMPLES.get(name, 'a size, such as tensor=4')}.")
@@ -77,14 +77,14 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
     services = all_services(priced)
     is_chosen = is_asked_step[services.decode] & (services.pools == asked.get("pools", services.pools))
     if not is_chosen.any():
-        refusal_text = "no engines that fit are left to prefill for it."
+        refusal_text = "no engine that fits can prefill for it."
         if service.chunk_len:
             chunks_text = f"chunks of {service.chunk_len:,} tokens, one a step, may be too many to keep its batch full"
             refusal_text = f"{refusal_text[:-1]}; {chunks_text}."
         return msgspec.structs.replace(answer, refusal=refusal_text)
     chosen_services: Services = select(services, is_chosen)
     ranked_indices = ranked(chosen_services, service)
-    # times by which each service exceeds the chips that there are, and each target
+    # factors by which each service exceeds the cluster's chips, and each target
     excess_of = {"chips": chosen_services.num_chips / result.setting.cluster.num_chips}
     excess_of |= {n: getattr(chosen_services, TARGETS[n]) / target_s for n, target_s in service.targets.items()}
     index = int(ranked_indices[0]) if len(ranked_indices) else int(np.argmin(np.max(list(excess_of.values()), axis=0)))
@@ -101,7 +101,7 @@ _EXAMPLES = {"pools": "true or false", "weights": "a dtype, such as weights=bf16
 
 
 def _does_not_fit(result: ServiceResult, priced: PricedFleet, is_asked: np.ndarray, asked: Mapping[str, Any]) -> str:
-    """Says what the leanest of some engines needs at the asked batch, or at its smallest."""
+    """Returns a message: the memory that the leanest asked engine needs at the asked or else its smallest batch."""
     fleet, service = priced.fleet, result.service
     engine_indices = [int(index) for index in np.flatnonzero(is_asked & fleet.decodes)]
     engine_needs: list[tuple[float, int]] = []
@@ -126,12 +126,12 @@ def _does_not_fit(result: ServiceResult, priced: PricedFleet, is_asked: np.ndarr
     batch_text = f"batch {asked['batch']:,}" if "batch" in asked else "one sequence for each device with its own"
     return (
         f"with {batch_text} the leanest such engine ({num_chips} chips) needs {format_bytes(need_bytes)} per chip, "
-        f"{format_bytes(need_bytes - priced.room)} more than the {format_bytes(priced.room)} there are."
+        f"{format_bytes(need_bytes - priced.room)} more than the {format_bytes(priced.room)} that a chip has."
     )
 
 
 def _chip_seconds(first_plan: ServicePlan, other_plan: ServicePlan) -> dict[str, tuple[float, float]]:
-    """Returns the chip-seconds of an output token by part: those of a decode step by themselves, and the rest."""
+    """Maps each part of a decode step, and "prefill, idle", to its chip-seconds per output token in both plans."""
     s_by_part: dict[str, list[float]] = {}
     for plan in (first_plan, other_plan):
         engine = plan.generate
