@@ -1,4 +1,4 @@
-"""Runs derived collectives inside `shard_map`, and computes which entries of a dim a device holds."""
+"""Runs derived collectives inside `shard_map`, and computes which entries of a dim a device has."""
 
 import math
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 
 ROWS = 8
-"""Numbers in the dim of a TPU's tile that is next to the innermost."""
+"""Rows of a TPU tile (its second innermost dim)."""
 
 
 MOST_PADDED = 7 / 6
-"""Numbers of whole tiles over those of a shard up to which a shard keeps its dims."""
+"""Largest growth, as padded over plain elements, up to which padding to tiles keeps a shard's dims."""
 
 PADDED_BYTES = 2**28
-"""Bytes from which arrays get the rows and columns that fill tiles. libtpu 0.0.42 scatters smaller ones as they are
-(115 MB), and sums larger ones whole (1.16 and 1.41 GB, 2026-11-25)."""
+"""Bytes from which arrays are padded to whole tiles. libtpu 0.0.42 scatters smaller ones unpadded (115 MB), and
+compiles larger unpadded ones as an all-reduce of the whole array (1.16 and 1.41 GB, 2026-11-25)."""
 
 
 def communicate(step: Step, value: Array, *, leading: int = 0) -> Array:
-    """Runs a collective or slice step on this device's block, which has ``leading`` more dims before the step's."""
+    """Runs a collective or slice step on a device's block, which has ``leading`` extra dims before the step's."""
     axes = step.axes
     dim_index = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
     with jax.named_scope(str(step.label)):
@@ -52,19 +52,19 @@ def communicate(step: Step, value: Array, *, leading: int = 0) -> Array:
 
 
 def scatter_sum(step: Step, value: Array, *, dim: int) -> Array:
-    """Returns this device's part, along ``dim``, of the sum that a reduce-scatter step makes."""
+    """Returns this device's shard, along ``dim``, of the sum over the axes of a reduce-scatter step."""
     if step.details is not None:
         return _scatter_leg_by_leg(value, step.details.of(step.op, value.nbytes), axes=step.axes, dim=dim)
     return lax.psum_scatter(value, step.axes, scatter_dimension=dim, tiled=True)
 
 
 def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:
-    """Returns the shard that one tiled scatter over the whole group would leave.
+    """Returns the shard that one tiled reduce-scatter over the whole group would give.
 
     The dim is split into the legs, which become the outermost dims in memory, and shards become whole tiles. In any
-    other layout libtpu pads the scatter, or replaces it by an all-reduce of the whole array: where shards end within a
-    tile, and where what makes the array has another outermost dim (v5e:8x8 and v5p:16x16x16, 2026-11-24; v4p:4x8x8 and
-    tpu7x:4x4x8, libtpu 0.0.42, 2026-11-25).
+    other layout libtpu pads the reduce-scatter, or replaces it by an all-reduce of the whole array: where shards end
+    within a tile, and where the array's producer has another outermost dim (v5e:8x8 and v5p:16x16x16, 2026-11-24;
+    v4p:4x8x8 and tpu7x:4x4x8, libtpu 0.0.42, 2026-11-25).
     """
     split_shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
     value = jnp.moveaxis(value.reshape(split_shape), [dim + index for index in legs.places], range(len(legs.parts)))
@@ -85,17 +85,17 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
     if fill_shape != moved_shape:
-        # libtpu 0.0.42 takes the tiles away again, and fails, if it sees at once that they are added and taken away
+        # libtpu 0.0.42 removes the padding, and fails, if it sees that padding is added and removed at once
         value = lax.optimization_barrier(value)
     return jnp.moveaxis(value.reshape(fill_shape)[tuple(map(slice, tile_shape))].reshape(moved_shape), -1, lanes_dim)
 
 
 def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """Returns how a shard of an array of so many bytes fills a TPU's tiles: its dims, their sizes with what is added,
-    and whether it is sent as rows of `LANES`.
+    """Returns how a shard of an array of ``num_bytes`` fills TPU tiles: its dims, the padded dims, and whether it is
+    sent as rows of `LANES`.
 
-    As it is, if that adds at most `MOST_PADDED` and the array is small; with the rows and columns that are missing, if
-    the array is large; else as rows of `LANES`, of its own dims or of one dim in their place.
+    If padding its last two dims grows it by at most `MOST_PADDED`, it is padded there if the array has `PADDED_BYTES`,
+    else not at all. Otherwise it is sent as rows of `LANES`, with its last dim padded, or flattened to one dim.
     """
     tile_size, num_entries = ROWS * LANES, math.prod(shard)
     tiled_shape = (*shard[:-2], *map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
@@ -114,10 +114,10 @@ def _tiled(size: int, tile: int) -> int:
 
 
 def as_stored(value: Array) -> Array:
-    """Returns a value in the layout in which arrays are stored, so that no loop over arrays of all layers copies them
-    into another one.
+    """Returns a value in the layout in which arrays are stored, so that loops over stacked layers need no copy in
+    another layout.
 
-    Dims are in order; on TPUs the innermost two are those to which fewest numbers are added to fill tiles.
+    Dims are in order, but on TPUs the two dims that need the least padding to whole tiles become the innermost.
     """
     dim_order = list(range(value.ndim))
     if default_platform() == "tpu" and value.ndim > 1:
@@ -128,12 +128,12 @@ def as_stored(value: Array) -> Array:
 
 
 def _added(size: int, tile: int) -> float:
-    """Returns the numbers of whole tiles over those of a dim; tiles have fewer rows where a dim has 1, 2 or 4."""
+    """Returns padded over plain size of a dim; tiles have fewer rows for dims of 1, 2 or 4."""
     return _tiled(size, min(tile, 1 << (size - 1).bit_length()) if tile == ROWS else tile) / size
 
 
 def _gather_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:
-    """Returns the array that one tiled gather over the whole group would give."""
+    """Returns the array that one tiled all-gather over the whole group would give."""
     full_shape = (*value.shape[:dim], value.shape[dim] * math.prod(legs.parts), *value.shape[dim + 1 :])
     for groups in reversed(legs.groups):
         value = lax.all_gather(value, axes, axis_index_groups=groups)
@@ -143,9 +143,9 @@ def _gather_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: 
 
 
 def own_entries(numbers: Array, first: Array | int, size: int, *, elsewhere: int = 0) -> tuple[Array, Array]:
-    """Returns indices of a dim counted from the device's first entry, and which of them the device holds.
+    """Returns indices of a dim relative to the device's first entry ``first``, and which of them are on the device.
 
-    Indices that it does not hold become ``elsewhere``.
+    Indices that are not on the device become ``elsewhere``.
     """
     local_index = numbers - first
     is_own = (local_index >= 0) & (local_index < size)
@@ -153,7 +153,7 @@ def own_entries(numbers: Array, first: Array | int, size: int, *, elsewhere: int
 
 
 def first_index(axes: tuple[str, ...], block_size: int) -> Array | int:
-    """Returns the index in the whole dim of this device's first entry, for a dim split over ``axes``."""
+    """Returns the global index of this device's first entry of a dim that is split over ``axes``."""
     return lax.axis_index(axes) * block_size if axes else 0
 
 
@@ -161,9 +161,9 @@ def first_index(axes: tuple[str, ...], block_size: int) -> Array | int:
 class Ring:
     """The devices along mesh ``axes``, major to minor, as a ring.
 
-    ``divergent`` says that other devices may be in another branch, as in a pipeline's tick. On CPU devices emulated in
-    one process a permute is then paired with whichever permute runs, and silently gives wrong numbers; an all-to-all,
-    which names its group, replaces it there.
+    ``divergent`` says that other devices may run another branch, as in a pipeline's tick. On CPU devices emulated in
+    one process a permute would then be paired with any other permute, and silently give wrong numbers; there an
+    all-to-all, which names its group, replaces it.
     """
 
     axes: tuple[str, ...]
@@ -180,7 +180,7 @@ class Ring:
         return lax.axis_index(self.axes)
 
     def shift(self, value: Array, by: int) -> Array:
-        """Returns the block of the device ``by`` ranks before this one."""
+        """Returns the block of the device whose rank is ``by`` lower, around the ring."""
         size = self.size
         if by % size == 0:
             return value

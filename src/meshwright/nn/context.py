@@ -1,4 +1,4 @@
-"""The context of local steps: what they need besides their arrays."""
+"""The context of local steps: what they need in addition to their arrays."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,11 +18,11 @@ from meshwright.spec.strategy import held_dims
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateContext:
-    """What the steps that update weights need besides their arrays.
+    """What the steps that update weights need in addition to their arrays.
 
-    ``number`` is that of this update, from 1. ``rate`` multiplies the change of a weight and its ``decays`` by name.
-    ``beta1``, ``beta2`` and ``momentum`` are decays of running means. ``sizes`` are of dims that devices hold padded
-    with zeros. Properties are computed once for all weights: XLA rounds copies of them in other ways.
+    ``number`` counts updates from 1. ``rate`` is the learning rate, and ``decays`` the weight decays by weight name.
+    ``beta1``, ``beta2`` and ``momentum`` are decays of running means. ``sizes`` are the true sizes of dims that devices
+    store padded with zeros. Properties are computed once for all weights: XLA would round copies of them differently.
     """
 
     number: Array
@@ -36,7 +36,7 @@ class UpdateContext:
 
     @cached_property
     def corrections(self) -> tuple[Array, Array]:
-        """The shares of the gradients so far in running means that began at zero, by ``beta1`` and by ``beta2``."""
+        """Adam's bias corrections 1 - beta^number of running means that began at zero, for ``beta1`` and ``beta2``."""
         return 1 - self.beta1**self.number, 1 - self.beta2**self.number
 
     @cached_property
@@ -50,12 +50,11 @@ class Context:
     """One derivation of one model, as one device runs it.
 
     ``mesh`` has the sizes of the axes. ``order`` says which positions of a sequence each device has. ``divergent``: see
-    `nn.collectives.Ring`. With ``offload`` the results that layers keep for their backward pass are in host memory.
-    ``seq_len`` is the maximum length of a sequence in generation, 0 in training, and ``longest`` bounds the rows of a
-    sequence among packed ones. With ``alike`` a row's norms are the same bits whatever the number of rows. ``dtype`` is
-    the stream's in generation, since int8 weights do not determine it.
-    ``constrain`` is applied to every result that has its declared sharding: only the GSPMD form has it, and passes
-    `with_sharding_constraint`.
+    `nn.collectives.Ring`. With ``offload`` the results saved for the backward pass are in host memory. ``seq_len`` is
+    the maximum length of a sequence in generation, 0 in training, and ``longest`` the most rows of one sequence in a
+    packed step. With ``alike`` a row's norms have the same bits whatever the number of rows. ``dtype`` is the
+    activations' in generation, since int8 weights do not determine it. Only the GSPMD form has ``constrain``, which is
+    `with_sharding_constraint` and is applied to each result with its declared sharding.
     """
 
     model: Model
@@ -72,5 +71,5 @@ class Context:
     constrain: Callable[[ShardedArray, Array], Array] | None = None
 
     def local_size(self, array: ShardedArray, dim: str) -> int:
-        """Returns the entries of a dim of the model (not of the batch) on one device."""
+        """Returns the entries on one device of a dim of the model (not of the batch), padding included."""
         return held_dims(self.model.dims, self.mesh)[dim] // math.prod(self.mesh[axis] for axis in array.axes_of(dim))

@@ -2,8 +2,8 @@
 
 XLA's fast matrix product on CPU needs the summed dim last in its left factor. It computes a product that sums the first
 dims of both factors, such as the gradient of a weight (over tokens), more slowly. Here the smaller factor is transposed
-first: the copy costs less than the slower product. A product of bfloat16 widens both factors if its result is
-bfloat16, and as a rule none if it is float32. On other platforms XLA's own choice is fast.
+first: the copy costs less than the slower product. A product of bfloat16 widens both factors if its result is bfloat16,
+and as a rule neither if it is float32. On other platforms XLA's own choice is fast.
 """
 
 import math
@@ -19,7 +19,7 @@ from meshwright.nn.attention.platform import default_platform, processor
 
 @dataclass(frozen=True)
 class Turned:
-    """A weight of which the first dims, ``inputs`` of them, are the last ones of its ``array`` in memory."""
+    """A weight stored transposed: its first ``inputs`` dims are the last dims of ``array``, but not of `plain`."""
 
     array: Array
     inputs: int
@@ -30,7 +30,7 @@ class Turned:
 
 
 def contract(equation: str, lhs: Array, rhs: Array | Turned, *, dtype: DTypeLike | None = None) -> Array:
-    """Returns `jnp.einsum` of two arrays; the result and its sums have ``dtype``, by default the operands' own."""
+    """Returns `jnp.einsum` of two arrays; the result and its sums have ``dtype``, by default the operands' dtype."""
     factor_dims, out = equation.split("->")
     left, right = factor_dims.split(",")
     if isinstance(rhs, Turned):
@@ -58,25 +58,25 @@ def contract(equation: str, lhs: Array, rhs: Array | Turned, *, dtype: DTypeLike
 
 
 def _by_outputs(rows: Array, matrix: Array) -> Array:
-    """Returns few rows [R, D] times a matrix [F, D] as [R, F] in float32. XLA packs the right factor anew in every
-    product, here the rows; where the processor has no products of bfloat16, that takes longer for the fewest."""
+    """Returns few rows [R, D] times a matrix [F, D] as [R, F] in float32. XLA repacks the right factor in every
+    product, so that is the rows, but for one row, and for fewer than 16 of bfloat16 without its instructions."""
     if len(rows) == 1 and rows.dtype == jnp.float32:
         return jnp.einsum("RD,FD->RF", rows, matrix)
     if len(rows) == 1:  # as a product XLA would widen the matrix
-        # The rounding, which changes no entry, parts it from the product before; the barrier parts their rows.
+        # The rounding, which changes no entry, keeps XLA from fusing this with the previous product.
         row32, matrix = lax.optimization_barrier((lax.reduce_precision(rows.astype(jnp.float32), 8, 7), matrix))
         return lax.optimization_barrier(jnp.sum(matrix.astype(jnp.float32) * row32, axis=1))[None]
     if len(rows) < 16 and rows.dtype == jnp.bfloat16 and "bf16" not in processor():
         return _narrow_product(("RD", "FD", "RF"), rows, matrix)
     rows = lax.optimization_barrier(rows)  # a transposition that is folded into such a product is not executed
     product = jnp.einsum("ZFD,ZRD->ZFR", matrix[None], rows[None], preferred_element_type=jnp.float32)[0]
-    return lax.optimization_barrier(product).T  # else XLA turns the factors
+    return lax.optimization_barrier(product).T  # else XLA swaps the factors
 
 
 def _narrow_product(letters: tuple[str, str, str], lhs: Array, rhs: Array) -> Array:
-    """Returns the product of bfloat16 arrays in float32.
+    """Returns the product of bfloat16 arrays in float32, in a form for which XLA does not widen the factors.
 
-    XLA widens factors of which one has a single row, and two matrices of which one is transposed.
+    XLA widens factors if one has a single row, and two matrices if one is transposed.
     """
     lhs_dims, rhs_dims, out_dims = letters
     free_dims = [dim for dim in lhs_dims if dim not in rhs_dims]
@@ -93,7 +93,7 @@ def _narrow_product(letters: tuple[str, str, str], lhs: Array, rhs: Array) -> Ar
 
 
 def _transposed_product(letters: tuple[str, str, str, str], out: str, lhs: Array, rhs: Array) -> Array:
-    """Multiplies [batch, summed, first] and [batch, summed, second] after transposing the smaller factor."""
+    """Contracts [batch, summed, first] with [batch, summed, second] after transposing the smaller factor."""
     batch, summed, lhs_rest, rhs_rest = letters
     size_by_dim = dict(zip(batch + summed + lhs_rest, lhs.shape, strict=True))
     size_by_dim |= zip(batch + summed + rhs_rest, rhs.shape, strict=True)
@@ -115,23 +115,23 @@ def _transposed_product(letters: tuple[str, str, str, str], out: str, lhs: Array
 
 
 FLOATS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): jnp.dtype(jnp.float8_e4m3fn)}
-"""Dtype of an array that holds the bits of floats -> theirs. XLA's programs for CPUs read and write entries of arrays
-of such floats in a wider copy of the whole array."""
+"""Dtype of an integer array that stores the bits of floats -> dtype of the floats. XLA's CPU programs read and write
+entries of arrays of these floats in a wider copy of the whole array."""
 
 
 def floats(held: Array) -> Array:
-    """Returns an array, or the floats whose bits it holds."""
+    """Returns an integer array's bits as the floats of `FLOATS`; any other array unchanged."""
     return lax.bitcast_convert_type(held, FLOATS[held.dtype]) if held.dtype in FLOATS else held
 
 
 def rows_at(table: Array, index: Array) -> Array:
-    """Returns rows of an array by their numbers; on CPUs without a wider copy of it."""
+    """Returns the rows of an array at the indices; on CPUs without a wider copy of the array."""
     if table.dtype != jnp.bfloat16 or default_platform() != "cpu":
         return jnp.take(table, index, axis=0)
     return floats(jnp.take(lax.bitcast_convert_type(table, jnp.uint16), index, axis=0))
 
 
 def spread(x: Array, dims: tuple[str, ...], over: tuple[str, ...]) -> Array:
-    """Transposes and reshapes an array over ``dims`` to broadcast against one over the dims ``over``."""
+    """Transposes an array over ``dims`` and inserts dims of 1, to broadcast against an array over ``over``."""
     dim_order = [dims.index(dim) for dim in over if dim in dims]
     return jnp.expand_dims(x.transpose(dim_order), tuple(i for i, dim in enumerate(over) if dim not in dims))

@@ -31,8 +31,8 @@ Key = TypeVar("Key", bound=Hashable)
 def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str = "") -> Environment:
     """Runs steps in order and returns ``env`` with their results; stops after the result named ``until``, if given.
 
-    The key of an array is its name with its sharding, so a gathered weight and its shard are two entries. Steps at the
-    devices of experts run once more for every further round of an exchange.
+    The key of an array is its name with its sharding, so a gathered weight and its shard are two entries. Steps on
+    expert devices run again for every further round of an exchange.
     """
     env = dict(env)
     for part_steps, runs_at_experts in _parts(list(steps)):
@@ -47,7 +47,7 @@ def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str
 
 
 def _run_step(context: Context, step: Step, env: Environment, *, taken: Array | None = None) -> None:
-    """Adds the results of a step to ``env``, in the round of an exchange after ``taken`` rows if given."""
+    """Runs a step and adds its results to ``env``; ``taken`` counts rows of an exchange's earlier rounds."""
     with jax.named_scope(str(step.label)):
         result_values = _results(context, step, [env[a] for a in step.inputs])
     for array, value in zip((step.result, *step.more), result_values, strict=True):
@@ -62,8 +62,8 @@ def _run_step(context: Context, step: Step, env: Environment, *, taken: Array | 
 
 
 def _parts(steps: list[Step]) -> Iterator[tuple[list[Step], bool]]:
-    """Yields steps in parts, those of one pass at experts' devices in one; steps among them that need none of their
-    results run before, others after."""
+    """Groups all steps that one pass runs on expert devices (True); independent steps between them move before the
+    group, dependent ones after it."""
     for is_backward in (False, True):
         step_numbers = [n for n, s in enumerate(steps) if is_at_experts(s) and (s.phase == "backward") == is_backward]
         if not step_numbers:
@@ -83,9 +83,9 @@ def _parts(steps: list[Step]) -> Iterator[tuple[list[Step], bool]]:
 
 
 def _run_further_rounds(context: Context, steps: list[Step], start: Environment, env: Environment) -> None:
-    """Adds to results of the steps that leave experts' devices what further rounds of the exchange make of them.
+    """Runs the further rounds of an exchange and adds their contributions to the results sent back from expert devices.
 
-    The number of rounds depends on the data. A round computes what it needs again, from the devices' own rows.
+    The number of rounds depends on the data. Each round recomputes what it needs from the devices' own rows.
     """
     outputs = [array for step in steps for array in step.results if not (has_slots(array) and array.axes_of("E"))]
     input_values = (env[array] for step in steps for array in step.inputs)
@@ -97,7 +97,7 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
     known_env = {a: v for a, v in held_env.items() if not (has_slots(a) and len(a.dims) > 2)}
     rerun_steps, missing_arrays = _needed(context, steps[0].block, outputs, known_env)
     if missing_arrays:
-        # the second part of a split backward pass does not have the arrays that its rows were made from
+        # the second part of a split backward pass lacks the arrays from which its rows were computed
         known_env, (rerun_steps, _) = held_env, _needed(context, steps[0].block, outputs, held_env)
     used_arrays = [array for array in known_env if any(array in step.inputs for step in rerun_steps)]
 
@@ -118,7 +118,7 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
 def _needed(
     context: Context, block: str, results: list[ShardedArray], known: Environment
 ) -> tuple[list[Step], set[ShardedArray]]:
-    """Returns the steps of a block, in order, that make results from known arrays, and inputs that none of them has."""
+    """Returns a block's steps that compute ``results`` from ``known``, and the inputs that neither provides."""
     block_steps = next(steps for steps in context.derived.blocks if steps.block.name == block)
     all_steps = [*block_steps.forward, *(step for step in block_steps.backward if step.phase == "backward")]
     wanted_arrays, needed_steps = set(results), list[Step]()
@@ -139,10 +139,10 @@ def _needed(
 def run_update(
     context: UpdateContext | None, steps: Iterable[Step], env: Mapping[Key, Array], key: Callable[[ShardedArray], Key]
 ) -> dict[Key, Array]:
-    """Runs steps outside the passes and returns ``env`` with their results under the ``key`` of each array.
+    """Runs the steps of a weight update and returns ``env`` with their results under the ``key`` of each array.
 
-    By its name a step gets the newest array of a name: that of all layers, where elementwise steps are those of one.
-    Collectives and products have labels of their own; elementwise steps share one.
+    A key that ignores the sharding gives a step the newest array of a name: all layers stacked, though derived steps
+    are those of one layer. Collectives and products have labels of their own; elementwise steps share one.
     """
     value_by_key = dict(env)
     for step in steps:
@@ -154,7 +154,7 @@ def run_update(
 
 
 def _results(context: Context | UpdateContext | None, step: Step, inputs: list[Array]) -> tuple[Array, ...]:
-    """Runs one step. A round of a ring returns its block unchanged: attention itself sends it on."""
+    """Runs one step and returns its results. A round of a ring returns its input: the attention op itself sends it."""
     if isinstance(step.details, Round):
         return (inputs[0],)
     is_plain = step.is_collective or not kind_of(step).is_einsum

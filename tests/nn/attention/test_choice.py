@@ -337,7 +337,7 @@ def test_a_table_of_other_sizes_is_refused(sizes):
     by_head = block_table(
         lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (h < 2), block=2, **({"q_len": 4, "kv_len": 4} | sizes)
     )
-    with pytest.raises(InputError, match="block_table is of"):
+    with pytest.raises(InputError, match="block_table is for"):
         flex_attention(q, q, q, block_table=by_head)
 
 

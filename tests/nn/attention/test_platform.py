@@ -164,7 +164,7 @@ def test_a_table_by_queries_and_keys_is_for_xla():
     made, _ = rules.rule_of("graph", None, 300)
     call = AttentionCall(scale=0.3, mask=made, platform="tpu", kernel="pallas")
     given = rules.arrays(T=300, N=2, K=1, H=16)
-    with pytest.raises(InputError, match="attention by 'pallas' on tpu: use xla, or leave it out"):
+    with pytest.raises(InputError, match="kernel 'pallas' cannot run on tpu: use xla, or omit it"):
         attention(call, *(given[n] for n in "qkv"))
 
 

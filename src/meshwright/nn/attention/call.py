@@ -1,4 +1,4 @@
-"""The parameters of one attention, and its rule and blocks for a kernel."""
+"""The parameters of one attention, from which each kernel gets its tile rule and its table of blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,10 +23,10 @@ from meshwright.nn.attention.tiles import DynamicInt, Mod, Tile, TileRule, tile_
 class AttentionCall:
     """Parameters of one attention: the scale of scores, the mask and the score rule, and the sinks.
 
-    ``q_idx`` and ``kv_idx`` are the indices of the rows, [T] and [S]; None: 0, 1, 2 and so on. ``sinks`` are an
-    additional logit per head. Heads are ``first_head`` and the next ones. ``learns`` asks a backward pass for the
-    cotangents of the arrays of the score rule. ``table`` has the blocks of the mask where these are known.
-    ``platform`` is the one that the program is traced for; ``kernel`` forces one by its name.
+    ``q_idx`` and ``kv_idx`` are the indices of the rows, [T] and [S]; None: 0, 1, 2 and so on. ``sinks`` are an extra
+    logit per head. Heads are numbered from ``first_head``. With ``learns`` a backward pass returns the cotangents of
+    the score rule's arrays too. ``table`` is the mask's table of blocks if known. ``platform`` is the platform that the
+    program is traced for; ``kernel`` forces a kernel by name.
     """
 
     scale: float
@@ -42,7 +42,7 @@ class AttentionCall:
     kernel: str = ""
 
     def placed(self, length: int, num_keys: int) -> "AttentionCall":
-        """Returns the call with indices."""
+        """Returns the call with ``q_idx`` and ``kv_idx`` filled in where they are None."""
         q_idx, kv_idx = (
             # NumPy's, so that they are known while tracing
             np.arange(num_rows, dtype=np.int32) if known_index is None else known_index
@@ -52,11 +52,11 @@ class AttentionCall:
 
     @property
     def terms(self) -> Terms:
-        """The catalogue's masks that together are this one, with their parameters; {"": ()} for another mask."""
+        """The catalogued masks whose conjunction is the mask, with their parameters; {"": ()} for any other mask."""
         return {} if self.mask is None else self.mask.terms or {"": ()}
 
     def case(self, q: Array, k: Array, v: Array) -> AttentionCase:
-        """Returns what kernels tell apart of the attention."""
+        """Returns the properties of the attention by which kernels decide whether they support it."""
         return AttentionCase(
             platform=self.platform,
             capability=compute_capability(),
@@ -70,29 +70,29 @@ class AttentionCall:
 
     @property
     def ignores_places(self) -> bool:
-        """True if no score depends on where its query and key are."""
+        """True if no score depends on the positions of its query and key."""
         return self.score is None or self.score.terms.keys() == {"softcap"}
 
     def in_order(self, q: Array, k: Array) -> bool:
-        """True if queries and keys are the same rows, one after the other, as is known while tracing."""
+        """True if queries and keys are equally many and have indices 0, 1, 2 and so on, known while tracing."""
         row_indices = np.arange(q.shape[1])
         are_in_order = (isinstance(x, np.ndarray) and np.array_equal(x, row_indices) for x in (self.q_idx, self.kv_idx))
         return q.shape[1] == k.shape[1] and all(are_in_order)
 
     @property
     def _first(self) -> DynamicInt:
-        """The first head, 0 where the mask reads no heads."""
+        """The first head; 0 if the mask does not depend on heads."""
         return 0 if self.terms.keys() <= _WITHOUT_DATA.keys() else self.first_head
 
     @property
     def is_known(self) -> bool:
-        """True if the blocks of the mask are known while tracing."""
+        """True if the mask's table of blocks can be computed while tracing."""
         values_read = [*(self.mask.arrays if self.mask else ()), self.q_idx, self.kv_idx, self._first]
         return not any(isinstance(x, jax.core.Tracer) for x in values_read)
 
     def bounds(self, batch: int, heads: int, q_block: int, kv_block: int) -> BlockTable | None:
-        """Returns a table that has all blocks of the mask and is known while tracing, None if there is none; a block
-        is full if the mask sees it whole, whatever its arrays are."""
+        """Returns a table, known while tracing, of all blocks in which the mask may see a pair; None if there is none.
+        If the mask reads traced arrays, no block counts as fully visible."""
         if self.table is not None and not isinstance(self.table.kinds, np.ndarray):
             return None
         if self.is_known:
@@ -107,7 +107,7 @@ class AttentionCall:
         return replace(bound_table, kinds=np.minimum(bound_table.kinds, PARTIAL))
 
     def rule(self, batch: int, heads: int) -> TileRule:
-        """Returns the functions of a tile."""
+        """Returns the mask and the score rule as functions of a tile."""
         assert self.q_idx is not None
         assert self.kv_idx is not None
         indices = {"q_idx": jnp.asarray(self.q_idx), "kv_idx": jnp.asarray(self.kv_idx)}
@@ -115,8 +115,8 @@ class AttentionCall:
         return rule._replace(learns=self.learns and self.score is not None)
 
     def blocks(self, batch: int, heads: int, q_block: int, kv_block: int) -> BlockTable:
-        """Returns the table of blocks of this size: by NumPy while tracing where the mask and the indices are known,
-        else as part of the program."""
+        """Returns the table of blocks of this size: by NumPy while tracing if the mask and the indices are known, else
+        computed by the program."""
         assert self.q_idx is not None
         assert self.kv_idx is not None
         if self.table is not None:
@@ -147,7 +147,7 @@ _WITHOUT_DATA: dict[str, Callable[..., Mask]] = {
 def _by_points(
     mask: Mask, q_idx: Array, kv_indices: Array, *, batch: int, heads: int, block: tuple[int, int]
 ) -> BlockTable:
-    """Returns the table of a mask without ranges, a row of blocks at a time."""
+    """Returns the table of a mask that cannot be evaluated on ranges of indices, one row of blocks at a time."""
     q_blocks, kv_blocks = in_blocks(q_idx, block[0]), in_blocks(kv_indices, block[1])
     b, h = jnp.arange(batch)[:, None, None, None], jnp.arange(heads)[None, :, None, None]
 
@@ -168,9 +168,9 @@ def _by_points(
 
 
 def prepared(call: AttentionCall, q: Array, k: Array, sizes: tuple[int, int]) -> tuple[TileRule, BlockTable]:
-    """Returns the rule and the table of an attention for blocks of ``sizes`` queries and keys.
+    """Returns the tile rule and the table of blocks of ``sizes`` queries and keys.
 
-    Arrays of the rule are padded to whole blocks, and keys that pad the last block are seen by none.
+    The rule's arrays are padded to whole blocks, and its mask hides the keys that pad the last block.
     """
     batch, _, num_heads = q.shape[:3]
     num_keys = k.shape[1]
@@ -183,7 +183,7 @@ def prepared(call: AttentionCall, q: Array, k: Array, sizes: tuple[int, int]) ->
 
 
 def padded(x: Array, block: int, axis: int) -> Array:
-    """Pads a dim with zeros to whole blocks."""
+    """Pads a dim with zeros to a multiple of ``block``."""
     num_missing = -x.shape[axis] % block
     if not num_missing:
         return x
@@ -193,7 +193,7 @@ def padded(x: Array, block: int, axis: int) -> Array:
 
 
 def _within(rule: TileRule, num_keys: int, block: int) -> TileRule:
-    """Returns a rule whose mask leaves out the keys that pad the last block."""
+    """Returns a rule whose mask hides the keys that pad the last block."""
     # not Booleans, which kernels do not read, see `TileRule`
     is_real = padded(jnp.ones((1, 1, num_keys), jnp.int32), block, -1)
     inner_mask, column_index = rule.mask, len(rule.columns)
@@ -206,8 +206,8 @@ def _within(rule: TileRule, num_keys: int, block: int) -> TileRule:
 
 
 def counted(rule: TileRule, call: AttentionCall, sizes: tuple[int, int]) -> TileRule:
-    """Returns a rule for a kernel that counts rows and columns from 0: indices that are others become values of rows
-    and columns."""
+    """Returns a rule for a kernel that counts rows and columns from 0: if the call's indices differ, they become
+    additional row and column arrays."""
     sides = ("query", "rows", call.q_idx), ("key", "columns", call.kv_idx)
     for (index_field, values_field, indices), block in zip(sides, sizes, strict=True):
         if not isinstance(indices, np.ndarray) or not np.array_equal(indices, np.arange(len(indices))):
@@ -216,7 +216,7 @@ def counted(rule: TileRule, call: AttentionCall, sizes: tuple[int, int]) -> Tile
 
 
 def _indexed(rule: TileRule, index_field: str, values_field: str, indices: Array) -> TileRule:
-    """Returns a rule that reads an index of a tile from one more of its rows, or columns."""
+    """Returns a rule that reads a tile's query or key index from ``indices``, an additional row or column array."""
     mask, score, value_index = rule.mask, rule.score, len(getattr(rule, values_field))
 
     def moved(tile: Tile) -> Tile:

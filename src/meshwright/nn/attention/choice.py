@@ -1,4 +1,4 @@
-"""Attention of one device's queries on its keys, forward and backward, by the first kernel that takes the call.
+"""Attention of one device's queries to its keys, forward and backward, by the first kernel that supports the call.
 
 Queries and keys are [B, T, N, H] and [B, S, K, H], values [B, S, K, Hv]; query heads n = k G .. k G + G - 1 read key
 head k. The backward pass gets the result and log-sum-exp of the forward pass, and recomputes the weights from these.
@@ -23,18 +23,18 @@ from meshwright.nn.attention.tiles import TileRule
 
 @dataclass(frozen=True)
 class Fused:
-    """A kernel of one platform: a module here with ``forward``, ``backward`` and ``BLOCKS``, and ``fits`` where it has
-    no room for some lists of blocks. The module is loaded at its first use: Pallas takes time to import."""
+    """A kernel of one platform: a module in `kernels` with ``forward``, ``backward``, ``BLOCKS`` and, if its memory for
+    lists of blocks is limited, ``fits``. It is imported at its first use: Pallas takes time to import."""
 
     module: str
 
     @property
     def kernel(self) -> ModuleType:
-        """The module."""
+        """The imported module."""
         return import_module(f"{kernels.__name__}.{self.module}")
 
     def fits(self, call: AttentionCall, q: Array, k: Array) -> bool:
-        """True if the kernel has room for the lists of blocks, and the rule looks nothing up and learns nothing."""
+        """True if the lists of blocks fit in the kernel, and the rule has no lookup tables and needs no gradients."""
         if call.learns:
             return False
         rule, table = prepared(call, q, k, self._blocks(q, k))
@@ -42,7 +42,7 @@ class Fused:
         return not rule.tables and (fits_lists is None or fits_lists(_lists(table, "queries")))
 
     def forward(self, call: AttentionCall, q: Array, k: Array, v: Array, **options: Any) -> scores.AttentionResult:
-        """Returns the result and the log-sum-exp in float32."""
+        """Returns the result, and the log-sum-exp in float32."""
         rule, table, block_sizes = self._prepared(call, q, k)
         padded_qkv = padded(q, block_sizes[0], 1), *(padded(x, block_sizes[1], 1) for x in (k, v))
         o, lse = self.kernel.forward(rule, _lists(table, "queries"), block_sizes, call.scale, *padded_qkv, **options)
@@ -84,20 +84,19 @@ KERNELS: dict[str, Any] = {"cudnn": cudnn, "mosaic": Fused("mosaic_gpu"), "palla
 
 
 def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> Any:
-    """Returns the kernel that is forced, or the first one that takes the call.
+    """Returns the kernel that ``call.kernel`` names, or without a name the first one that supports the call.
 
-    Raises:
-        InputError: the forced kernel does not take the call.
+    Raises: InputError: the named kernel does not support the call.
     """
     case = call.case(q, k, v)
     taker_names = (name for name, takes in TAKES.items() if takes(case))
-    # lazy: to ask a fused kernel makes the table of blocks, so that none is asked beyond the first that fits
+    # lazy, since `fits` builds the table of blocks: none is built after the first kernel that fits
     fitting_names = (n for n in taker_names if not isinstance(KERNELS[n], Fused) or KERNELS[n].fits(call, q, k))
     if not call.kernel:
         return KERNELS[next(fitting_names)]
     names = [*fitting_names]
     if call.kernel not in names:
-        raise InputError(f"attention by {call.kernel!r} on {call.platform}: use {' or '.join(names)}, or leave it out.")
+        raise InputError(f"kernel {call.kernel!r} cannot run on {call.platform}: use {' or '.join(names)}, or omit it.")
     return KERNELS[call.kernel]
 
 
@@ -110,7 +109,7 @@ def attention(
     """
     call = call.placed(q.shape[1], k.shape[1])
     o_and_lse: scores.AttentionResult = kernel_of(call, q, k, v).forward(call, q, k, v)
-    # from the log-sum-exp, so that no kernel has to know of sinks
+    # sinks are added by the log-sum-exp, so that kernels need no code for them
     return o_and_lse if call.sinks is None else scores.with_sinks(call.sinks, *o_and_lse)
 
 
@@ -121,11 +120,11 @@ def attention_backward(
     k: scores.HeadKeys,
     v: scores.KeyValues,
 ) -> tuple[Array, ...]:
-    """Returns cotangents (dq, dk, dv), with sinks dsinks, and with ``call.learns`` those of the arrays of the score
-    rule. The result in ``given`` may be over more keys; where it has a cotangent of the log-sum-exp, XLA runs.
+    """Returns (dq, dk, dv), with sinks then dsinks, and with ``call.learns`` then the cotangents of the score rule's
+    arrays. The result in ``given`` may be over more keys; if ``given`` has a cotangent of the log-sum-exp, XLA's kernel
+    runs.
 
-    dS = P (dout v^T - delta), P = exp(S - lse), delta = the row sums of dout o, less the cotangent of lse.
-    """
+    dS = P (dout v^T - delta), P = exp(S - lse), delta = the row sums of dout o, less the cotangent of lse."""
     call = call.placed(q.shape[1], k.shape[1])
     # fused kernels compute delta themselves, without the cotangent of the log-sum-exp
     kernel = xla if len(given) > 3 else kernel_of(call, q, k, v)

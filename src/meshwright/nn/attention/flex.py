@@ -1,4 +1,4 @@
-"""Attention with a mask and a score rule as functions, differentiable: the front door of the kernels."""
+"""Differentiable attention with a mask and a score rule as functions: the public entry to the kernels."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,23 +40,22 @@ def flex_attention(
     """Returns attention of q [B, T, N, H] on k [B, S, K, H] and v [B, S, K, Hv], [B, T, N, Hv] in the type of q.
 
     ``mask_mod(b, h, q_idx, kv_idx)`` says which keys a query sees, ``score_mod(score, b, h, q_idx, kv_idx)`` changes
-    scaled scores in float32; indices are integer arrays that broadcast. Both may capture arrays of JAX, of which those
-    of the score rule have gradients (NaN where its slope is not finite, also on pairs that the mask leaves out). Blocks
-    that the mask leaves empty are not computed; ``block_table`` has them where they are known, and its own mask unless
-    another is given. Outside of `jax.jit` every call traces anew. K divides N. ``scale`` is 1 / sqrt(H) by default,
-    ``sinks`` an additional logit of each head. With ``return_lse`` the log-sum-exp of scores and sink comes too,
-    [B, T, N] in float32; a query that sees nothing gets zeros and, without a sink, minus infinity. Where it has a
+    scaled scores in float32; indices are integer arrays that broadcast. Both may capture JAX arrays; those of the score
+    rule have gradients (NaN where its slope is not finite, also on pairs that the mask hides). Blocks that the mask
+    leaves empty are not computed; ``block_table`` lists the others if known, and has its own mask unless ``mask_mod``
+    is given. Outside of `jax.jit` every call traces anew. K must divide N. ``scale`` is 1 / sqrt(H) by default,
+    ``sinks`` an extra logit of each head. With ``return_lse`` the log-sum-exp of scores and sink, [B, T, N] in float32,
+    is returned too; a query that sees nothing gets zeros and, without a sink, minus infinity. If the log-sum-exp has a
     gradient, XLA's kernel runs the backward pass. ``kernel`` forces one of `choice.KERNELS`.
 
-    Raises:
-        InputError: shapes do not fit, or the kernel does not take the case.
+    Raises: InputError: shapes do not match, or the kernel does not support the case.
     """
     q, k, v = (_floats(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     sinks = None if sinks is None else _floats("sinks", sinks)
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}: give [B, T, N, H], [B, S, K, H] and [B, S, K, Hv].")
     if q.shape[0] != k.shape[0] or q.shape[2] % k.shape[2]:
-        raise InputError(f"q {q.shape}, k {k.shape}: sequences must be as many, and {k.shape[2]} key heads divide N.")
+        raise InputError(f"q {q.shape}, k {k.shape}: B must be equal, and {k.shape[2]} key heads must divide N.")
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise InputError(f"sinks {sinks.shape}: give one number for each of {q.shape[2]} heads.")
     if not min(*q.shape, *k.shape, *v.shape):
@@ -64,7 +63,7 @@ def flex_attention(
     if block_table is not None:
         mask_mod = block_table.mask if mask_mod is None else mask_mod
     score = None if score_mod is None else _hoisted(score_mod, has_score=True)
-    # an array that is known while tracing is a constant, and has no gradient
+    # an array known while tracing is a constant, without a gradient
     learned_arrays = (x for x in (score.arrays if score else ()) if isinstance(x, jax.core.Tracer))
     call = AttentionCall(
         scale=q.shape[3] ** -0.5 if scale is None else scale,
@@ -82,8 +81,8 @@ def flex_attention(
 
 
 def _check_table(table: BlockTable, mask_mod: Mask | None, q: Array, k: Array) -> None:
-    """Raises InputError unless a table is of these queries and keys, and of all heads and sequences that a mask tells
-    apart."""
+    """Raises InputError unless a table has this number of queries and keys, and of sequences and heads (or 1, if the
+    mask does not depend on them)."""
     sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     dims = *table.kinds.shape[:2], table.q_len, table.kv_len
     is_shared = [False] * 4
@@ -93,22 +92,22 @@ def _check_table(table: BlockTable, mask_mod: Mask | None, q: Array, k: Array) -
         is_shared[:2] = [id(x) not in read_ids for x in mask_jaxpr.invars[:2]]
     if any(n != size and not (n == 1 and may_share) for n, size, may_share in zip(dims, sizes, is_shared, strict=True)):
         raise InputError(
-            f"block_table is of {dims[2]} queries, {dims[3]} keys, batch={dims[0]} and heads={dims[1]}. Make it with "
+            f"block_table is for {dims[2]} queries, {dims[3]} keys, batch={dims[0]} and heads={dims[1]}. Make it with "
             f"q_len={sizes[2]}, kv_len={sizes[3]}, batch={sizes[0]} and heads={sizes[1]}, or 1 for all."
         )
 
 
 def _floats(name: str, value: object) -> Array:
-    """Returns an argument as an array; raises InputError unless it is one of floating-point numbers."""
+    """Returns an argument as an array; raises InputError unless it is an array of floating-point numbers."""
     if not hasattr(value, "dtype"):
-        raise InputError(f"{name} is no array ({type(value).__name__}). Give one of floating-point numbers.")
+        raise InputError(f"{name} is no array ({type(value).__name__}). Give an array of floating-point numbers.")
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise InputError(f"{name} is an array of {value.dtype}. Give one of floating-point numbers.")
+        raise InputError(f"{name} is an array of {value.dtype}. Give an array of floating-point numbers.")
     return jnp.asarray(value)
 
 
 def _spread(mod: Callable[..., Index]) -> Callable[..., Index]:
-    """Returns a function of all pairs from one that gives them a single value."""
+    """Returns a rule that broadcasts the single value of ``mod`` to all pairs."""
 
     def function(*idx: Index) -> Index:
         if any(isinstance(x, Ranges) for x in idx):
@@ -121,7 +120,7 @@ def _spread(mod: Callable[..., Index]) -> Callable[..., Index]:
 
 
 def _hoisted(mod: Callable[..., Index], *, has_score: bool) -> Mod:
-    """Returns a function of indices with the arrays that it captures as arguments."""
+    """Returns a rule that takes the arrays that ``mod`` captures as arguments. Raises InputError if it is invalid."""
 
     def traced(*indices: Index) -> ClosedJaxpr:
         return jax.make_jaxpr(mod)(*indices)
@@ -198,7 +197,7 @@ def _flex_backward(
     inputs = dout, o, lse, *([] if isinstance(dlse, SymbolicZero) else [dlse])
     dq, dk, dv, *other_cotangents = attention_backward(_with(call, sinks, mask_arrays, score_arrays), inputs, *qkv)
     dsinks = None if sinks is None else other_cotangents.pop(0)
-    # None: what a mask reads has no gradient
+    # None: arrays of the mask have no gradient
     return (dq, dk, dv), dsinks, None, tuple(other_cotangents) or None
 
 

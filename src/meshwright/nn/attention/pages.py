@@ -1,4 +1,4 @@
-"""Queries, keys and values of attention on a cache in pages, and the list of tiles that a call is cut into.
+"""Queries, keys and values of attention on a cache in pages, and the list of tiles that cover a call.
 
 A tile is a block of queries of one sequence and a few of its pages.
 """
@@ -15,21 +15,21 @@ from jaxtyping import Array, Bool, Float, Int
 from meshwright.nn.attention.platform import default_platform
 
 TILE_SLOTS, CPU_TILE_SLOTS = 128, (32, 128)
-"""Slots of a tile at least, where the page table has as many: pages are not split. On CPUs for blocks of one query and
-of several."""
+"""Least slots of a tile, if the page table has as many (pages are not split); on CPUs for blocks of one query, and for
+blocks of several."""
 
 LN2, NO_PEAK = math.log(2.0), -(2.0**22)
-"""On CPUs largest scores are whole numbers, of powers of two, and at least this."""
+"""On CPUs the largest scores are rounded up to whole multiples of `LN2`, at least `NO_PEAK` of them."""
 
 NOTHING_SEEN = NO_PEAK * LN2
-"""The largest score of a query that sees nothing, whose sum of exponentials is 1."""
+"""The largest score of a query that sees no key; its sum of exponentials is 1."""
 
 
 class PagedPart(NamedTuple):
-    """Part of the scores: queries of N heads, and pages of the keys' width that they are multiplied with.
+    """A term of the scores: queries of N heads, and pages of keys of the same width, whose products it adds.
 
-    Keys have K heads, N = K * G, in any dtype; with a ``scale`` each slot and head of them is multiplied by its own.
-    """
+    Keys have K heads, N = K * G, in any dtype; with a ``scale`` each slot and head of the keys is multiplied by its
+    own."""
 
     queries: Float[Array, "R N H"]
     keys: Array
@@ -48,11 +48,11 @@ class RaggedCall:
     """Parameters of one attention on pages.
 
     Sequence b has ``lengths[b]`` positions, p in slot p mod Pl of page ``pages[b, p // Pl]``. Its queries are the rows
-    ``first[b]`` to ``first[b] + counts[b] - 1`` and have its last positions. A query sees positions that are not later
-    and, with a window, fewer than ``window`` back, or ``chunked`` those of its own chunk of so many. ``longest`` is at
-    least the largest count. ``sinks`` are an additional logit per head. Of pages that are ``spread`` over devices this
-    one has some slots. If sequences have so many positions in ``known``, all of their queries see these, and no others.
-    A ``rule`` changes scores, and may forbid some.
+    ``first[b]`` to ``first[b] + counts[b] - 1``, at its last positions. A query sees positions up to its own; with
+    ``window`` only the last ``window`` of them or, if ``chunked``, those in its own chunk of ``window`` positions.
+    ``longest`` is at least the largest count. ``sinks`` are an extra logit per head. With ``spread`` this device has
+    only some slots of each page. With ``known`` all queries of sequence b see its first ``known[b]`` positions instead.
+    A ``rule`` changes scores, and may forbid pairs.
     """
 
     scale: float
@@ -70,10 +70,10 @@ class RaggedCall:
     longest: int
     platform: str = field(default_factory=default_platform)
     heads_first: bool = False
-    """On CPUs, that pools are views of arrays [Pg, K, Pl, ...], as a CPU multiplies them without transposing."""
+    """On CPUs: pools are views of arrays [Pg, K, Pl, ...], which a CPU multiplies without transposing."""
 
     def within(self, is_seen: Array, query_pos: Array, slot_pos: Array) -> Array:
-        """Returns which pairs are seen of those that ``is_seen`` leaves."""
+        """Returns ``is_seen`` without the pairs outside of the window or chunk."""
         if self.window is None:
             return is_seen
         if self.chunked:
@@ -88,25 +88,25 @@ class RaggedCall:
 
 
 ScoreRule = Callable[[Array, Array, Array, Array, Array], Array]
-"""Returns scores, minus infinity where a mask forbids, of scores, sequences, heads, queries' and keys' positions."""
+"""(scores, sequences, heads, query positions, key positions) -> scores, minus infinity where a mask forbids a pair."""
 
 
 @dataclass(frozen=True)
 class SpreadSlots:
-    """The slots of every page that a device has: those from ``first`` on, of ``page_len`` on all devices."""
+    """This device's slots of every page: those from ``first`` on; a page has ``page_len`` slots on all devices."""
 
     first: Int[Array, ""] | int
     page_len: int
 
 
 RaggedRows = tuple[Array, ...]
-"""Of each row and head the result [R, N, Hv], and if asked for the largest score and the sum of exponentials."""
+"""For each row and head the result [R, N, Hv]; with spread pages also the largest score and the sum of exponentials."""
 
 
 class PageTiles(NamedTuple):
     """The list of tiles: block i has tiles ``starts[i]`` to ``ends[i] - 1``, on chunks of pages from ``chunk[i]`` on,
-    and the rows of its sequence from ``row[i]`` on. The first blocks exist. Tiles have ``num_pages`` pages; a page has
-    ``page_len`` slots here and ``span`` on all devices."""
+    and ``block`` rows of its sequence from ``row[i]`` on. Blocks without ``exists`` are padding at the end. A tile has
+    ``num_pages`` pages; a page has ``page_len`` slots on this device and ``span`` on all devices."""
 
     sequence: Int[Array, " M"]
     row: Int[Array, " M"]
@@ -122,32 +122,32 @@ class PageTiles(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Positions of a tile on all devices."""
+        """Positions of a tile, over all devices."""
         return self.num_pages * self.span
 
     @property
     def offsets(self) -> np.ndarray:
-        """Positions of a tile's slots here, after that of the first of them."""
+        """Positions of this device's slots of a tile, relative to the first of these slots."""
         return (np.arange(self.num_pages)[:, None] * self.span + np.arange(self.page_len)).ravel()
 
     def first_positions(self, index: Array) -> Array:
-        """Returns the positions [M] of the first slots here of chunks ``index`` of the pages of sequences."""
+        """Returns the position [M] of this device's first slot in each chunk ``index`` of a sequence's pages."""
         return index * self.positions + (self.call.spread.first if self.call.spread else 0)
 
     def query_rows(self, blocks: Array) -> tuple[Array, Array]:
-        """Returns the rows [M, block] of queries of blocks, and which of them the sequences have."""
+        """Returns the rows [M, block] of the blocks' queries, and which of these rows belong to the sequence."""
         sequence = self.sequence[blocks]
         rows = self.row[blocks][:, None] + jnp.arange(self.block, dtype=jnp.int32)[None]
         return self.call.first[sequence][:, None] + rows, rows < self.call.counts[sequence][:, None]
 
     def by_head(self, array: Array) -> Array:
-        """Returns what the queries of blocks have, [M, K, block G, ...], as [M, block, N, ...]."""
+        """Reshapes values of the blocks' queries from [M, K, block G, ...] to [M, block, N, ...]."""
         num_blocks, kv_heads, _, *widths = array.shape
         queries_first = jnp.moveaxis(array.reshape(num_blocks, kv_heads, self.block, -1, *widths), 2, 1)
         return queries_first.reshape(num_blocks, self.block, -1, *widths)
 
     def written(self, blocks: Array, results: RaggedRows, out: RaggedRows) -> RaggedRows:
-        """Returns the rows ``out`` with the results of ``blocks``, [M, block, N, ...]."""
+        """Returns ``out`` with ``results``, [M, block, N, ...], written to the rows of ``blocks``."""
         row, has_query = self.query_rows(blocks)
         # past the end, where a scatter drops it; -1 would count from the end
         row = jnp.where(has_query & self.exists[blocks][:, None], row, len(out[0]))
@@ -155,7 +155,7 @@ class PageTiles(NamedTuple):
 
 
 def page_tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> PageTiles:
-    """Lists the tiles of sequences with one query for a block of 1, and of those with several for others."""
+    """Lists the tiles of all sequences with one query (for ``block`` 1), or of all with several queries (otherwise)."""
     num_seqs, pages_per_seq = call.pages.shape
     min_slots = CPU_TILE_SLOTS[block > 1] if call.platform == "cpu" else TILE_SLOTS
     num_pages = min(pages_per_seq, -(-min_slots // page_len))
@@ -178,12 +178,12 @@ def page_tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> Pa
 
 
 def has_heads_first(platform: str, pool: Array, kv_heads: int) -> bool:
-    """True if a pool has its heads before its slots in memory, or is of one head."""
+    """True if a pool has its heads before its slots in memory, or has a single head."""
     return platform != "tpu" or pool.ndim == 3 or kv_heads < 4 // pool.dtype.itemsize
 
 
 def in_memory(platform: str, pool: Array) -> Array:
-    """Returns a pool with its dims as `nn.cache.cache_layout` has them in memory, and none for one head.
+    """Returns a pool with its dims in memory order (`nn.cache.cache_layout`), and without the heads' dim for one head.
 
     In any other order, and with a dim of 1, XLA copies the pool before a loop that reads it.
     """
@@ -193,8 +193,8 @@ def in_memory(platform: str, pool: Array) -> Array:
 
 
 def ruled(rule: ScoreRule, scores: Array, sequence: Array, position: Array, slot: Array) -> Array:
-    """Returns scores [M, K, block G, C] by a rule; ``position`` [M, block] are those of queries, ``slot`` [M, C] of
-    keys."""
+    """Applies a score rule to scores [M, K, block G, C]; ``position`` [M, block] and ``slot`` [M, C] are the positions
+    of queries and keys."""
     kv_heads, num_rows = scores.shape[1:3]
     group_size = num_rows // position.shape[1]
     head_of_row = np.arange(kv_heads)[:, None] * group_size + np.arange(num_rows)[None] % group_size

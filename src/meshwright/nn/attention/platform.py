@@ -19,19 +19,19 @@ def default_platform() -> str:
 
 
 def default_device() -> jax.Device:
-    """Returns a device that a program is traced for, which may be absent; JAX's first one where only its platform is
+    """Returns the device that a program is traced for, which may be absent; JAX's first device if only the platform is
     known."""
     return _device.get() or jax.devices()[0]
 
 
 def compute_capability() -> float:
-    """Returns that of the NVIDIA GPU that a program is traced for, 0 for other and unknown devices."""
+    """Returns the compute capability of the NVIDIA GPU that a program is traced for; 0 for other devices."""
     return float(getattr(default_device(), "compute_capability", None) or 0)
 
 
 @cache
 def processor() -> str:
-    """Returns the features of the processor, which CPU programs are compiled for, as far as the system tells."""
+    """Returns the feature flags of the CPU, as one line of text; only its architecture if Linux does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -40,7 +40,7 @@ def processor() -> str:
 
 
 def platform_of(device: jax.Device) -> str:
-    """Returns the platform of a device, also of one in a topology that describes absent hardware."""
+    """Returns the platform of a device, also if the device is in a topology that describes absent hardware."""
     if device.platform != "gpu":
         return device.platform
     # JAX says "gpu" for NVIDIA's and for AMD's
@@ -50,7 +50,7 @@ def platform_of(device: jax.Device) -> str:
 
 @contextmanager
 def traced_for(platform: str, device: jax.Device | None = None) -> Iterator[None]:
-    """Traces programs for a platform, and a device of it, other than the one that JAX runs on."""
+    """Within the context, programs are traced for this platform and device instead of JAX's own."""
     reset_tokens = _traced_for.set(platform), _device.set(device)
     try:
         yield

@@ -1,10 +1,10 @@
-"""Attention of packed queries on a cache in pages: sequences have queries and positions of any number.
+"""Attention of packed queries on a cache in pages: each sequence may have any number of queries and positions.
 
 A tile is a block of queries of one sequence and a few of its pages. The tiles of a call form one list, which is split
 over lanes in equal runs, as in flash-decoding: a lane carries the running softmax of its block from tile to tile, and
-a block of several lanes is merged by its largest scores and sums. So the number of iterations follows the positions
-that queries see, whatever the lengths of sequences are, and no page is copied but those of the tiles at work. A CPU
-takes the tiles in the order of the list, and a row's result does not depend on the other rows.
+the states of a block that is split over lanes are merged by their largest scores and sums. So the number of iterations
+depends only on the total of visible positions, and only pages of the current tiles are copied. A CPU runs the tiles in
+list order, and a row's result does not depend on the other rows.
 """
 
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ from meshwright.nn.attention.pages import (
 )
 
 QUERY_BLOCK, CPU_ROWS = 32, 128
-"""Queries of a block of a sequence that has several; those of one query have blocks of one. On CPUs rows of a block of
-several at most, queries x heads of a key head."""
+"""Queries per block of a sequence with several queries (else one). On CPUs instead the most rows of such a block, which
+are queries x query heads per key head."""
 
 LANES = 64
-"""Tiles of one iteration, in whose products all processors of a chip share."""
+"""Tiles of one iteration, one per lane, whose products share all processors of a chip."""
 
 
 def ragged_attention(
     call: RaggedCall, parts: Sequence[PagedPart], values: Array, value_scale: Float[Array, "Pg Pl K"] | None = None
 ) -> RaggedRows:
-    """Returns the values[Pg, Pl, K, Hv], weighted by the softmax of the sum of the parts; 0 in rows of no sequence.
+    """Returns values[Pg, Pl, K, Hv] weighted by the softmax of the sum of the parts' scores; 0 in rows of no sequence.
 
-    Products are in the dtype of the queries, scores and sums in float32. Largest scores and sums of exponentials follow
-    if pages are spread over devices.
+    Products are in the dtype of the queries, scores and sums in float32. If pages are spread over devices, the largest
+    scores and the sums of exponentials are returned too.
     """
     rows, heads = parts[0].queries.shape[:2]
     out: RaggedRows = (jnp.zeros((rows, heads, values.shape[-1]), parts[0].queries.dtype),)
@@ -64,9 +64,9 @@ def ragged_attention(
 
 
 def _attend_by_lanes(tiles: PageTiles, parts: Sequence[PagedPart], v_pages: PagedValues, out: RaggedRows) -> RaggedRows:
-    """Writes the attention of each block by XLA, a tile of every lane at a time.
+    """Writes each block's attention to ``out``, by XLA, with one tile of every lane per iteration.
 
-    In a running softmax, [M, K, R], the G heads of a block's queries are the rows of one matrix for each key head.
+    In a running softmax [M, K, R], the R rows of a key head are the block's queries times the G query heads of a group.
     """
     call, num_blocks, (kv_heads, v_width), block = tiles.call, len(tiles.starts), v_pages.values.shape[2:], tiles.block
     num_lanes, group_size = min(LANES, num_blocks) if block > 1 else LANES, parts[0].queries.shape[1] // kv_heads
@@ -121,7 +121,7 @@ def _add_tiles(
     mixed: PagedValues,
     state: RunningSoftmax,
 ) -> RunningSoftmax:
-    """Returns the running softmax after one tile of each lane; ``at`` are the lanes' blocks and tiles."""
+    """Returns the running softmax after one more tile of each lane; ``at`` has the lanes' block and tile indices."""
     call, (block_ids, tile_ids), (v_pages, value_scale) = tiles.call, at, mixed
     kv_heads, num_slots = state.peak.shape[1], tiles.num_pages * tiles.page_len
     group_size = parts[0].queries.shape[1] // kv_heads
@@ -178,7 +178,7 @@ def _add_tiles(
 
 
 def _merged(states: RunningSoftmax, began: Array, num_blocks: int) -> RunningSoftmax:
-    """Adds the rows that lanes have of a block that another lane began, ``began``, to those of the blocks."""
+    """Merges each lane's extra state into the block that an earlier lane began; ``began`` is that block by lane."""
     block_states = jax.tree.map(lambda x: x[:num_blocks], states)
     lane_states = jax.tree.map(lambda x: x[num_blocks:], states)
     peak = block_states.peak.at[began].max(lane_states.peak)

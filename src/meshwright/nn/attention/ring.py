@@ -1,8 +1,8 @@
-"""Ring attention: queries stay on their device; blocks of keys and values are passed round the ring.
+"""Ring attention: queries stay on their device; blocks of keys and values are sent around the ring.
 
 In the forward pass keys and values are sent on until they have reached every device whose queries see them. In the
-backward pass they are sent again together with their cotangents, to which each device adds; the last device sends the
-cotangents to the owner of the keys. The next block is in flight while the current one is computed.
+backward pass they are sent again together with their cotangents, to which each device adds its contribution; the last
+device sends the cotangents to the owner of the keys. The next block is in flight while the current one is computed.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from meshwright.nn.attention.order import IN_ORDER, SequenceOrder
 from meshwright.nn.collectives import Ring
 
 COARSE_BLOCKS = 8
-"""Blocks along each side of a rank's part by which it is decided whether its queries see another rank's keys."""
+"""Blocks per side of a rank's part, from whose mask it is decided whether its queries see another rank's keys."""
 
 Pair = tuple[Array, Array]
 _Carry = TypeVar("_Carry")
@@ -39,12 +39,12 @@ _Carry = TypeVar("_Carry")
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRing(Ring):
-    """The ring of one attention, and which positions each rank holds."""
+    """The ring of one attention, and which positions each rank has."""
 
     order: SequenceOrder = IN_ORDER
 
     def send(self, block: Pair, by: int = 1) -> Pair:
-        """Returns the pair of arrays of the device ``by`` ranks before this one."""
+        """Returns the pair of arrays from the device whose rank is ``by`` lower."""
         k_block, v_block = (self.shift(x, by) for x in block)
         return k_block, v_block
 
@@ -62,7 +62,7 @@ class KeyRing(Ring):
     def own(self, call: AttentionCall, length: int) -> AttentionCall:
         """Returns the call of a rank's queries on its own keys.
 
-        Positions rise along the rows of a zigzag too, but not by one.
+        In zigzag order positions increase along the rows, but are not consecutive.
         """
         known_masks = {"causal"} if self.order.zigzag_ranks else {"causal", "window"}
         if call.terms.keys() <= known_masks and call.ignores_places:
@@ -96,8 +96,8 @@ def ring_attention(call: AttentionCall, ring: KeyRing, q: HeadQueries, k: HeadKe
 def ring_attention_backward(
     call: AttentionCall, ring: KeyRing, given: BackwardInputs, q: HeadQueries, k: HeadKeys, v: KeyValues
 ) -> tuple[Array, ...]:
-    """Returns (dq, dk, dv) of this rank's queries, keys and values; of its queries alone, with sinks dsinks, and the
-    cotangents of what the score rule learns."""
+    """Returns (dq, dk, dv) of this rank's part; with sinks then dsinks from this rank's queries only, then the
+    cotangents of the score rule's arrays."""
     dq, dk, dv, *other_cotangents = attention_backward(ring.own(call, q.shape[1]), given, q, k, v)
     num_moves = ring.moves(call, q.shape[1])
     if num_moves:
@@ -120,7 +120,7 @@ def _around(
     *,
     first: int,
 ) -> _Carry:
-    """Adds every passing block to ``start``; the first, ``keys``, is of the rank ``first`` ranks before this one."""
+    """Folds ``add_block`` over passing blocks from ``start``; the first, ``keys``, is from ``first`` ranks before."""
 
     def step(carry: tuple[Pair, _Carry], step_index: Array) -> tuple[tuple[Pair, _Carry], None]:
         keys, state = carry
@@ -136,8 +136,8 @@ def _around(
 def _collected(
     ring: KeyRing, num_moves: int, keys: Pair, grads_of: Callable[[Array, Pair], tuple[list[Array], Pair]]
 ) -> tuple[list[Array], Pair]:
-    """Returns the cotangents of this rank's queries and of what it learns, and the summed cotangents of the keys that
-    passed last."""
+    """Returns the cotangents of this rank's queries and score rule, and the complete cotangents of the keys that passed
+    last."""
 
     def add_block(state: tuple[list[Array], Pair], keys: Pair, step: Array) -> tuple[list[Array], Pair]:
         total_cotangents, collected_dkv = state
@@ -154,14 +154,14 @@ def _collected(
 def _on_passing(
     call: AttentionCall, ring: KeyRing, step: Array, q: Array, run: Callable[[AttentionCall, int, int], _Carry]
 ) -> _Carry:
-    """Returns ``run(call, first query, end of keys)`` for the visible pairs of queries here and another rank's keys.
+    """Returns ``run(call, first query, end of keys)`` for the visible pairs of this rank's queries and another rank's
+    keys.
 
-    Under a causal mask alone the ranks decide. The block comes from an earlier rank or, once round the ring, from
-    a later one. In order: everything or nothing is seen. In zigzag: both chunks here see an earlier rank's first
-    chunk and none sees its last; of a later rank's chunks only the last chunk here sees any, and it sees both. That is
-    half the pairs in both cases, so all ranks take equally long. Under another mask the blocks decide, and a block of
-    keys of which no query sees any is left out.
-    """
+    If the mask is causal only, the ranks decide. The block comes from an earlier rank or, once around the ring, from a
+    later one. In order: everything or nothing is visible. In zigzag: both chunks of queries see an earlier rank's first
+    chunk and none sees its last; of a later rank's chunks only this rank's last chunk sees any, and it sees both. That
+    is half the pairs in both cases, so all ranks take equally long. For other masks a coarse table of blocks decides,
+    and keys that no query sees are skipped."""
     batch, length, heads = q.shape[:3]
     if call.terms.keys() != {"causal"} or not call.ignores_places:
         source_rank = (ring.rank - step) % ring.size
@@ -178,7 +178,7 @@ def _on_passing(
 
 
 def _passing(call: AttentionCall, ring: KeyRing, step: Array, q: Array, keys: Pair) -> Pair:
-    """Returns the result and log-sum-exp of the queries on another rank's block alone."""
+    """Returns the result and log-sum-exp of the queries on one passing block only."""
     k, v = keys
 
     def part(call: AttentionCall, first_query: int, num_keys: int) -> Pair:
@@ -194,7 +194,7 @@ def _passing(call: AttentionCall, ring: KeyRing, step: Array, q: Array, keys: Pa
 def _passing_back(
     call: AttentionCall, ring: KeyRing, inputs: BackwardInputs, q: Array, step: Array, keys: Pair
 ) -> tuple[list[Array], Pair]:
-    """Returns dq in float32 and the cotangents of what is learned, and (dk, dv), of the queries on another rank's
+    """Returns [dq in float32, cotangents of the score rule's arrays] and (dk, dv) of the queries on one passing
     block."""
     k, v = keys
 

@@ -1,9 +1,8 @@
-"""What a kernel needs to know of a mask and a score rule: functions of one tile of scores, and the arrays that these
-read.
+"""Turns a mask and a score rule into functions of one tile of scores, and the arrays that these read.
 
-A rule is traced once. What it looks up, divides or takes the remainder of for queries alone, or for keys alone, becomes
-an array that is computed before the kernel runs; what is left is elementwise arithmetic on a tile, unless a table is
-looked up by queries and keys together.
+A rule is traced once. Its lookups, divisions and remainders that depend on queries only, or on keys only, become arrays
+that are computed before the kernel runs; the rest is elementwise arithmetic on a tile, unless a table is indexed by
+queries and keys together.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,20 +18,20 @@ from meshwright.masks.ranges import AnyArray, Index
 from meshwright.masks.table import BlockLists as BlockLists
 
 DynamicInt = Array | int
-"""A whole number, which may be known only when the program runs."""
+"""An integer, which may be known only when the program runs."""
 
 Place = tuple[DynamicInt, DynamicInt]
-"""A sequence and a head."""
+"""Index of a sequence, and of a head."""
 
 _Node = int | Literal
-"""A result of a traced rule, by its number, or a constant."""
+"""Number of a result in a traced rule, or a constant."""
 _Origin = tuple[JaxprEqn, int, tuple[Any, ...]]
 
 
 class Mod(NamedTuple):
     """A mask or a score rule: ``make(*arrays)`` returns the function of indices (`masks.mods`).
 
-    ``terms`` are the catalogue's masks, name to parameters, that all have to allow a pair, where it is made of these.
+    ``terms`` maps names of catalogued masks to their parameters, if the mask is the conjunction of these.
     """
 
     make: Callable[..., Callable[..., Index]]
@@ -48,7 +47,7 @@ class Tile(NamedTuple):
 
     ``query`` and ``key`` are the indices of its rows and columns. All arrays broadcast against the tile: a value of a
     row is [bq, 1] or [bq, bk], of a column [1, bk] or [bq, bk], of a head a scalar or [bq, bk]. ``tables`` are whole
-    arrays, with ``place``, the sequence and head that they are looked up by.
+    arrays, indexed by ``place``, the sequence and head, among others.
     """
 
     query: Int[Array, "..."]
@@ -64,10 +63,10 @@ class Tile(NamedTuple):
 class TileRule(NamedTuple):
     """A mask and a score rule as functions of a tile.
 
-    Whatever they look up in captured arrays by sequence and head, and by query or key, is looked up before: ``heads``
-    are [B | 1, N | 1], ``rows`` [B | 1, N | 1, T], ``columns`` [B | 1, N | 1, S], of any dtype but booleans. ``score``
-    maps scaled scores (float32) to scores; both functions are elementwise and, unless there are ``tables``, free of
-    gathers. None: all keys are seen, scores stay. ``learns`` asks for the cotangents of what the score rule reads.
+    Lookups in captured arrays by sequence and head, and by query or key, are done beforehand: ``heads`` are [B | 1, N |
+    1], ``rows`` [B | 1, N | 1, T], ``columns`` [B | 1, N | 1, S], of any dtype but booleans. ``score`` maps scaled
+    scores (float32) to scores; both functions are elementwise and, unless there are ``tables``, free of gathers. None:
+    all keys are seen, scores stay. With ``learns`` cotangents of the score rule's arrays are computed.
     """
 
     heads: tuple[Array, ...] = ()
@@ -79,7 +78,7 @@ class TileRule(NamedTuple):
     learns: bool = False
 
     def widened(self) -> "TileRule":
-        """Returns the rule with arrays of 32 bits, the fewest that a scalar or a register of a tile has."""
+        """Returns the rule with float32 and int32 arrays: scalars and registers of kernels have at least 32 bits."""
 
         def words(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
             dtypes = (jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32 for x in arrays)
@@ -89,8 +88,8 @@ class TileRule(NamedTuple):
 
 
 class TileSizes(NamedTuple):
-    """Queries and keys of a block, the indices of all queries and keys, the first head, and how many blocks of a list
-    are processed together; 0: all, each tile as operations of its own."""
+    """Queries and keys of a block, the indices of all queries and keys, the first head, and how many listed blocks are
+    processed together; 0: all, with the loops over tiles unrolled."""
 
     q_block: int
     kv_block: int
@@ -101,7 +100,7 @@ class TileSizes(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What one sequence and head has of a rule, and the lists of its blocks."""
+    """A rule's arrays for one sequence and head, and the lists of its blocks."""
 
     rule: TileRule
     lists: BlockLists
@@ -110,8 +109,8 @@ class Head(NamedTuple):
     def tile(
         self, sizes: TileSizes, rows: Callable[..., Array], columns: Callable[..., Array], *, turned: bool
     ) -> Tile:
-        """Returns the operands of a tile from functions that take its part of an array of queries, or of keys, and add
-        a dim; the keys of a ``turned`` tile are its rows."""
+        """Returns the operands of a tile; ``rows`` and ``columns`` slice the tile's part of an array of queries, or of
+        keys, and insert a dim. In a ``turned`` tile keys are the rows."""
         row, column = (0, 1) if turned else (1, 0)
         own_rows, own_columns = (rows(x, row) for x in self.rule.rows), (columns(x, column) for x in self.rule.columns)
         head_place = self.place[0], sizes.first_head + self.place[1]
@@ -127,7 +126,7 @@ class Head(NamedTuple):
 
 
 HEAVY = {"gather", "dynamic_slice", "div", "rem", "floor", "sort"}
-"""Primitives that a kernel should not run for every pair."""
+"""Primitives that a kernel should not run for every pair of query and key."""
 
 _LAYOUT = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 _CALLS = {"pjit", "jit", "closed_call", "core_call"}
@@ -135,9 +134,9 @@ _CALLED = ("jaxpr", "call_jaxpr")
 
 
 class _Graph:
-    """A traced rule: its operations in order, with calls inlined, and what each depends on.
+    """A traced rule: its operations in order, with calls inlined, and on which inputs each depends.
 
-    That is "a" (arrays), "b", "h", "q", "k" and "s" (scores).
+    Inputs are "a" (arrays), "b", "h", "q", "k" and "s" (scores).
     """
 
     def __init__(self, function: Callable[..., Index], args: Sequence[object], names: Sequence[str]) -> None:
@@ -185,8 +184,8 @@ class _Graph:
         return [var if isinstance(var, Literal) else node_of_var[var] for var in jaxpr.outvars]
 
     def parts(self) -> tuple[list[int], list[int]]:
-        """Returns what is computed before the kernel (heavy, of one side, and read by what is not), and the arrays that
-        are looked up within it."""
+        """Returns the nodes that are computed before the kernel (heavy, dependent on one side only, and read by the
+        kernel), and the arrays that the kernel indexes."""
         before_kernel: set[int] = set()
         table_nodes: set[int] = set()
         visited_nodes: set[int] = set()
@@ -207,7 +206,7 @@ class _Graph:
         return sorted(before_kernel), sorted(table_nodes)
 
     def _before_layout(self, node: int) -> int:
-        """Returns the operation whose result a node only reshapes."""
+        """Returns the node that a node only reshapes or broadcasts."""
         made_by = self.made_by[node]
         while made_by and made_by[0].primitive.name in _LAYOUT and self.made_by[made_by[2][0]] is not None:
             # before a broadcast there is a value for each row, after it one for each pair
@@ -216,7 +215,7 @@ class _Graph:
         return node
 
     def layouts_of(self, node: int) -> list[int]:
-        """Returns a node, and those that only reshape or broadcast it."""
+        """Returns a node, and all nodes that only reshape or broadcast it."""
         nodes = [node]
         for later_node in range(node + 1, len(self.made_by)):
             made_by = self.made_by[later_node]
@@ -225,7 +224,7 @@ class _Graph:
         return nodes
 
     def evaluate(self, wanted: _Node, env: dict[int, Any]) -> Array:
-        """Returns the value of a node, given those of others in ``env``."""
+        """Returns the value of a node from the values of earlier nodes in ``env``, to which it adds."""
         if not isinstance(wanted, int):
             return wanted.val
         if wanted not in env:
@@ -243,7 +242,7 @@ class _Graph:
 
 
 class _Part:
-    """One function of a rule: what it needs before the kernel, and its value on a tile."""
+    """A mask or a score rule: its arrays from before the kernel, and its value on a tile."""
 
     def __init__(self, mod: Mod, *, has_score: bool) -> None:
         self.mod, self.has_score = mod, has_score
@@ -267,7 +266,7 @@ class _Part:
         return _Graph(function, [*array_avals, *scores, scalar_struct, scalar_struct, *index_structs], leaf_names)
 
     def before(self, arrays: Sequence[Array], q_idx: Array, kv_idx: Array, places: tuple[Array, Array]) -> list[Array]:
-        """Returns what is computed before the kernel: [B | 1, N | 1], with T for queries, S for keys."""
+        """Returns the arrays computed before the kernel: [B | 1, N | 1], with T for queries, S for keys."""
         dummy_index = jnp.zeros(2, jnp.int32)
         indices = {"q": (q_idx, dummy_index), "k": (dummy_index, kv_idx), "": (dummy_index, dummy_index)}
         graphs = {side: self._graph((len(q), 1), (1, len(k))) for side, (q, k) in indices.items() if side in self.sides}
@@ -290,7 +289,7 @@ class _Part:
         return early_values
 
     def on_tile(self, values: Sequence[Array], tile: Tile, score: Array | None = None) -> Array:
-        """Returns the function on a tile, given what was computed before."""
+        """Returns the rule's value on a tile; ``values`` are the tile's parts of the arrays from `before`."""
         graph = self._graph(jnp.shape(tile.query), jnp.shape(tile.key))
         table_by_index = dict(zip(self.tables, tile.tables, strict=True))
         captured_arrays = [table_by_index.get(array_index) for array_index in range(len(self.mod.arrays))]
@@ -316,7 +315,7 @@ def tile_rule(
     heads: int,
     first_head: Array | int = 0,
 ) -> TileRule:
-    """Returns a rule for queries and keys of these indices; its heads are ``first_head`` and the next ones."""
+    """Returns the tile rule for queries and keys of these indices, and ``heads`` heads from ``first_head`` on."""
     batch_heads = jnp.arange(batch, dtype=jnp.int32), first_head + jnp.arange(heads, dtype=jnp.int32)
     values_by_side: dict[str, list[Array]] = {"": [], "q": [], "k": []}
     all_tables: list[Array] = []
@@ -336,7 +335,7 @@ def tile_rule(
 
 
 def _function(rule_part: _Part, start_of: dict[str, int], first_table: int) -> Callable[..., Array]:
-    """Returns a function of a tile that has the values of other functions too."""
+    """Returns the function of a tile of one rule; the tile may have arrays of other rules too."""
 
     def function(*args: Any) -> Array:
         *score, tile = args

@@ -1,9 +1,9 @@
 """Load balance of a router: counts, losses with their gradients, and metrics.
 
-Every device counts its own tokens of a microbatch as ``routing[Er, E]``, float32, one row for each of
-`ROUTING_ROWS`; losses and metrics are functions of the sum over devices:
+Every device counts its own tokens of a microbatch as ``routing[Er, E]``, float32, one row for each of `ROUTING_ROWS`;
+losses and metrics are functions of the sum over devices:
 
-- load: choices of each expert, those without a slot included; sums to tokens x experts per token
+- load: choices of each expert, dropped ones included; sums to tokens x experts per token
 - kept: choices that got a slot
 - importance: sum over tokens of the softmax over all scores, also if the router itself uses sigmoids
 - z: importance with each token weighted by log(sum(exp(scores)))^2; its sum over experts is the sum of these squares
@@ -21,13 +21,13 @@ from meshwright.nn.weights import Params
 from meshwright.spec.model import Model
 
 FromCounts = tuple[Params, Params]
-"""`routing_metrics` by name, and the move [layers, E] of each correction by the name of its buffer."""
+"""`routing_metrics` by name, and each router correction's step direction [layers, E] by the name of its buffer."""
 
 RoutingCounts = Float[Array, "*layers Er E"]
 
 
 def routing_counts(scores: RouterScores, chosen: Chosen, *, capacity: int) -> RoutingCounts:
-    """Returns ``routing`` of one device's tokens."""
+    """Returns ``routing[Er, E]`` (see the module) of one device's tokens."""
     shares, log_total = _softmax(scores)
     experts = expert_numbers(chosen, capacity=capacity)
     expert_ids = jnp.arange(scores.shape[-1])[None, None]
@@ -58,10 +58,10 @@ def balance_backward(
 
 
 def correction_move(routing: RoutingCounts) -> Float[Array, "*layers E"]:
-    """Returns ``sign(mean load - load)`` of each expert, which a step adds, times a rate, to its correction.
+    """Returns ``sign(mean load - load)`` of each expert; a step adds it, times a rate, to the expert's router
+    correction.
 
-    Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, algorithm 1.
-    """
+    Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, algorithm 1."""
     load = routing[..., ROUTING_ROWS.index("load"), :]
     return jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
 
@@ -92,10 +92,10 @@ def routing_metrics(routing: RoutingCounts, *, experts_per_token: int) -> dict[s
 
 
 def without_counts(derived: Derived, grads: Params, model: Model) -> tuple[Params, FromCounts]:
-    """Returns the gradients of weights and, from the counts among ``grads``, metrics of the layers with experts (one
-    kind of layers after the other) and the moves of corrections (none unless the program has a rate).
+    """Returns the gradients of weights and, from the counts among ``grads``, routing metrics of all layers with experts
+    and the step directions of router corrections (only if the program has a correction rate).
 
-    The counts are [layers, Er, E] of each kind, under the names of `counts_of`; without any both results are {}.
+    The counts are [layers, Er, E] of each kind of layer, under the names of `counts_of`; without counts both are {}.
     """
     counts_by_name = {name: grads[name] for name in sorted(grads.keys() - derived.shards.keys())}
     weight_grads = {name: grads[name] for name in derived.shards}

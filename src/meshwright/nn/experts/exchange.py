@@ -1,11 +1,11 @@
-"""Rows of tokens exchanged between the devices of experts: ragged, in as many rounds as the fullest device needs.
+"""Exchanges packed rows between the devices of experts: ragged all-to-alls, in as many rounds as the fullest device
+needs.
 
-A device's own rows are sorted by expert, and the experts of another device follow one another. A device receives rows
-sorted by its own experts, into room for `ROOM` times the rows that each device has in the mean. Rows without room are
-sent in further rounds of `FURTHER_ROOM`: a round takes the rows to a device that come, in the order of their devices
-and of their places there, after those of earlier rounds. No row is dropped, and all devices compute the rounds from the
-same counts.
-"""
+A device's own rows are sorted by expert, and the experts of one device are consecutive. A device receives rows sorted
+by its own experts, into room for `ROOM` times the mean number of rows per device. Rows beyond the room are sent in
+further rounds with room for `FURTHER_ROOM` times the mean. The rows to a device are ordered by sending device and then
+by their position there, and each round takes the next ones. No row is dropped, and all devices compute the rounds from
+the same counts."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from meshwright.nn.order import zeros_after
 
 
 def routed(slots: Ragged, axes: tuple[str, ...], *, together: tuple[str, ...]) -> Ragged:
-    """Returns a device's own rows with their first round of exchange over the mesh ``axes``; the devices along the
+    """Returns a device's own rows with the first round of their exchange over the mesh ``axes``; all devices along the
     axes ``together`` run equally many rounds."""
     counts = lax.all_gather(slots.sizes[0], axes)
     most_rows = lax.pmax(jnp.max(jnp.sum(counts.reshape(len(counts), len(counts), -1), axis=(0, 2))), together)
@@ -30,14 +30,14 @@ def routed(slots: Ragged, axes: tuple[str, ...], *, together: tuple[str, ...]) -
 
 
 def in_further_round(value: Array | Ragged, taken: Array) -> Array | Ragged:
-    """Returns the same value; rows on a route are exchanged in a round after ``taken`` rows of each device."""
+    """Returns the value; packed rows with a route are in the round after ``taken`` rows received per device."""
     if not isinstance(value, Ragged) or not value.route:
         return value
     return replace(value, route=replace(value.route, taken=taken, further=True))
 
 
 def move_packed(step: Step, slots: Ragged) -> Ragged:
-    """Runs a step of `algebra.ops.dispatch.moves_of_slots` on packed tokens."""
+    """Runs one of the collectives that `algebra.ops.dispatch.moves_of_slots` returns, on packed tokens."""
     if step.op == "all_to_all":
         return to_experts(slots, step.axes) if step.to_dim == "E" else to_owners(slots, step.axes)
     if step.op == "all_reduce":
@@ -51,7 +51,7 @@ def move_packed(step: Step, slots: Ragged) -> Ragged:
 
 
 def to_experts(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
-    """Sends a device's own rows to the devices of their experts along ``axes``, and returns the rows it receives."""
+    """Sends a device's own rows to their experts' devices along ``axes``, and returns the received rows."""
     route, me = slots.route, lax.axis_index(axes)
     assert route is not None
     own_first, expert_first, num_rows = route.places()
@@ -61,7 +61,7 @@ def to_experts(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
 
 
 def to_owners(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
-    """Sends the rows of a device's experts back along ``axes``; of its own rows those of other rounds are zero."""
+    """Sends the rows of a device's experts back along ``axes``; returns its own rows, zero if of another round."""
     route, me = slots.route, lax.axis_index(axes)
     assert route is not None
     own_first, expert_first, num_rows = route.places()
@@ -71,14 +71,14 @@ def to_owners(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
 
 
 def _of_device(array: Int[Array, "n E"], device: Array) -> Int[Array, "n e"]:
-    """Returns the columns of a device's own experts."""
+    """Returns the columns of the experts on a device."""
     num_own_experts = array.shape[1] // array.shape[0]
     return lax.dynamic_slice_in_dim(array, device * num_own_experts, num_own_experts, axis=1)
 
 
 def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tuple[str, ...]) -> SlotRows:
-    """Runs `jax.lax.ragged_all_to_all` with the offsets and sizes of slices, in its order, and returns the rows that
-    a device receives; on CPUs, which lack it, every device gathers all rows and takes its own."""
+    """Runs `jax.lax.ragged_all_to_all`; ``slices`` are its send offsets, send sizes, receive offsets and receive sizes.
+    Returns the received rows. CPUs lack it: there every device gathers all rows and selects its own."""
     out_rows = zeros_after((num_received, *rows.shape[1:]), rows.dtype, rows)
     send_offsets, sizes, recv_offsets, recv_sizes = (array.astype(jnp.int32) for array in slices)
     if default_platform() != "cpu":

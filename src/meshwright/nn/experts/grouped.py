@@ -1,8 +1,8 @@
-"""Grouped products by the platform's kernels: rows sorted by expert, each expert's with its own matrix.
+"""Grouped products by the platform's kernels: rows sorted by expert, each multiplied by its expert's matrix.
 
-TPU's compiler makes a kernel of `jax.lax.ragged_dot` that computes its rows only, but of the sum over rows that the
-gradient of the matrices needs a product of all rows for every expert (compiled for v5e, v5p, v6e): JAX's `tgmm` makes
-that one. Hopper runs JAX's Mosaic kernels. `nn.experts.products` has the form of all other platforms.
+For `jax.lax.ragged_dot` the TPU compiler has a kernel that computes each expert's rows only, but the gradient of the
+matrices becomes a product of all rows for every expert (compiled for v5e, v5p, v6e): JAX's `tgmm` computes that
+gradient. Hopper runs JAX's Mosaic kernels. Other platforms use the blocks of `nn.experts.products`.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from meshwright.nn.attention.platform import compute_capability, default_device,
 from meshwright.nn.experts.slots import Ragged
 
 TILE = 128
-"""Rows and columns of a tile of Mosaic's kernels; they sum `TILE_DEPTH` of the contracted dim at a time."""
+"""Rows and columns of a tile of Mosaic kernels; they sum `TILE_DEPTH` entries of the contracted dim at a time."""
 
 TILE_DEPTH = 64
 
@@ -26,14 +26,14 @@ HOPPER = 9.0
 """The compute capability whose tensor cores the Mosaic kernels use."""
 
 TGMM_TILES = 512, 256, 128
-"""_Sizes of a tile of `tgmm`, the largest that divides a dim is taken."""
+"""Tile sizes of `tgmm`; each dim is cut into the largest that divides it."""
 
 _Rows = Float[Array, "R _"]
 _Sizes = Int[Array, " E"]
 
 
 def takes(slots: Ragged, *arrays: Array) -> bool:
-    """True if the platform has kernels for packed rows and factors of these widths: of 16 bits, in whole tiles."""
+    """True if the platform has kernels for rows and arrays of these widths: 16 bits, multiples of `TILE`."""
     arrays = (slots.rows, *arrays)
     is_tiled = all(array.dtype.itemsize == 2 and not any(n % TILE for n in array.shape[1:]) for array in arrays)
     is_in_tiles = len(slots.rows) // len(slots.sizes) % TILE == 0
@@ -41,7 +41,7 @@ def takes(slots: Ragged, *arrays: Array) -> bool:
 
 
 def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) -> _Rows:
-    """Returns the rows times their experts' matrices; rows of no expert, which kernels leave as they are, are zero."""
+    """Returns each row times its expert's matrix; rows without an expert, which kernels leave unwritten, are zero."""
     kernel = _tpu_product if default_platform() == "tpu" else _mosaic_product
 
     def of_piece(rows: _Rows, sizes: _Sizes) -> _Rows:
@@ -52,7 +52,7 @@ def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) 
 
 
 def weight_gradient(left: Ragged, right: Ragged) -> Float[Array, "E _ _"]:
-    """Returns the sum of left times right over each expert's rows; of several pieces in float32, then narrowed."""
+    """Returns left^T right over each expert's rows; several pieces are added in float32, then cast to left's dtype."""
     kernel = _tpu_gradient if default_platform() == "tpu" else _mosaic_gradient
     grads = _of_pieces(kernel, left, left.rows, right.rows)
     return grads[0] if len(grads) == 1 else sum(grad.astype(jnp.float32) for grad in grads).astype(left.rows.dtype)

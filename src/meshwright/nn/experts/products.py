@@ -1,18 +1,18 @@
 """Products of slots and expert weights that skip empty slots.
 
-Without a bound on its slots an expert has E / Ea times the slots that are filled on average. Slots are processed in
-blocks of rows, and a block of zeros is skipped: its product is zero, and it adds nothing to a weight's gradient.
-Packed tokens are processed in blocks too, each of one expert.
+Without a capacity limit an expert has E / Ea times the slots that are filled on average. Slots are processed in blocks
+of rows, and a block of zeros is skipped: its product is zero, and it adds nothing to a weight's gradient. Packed tokens
+are processed in blocks too, each block of one expert.
+
 TPUs and Hopper have kernels for packed tokens (`nn.experts.grouped`); elsewhere `jax.lax.ragged_dot` becomes a product
 with every expert's matrix, and took 20 times as long on two CPU cores (32 experts, 4 of them chosen).
 
-Where a bound keeps most slots filled, one batched product is as fast. The derivation and the options decide which
-form the slots have:
+Where a capacity limit keeps most slots filled, one batched product is as fast. The derivation and the options decide
+the form of the slots:
 
-- a bound on the slots, few slots, or the GSPMD form (`TrainStep`): arrays [E, C, D] and batched products
-- no bound: `Ragged`, tokens packed by expert, products by kernels or in blocks; `nn.experts.exchange` moves them
-- no bound, and slots are moved in another way: arrays [E, C, D], products in blocks that leave out empty slots
-"""
+- a capacity limit, few slots, or the GSPMD form (`TrainStep`): arrays [E, C, D] and batched products
+- no limit: `Ragged`, tokens packed by expert, products by kernels or in blocks; `nn.experts.exchange` moves them
+- no limit, but collectives that cannot move packed tokens: arrays [E, C, D], products in blocks, empty ones skipped"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -31,18 +31,18 @@ from meshwright.spec.model import Model
 
 
 def in_blocks(context: Context, *, num_slots: int) -> bool:
-    """True if empty slots are skipped: not with a bound on the slots, few slots, or the GSPMD form."""
+    """True if empty slots are skipped: more than `FEW_SLOTS` slots, no capacity limit, not the GSPMD form."""
     return not context.options.capacity_factor and context.constrain is None and num_slots > FEW_SLOTS
 
 
 def packs_tokens(context: Context, moves: tuple[Step, ...], *, num_slots: int) -> bool:
-    """True if tokens are packed by expert: empty slots are skipped, and packed tokens can be moved as slots are."""
+    """True if tokens are packed by expert: empty slots are skipped, and ``moves`` can exchange packed tokens."""
     return in_blocks(context, num_slots=num_slots) and packs(moves)
 
 
 class ExpertBlocks(NamedTuple):
-    """Which rows belong to which expert: expert e has the blocks that begin at ``starts[e, :num[e]]``, each of at most
-    ``rows`` rows and before row ``ends[e, :num[e]]``. ``at_once`` of them are gathered for one product."""
+    """Blocks of each expert's rows: expert e has ``num[e]`` blocks that begin at ``starts[e, i]`` and end before row
+    ``ends[e, i]``, each of at most ``rows`` rows. ``at_once`` blocks are gathered for one product."""
 
     starts: Int[Array, "E n"]
     num: Int[Array, " E"]
@@ -52,9 +52,9 @@ class ExpertBlocks(NamedTuple):
 
 
 def blocks_of(slots: ExpertSlots, model: Model, *, block_rows: int = BLOCK_ROWS) -> ExpertBlocks:
-    """Returns the blocks of slots, as E * C rows, that are not zero; or the blocks of packed tokens.
+    """Returns the nonzero blocks of slots, as E * C rows, or the blocks of packed tokens.
 
-    A CPU processes blocks one by one.
+    CPUs process one block at a time.
     """
     if isinstance(slots, Ragged):
         block_arrays, mean_rows = _grouped(slots, block_rows), slots.rows.shape[0] / slots.sizes.shape[1]
@@ -90,7 +90,7 @@ def _grouped(slots: Ragged, block_rows: int) -> tuple[Array, Array, Array]:
 
 
 def _in_front(start_rows: Array, end_rows: Array, is_filled: Array) -> tuple[Array, Array, Array]:
-    """Returns the blocks with the filled ones first, and their number."""
+    """Returns the start and end rows with filled blocks first, and the number of filled blocks between them."""
     filled_first = jnp.argsort(~is_filled, axis=-1, stable=True)
     start_rows, end_rows = (jnp.take_along_axis(array, filled_first, axis=-1) for array in (start_rows, end_rows))
     return start_rows, jnp.sum(is_filled, axis=-1, dtype=jnp.int32), end_rows
@@ -104,11 +104,11 @@ def slot_product(
     transposed: bool = False,
     wide: bool = False,
 ) -> ExpertSlots:
-    """Multiplies each slot by its expert's matrix, [I, O] or with ``transposed`` [O, I]; rows of no block are zero.
+    """Multiplies each slot by its expert's matrix, [I, O] or with ``transposed`` [O, I]; rows outside the blocks are
+    zero.
 
-    A kernel takes packed tokens where the platform has one. The result has the dtype of the slots, or float32 with
-    ``wide``.
-    """
+    A kernel multiplies packed tokens where the platform has one. The result has the dtype of the slots, or float32 with
+    ``wide``."""
     rows = rows_of(slots)
     if isinstance(slots, Ragged) and not wide and grouped.takes(slots, weights):
         return slots.with_rows(grouped.product(slots, weights, transposed=transposed))
@@ -127,7 +127,7 @@ def slot_product(
 
 
 def slot_weight_gradient(left: ExpertSlots, right: ExpertSlots, blocks: ExpertBlocks) -> Float[Array, "E I O"]:
-    """Sums left times right over each expert's rows, in float32, cast to left's dtype; slots of zeros add nothing."""
+    """Returns left^T right over each expert's rows, summed in float32, in left's dtype; zero slots add nothing."""
     lhs, rhs = rows_of(left), rows_of(right)
     if isinstance(left, Ragged) and isinstance(right, Ragged) and grouped.takes(left, rhs):
         return grouped.weight_gradient(left, right)
@@ -144,7 +144,7 @@ def slot_weight_gradient(left: ExpertSlots, right: ExpertSlots, blocks: ExpertBl
 
 
 class _RowsAtOnce(NamedTuple):
-    """The rows of one product: which are the expert's own, how to read them, and how to write results."""
+    """The rows of one product: a mask of the expert's rows, and functions to read and to write all of them."""
 
     inside: Array
     read: Callable[[SlotRows], SlotRows]
@@ -154,15 +154,15 @@ class _RowsAtOnce(NamedTuple):
 def _over_products(
     blocks: ExpertBlocks, expert: Array, num_rows: int, body: Callable[[_RowsAtOnce, Array], Array], start: Array
 ) -> Array:
-    """Runs ``body`` for each ``at_once`` blocks of an expert, with the result of the run before; returns the last."""
+    """Folds ``body`` over an expert's blocks, ``at_once`` blocks per call, from ``start``; returns the result."""
     size = min(blocks.rows, num_rows)
-    read_turn = _one_block if blocks.at_once == 1 else _several_blocks
+    read_blocks = _one_block if blocks.at_once == 1 else _several_blocks
     num_turns = (blocks.num[expert] + blocks.at_once - 1) // blocks.at_once
-    return jax.lax.fori_loop(0, num_turns, lambda n, x: body(read_turn(blocks, expert, n, size, num_rows), x), start)
+    return jax.lax.fori_loop(0, num_turns, lambda n, x: body(read_blocks(blocks, expert, n, size, num_rows), x), start)
 
 
 def _one_block(blocks: ExpertBlocks, expert: Array, block_index: Array, size: int, num_rows: int) -> _RowsAtOnce:
-    """Reads ``size`` rows even where the array or the expert has fewer left; ``inside`` masks the rest."""
+    """Reads ``size`` rows even where the array or the expert has fewer left; ``inside`` masks the surplus."""
     first_row = blocks.starts[expert, block_index]
     start_row = jnp.minimum(first_row, num_rows - size)
     row_index = start_row + jnp.arange(size, dtype=jnp.int32)
@@ -178,7 +178,7 @@ def _one_block(blocks: ExpertBlocks, expert: Array, block_index: Array, size: in
 
 
 def _several_blocks(blocks: ExpertBlocks, expert: Array, turn_index: Array, size: int, num_rows: int) -> _RowsAtOnce:
-    """Gathers several blocks; ``inside`` masks rows past the expert's last and blocks that it lacks."""
+    """Gathers ``at_once`` blocks; ``inside`` masks rows past the expert's last and surplus blocks."""
     block_ids = turn_index * blocks.at_once + jnp.arange(blocks.at_once, dtype=jnp.int32)
     clipped_ids = jnp.minimum(block_ids, blocks.starts.shape[1] - 1)
     first_rows, end_rows = blocks.starts[expert, clipped_ids], blocks.ends[expert, clipped_ids]
@@ -194,7 +194,7 @@ def _several_blocks(blocks: ExpertBlocks, expert: Array, turn_index: Array, size
 
 
 def _dot(left: Array, right: Array, contracted: tuple[int, int], *, wide: bool = False) -> Array:
-    """Contracts one dim of each, summing in float32; the result has the operands' dtype unless ``wide``."""
+    """Contracts one dim of each array, in float32; the result has the left array's dtype, or float32 with ``wide``."""
     dim_numbers = (((contracted[0],), (contracted[1],)), ((), ()))
     product = jax.lax.dot_general(left, right, dim_numbers, preferred_element_type=jnp.float32)
     return product if wide else product.astype(left.dtype)

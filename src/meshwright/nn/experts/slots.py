@@ -1,10 +1,10 @@
 """Dispatch of tokens to the slots of experts and combination of their results on one device, forward and backward.
 
 Every device sorts its own tokens, in their order, into ``capacity`` slots of each of the E experts. The array
-``chosen[B, T, Ea]`` holds ``expert * capacity + slot``, or ``-1 - expert`` where the expert had no slot left. Dispatch,
+``chosen[B, T, Ea]`` has ``expert * capacity + slot``, or ``-1 - expert`` where the expert had no slot left. Dispatch,
 combine and all backward functions need only this array. Rows are moved by index, not by products with one-hot matrices.
 
-A device that holds all experts needs no empty slots: T x Ea rows sorted by expert replace the E x T slots (`Ragged`).
+A device that has all experts needs no empty slots: T x Ea rows sorted by expert replace the E x T slots (`Ragged`).
 """
 
 import math
@@ -18,7 +18,7 @@ from meshwright.algebra.ops.dispatch import FURTHER_ROOM, ROOM
 from meshwright.spec.model import Model
 
 ROW_TILE = 8
-"""Rows of which kernels for grouped products take a whole number."""
+"""Kernels for grouped products take a number of rows that is a multiple of this."""
 
 RouterScores = Float[Array, "B T E"]
 Gates = Float[Array, "B T Ea"]
@@ -30,9 +30,9 @@ ResidualStream = Float[Array, "B T D"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Delivery:
-    """Which rows go where: ``counts`` has the rows of each of n devices for each expert, ``fullest`` those for the
-    device with most; a device has ``taken`` rows before this round, and ``num_own`` of its own tokens. All rounds but
-    the first are ``further``."""
+    """One round of exchanging rows between n devices: ``counts`` has the rows of each device for each expert,
+    ``fullest`` the rows that the fullest device receives in all rounds. Each device has received ``taken`` rows in
+    earlier rounds, and has ``num_own`` rows of its own tokens. ``further``: this is not the first round."""
 
     counts: Int[Array, "n E"]
     taken: Int[Array, ""]
@@ -42,12 +42,12 @@ class Delivery:
 
     @property
     def room(self) -> int:
-        """The rows that a device receives in this round, in whole `ROW_TILE`."""
+        """The number of rows that a device can receive in this round, a multiple of `ROW_TILE`."""
         return math.ceil((FURTHER_ROOM if self.further else ROOM) * self.num_own / ROW_TILE) * ROW_TILE
 
     def places(self) -> tuple[Int[Array, "n E"], Int[Array, "n E"], Int[Array, "n E"]]:
-        """Returns the place of each device's rows for each expert in this round: the first among the device's own
-        rows, the first at the expert's device, and their number."""
+        """Returns, per sending device and expert, this round's rows: the first one among the sender's rows, the first
+        one at the receiver, and their number."""
         num_devices, num_experts = self.counts.shape
         own_first = jnp.cumsum(self.counts, axis=1) - self.counts
         # in the order of rounds: all rows to one device, those of the first device first
@@ -67,11 +67,11 @@ class Delivery:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ragged:
-    """Tokens packed by expert: P pieces of as many rows, each sorted by expert, with spare rows of zeros at its end.
+    """Tokens packed by expert: P pieces with equally many rows, each sorted by expert, with spare rows of zeros at its
+    end.
 
-    A device's own tokens are one piece, without spare rows; those of several devices are gathered as a piece of each.
-    ``sizes`` has the rows of each expert in each piece. Where rows are exchanged between devices, ``route`` says how.
-    """
+    A device's own tokens are one piece without spare rows; gathered tokens have one piece per device. ``sizes`` has the
+    rows of each expert in each piece. ``route`` is the exchange between devices, if there is one."""
 
     rows: SlotRows
     sizes: Int[Array, "P E"]
@@ -81,7 +81,7 @@ class Ragged:
         return self.with_rows(self.rows + other.rows)
 
     def with_rows(self, rows: SlotRows) -> "Ragged":
-        """Returns other rows in the same places."""
+        """Returns a copy with other rows for the same tokens and experts."""
         return replace(self, rows=rows)
 
 
@@ -94,12 +94,12 @@ def rows_of(slots: ExpertSlots) -> SlotRows:
 
 
 def with_rows(slots: ExpertSlots, rows: SlotRows) -> ExpertSlots:
-    """Returns rows in the form of the slots."""
+    """Returns an array or `Ragged` like ``slots`` that has these rows."""
     return slots.with_rows(rows) if isinstance(slots, Ragged) else rows.reshape(*slots.shape[:2], *rows.shape[1:])
 
 
 def experts_of_rows(slots: Ragged) -> Int[Array, " R"]:
-    """Returns the expert of each row of packed tokens; of spare rows, any."""
+    """Returns the expert of each row of packed tokens; for spare rows an arbitrary one."""
     num_pieces, num_experts = slots.sizes.shape
     experts, piece_len = jnp.arange(num_experts, dtype=jnp.int32), slots.rows.shape[0] // num_pieces
     return jax.vmap(lambda sizes: jnp.repeat(experts, sizes, total_repeat_length=piece_len))(slots.sizes).reshape(-1)
@@ -110,7 +110,7 @@ def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0)
 
     ``ceil(capacity_factor * num_tokens * experts_per_token / num_experts)``, at most ``num_tokens``. The factor 0 drops
     nothing: a token goes to an expert at most once, so ``num_tokens`` slots are always enough. The result is then the
-    same on every mesh; the price is E / Ea times the filled slots, in memory and in the AllToAll (`nn.experts.products`
+    same on every mesh; the cost is E / Ea times the filled slots, in memory and in the AllToAll (`nn.experts.products`
     skips empty slots, `Ragged` has none). With a factor each device limits its own tokens, so the mesh decides which
     tokens are dropped. Sources: Lepikhin et al., GShard (2020); Fedus et al., Switch Transformers (2021).
     """
@@ -122,7 +122,7 @@ def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0)
 
 
 def assign_slots(experts: Chosen, *, num_experts: int, capacity: int) -> Chosen:
-    """Returns ``chosen`` from the indices of each token's experts; tokens get slots in their order."""
+    """Returns ``chosen`` (see the module) from the expert indices of each token; earlier tokens get the lower slots."""
     flat_experts = experts.reshape(-1, experts.shape[-1])
     expert_ids = jnp.arange(num_experts)[None]
     is_chosen = jnp.zeros((flat_experts.shape[0], num_experts), jnp.int32)
@@ -134,7 +134,7 @@ def assign_slots(experts: Chosen, *, num_experts: int, capacity: int) -> Chosen:
 
 
 def expert_numbers(chosen: Chosen, *, capacity: int) -> Chosen:
-    """Returns the experts of each token, including those without a slot left."""
+    """Returns the expert index of each choice, also if it got no slot."""
     return jnp.where(chosen >= 0, chosen // capacity, -1 - chosen)
 
 
@@ -142,7 +142,7 @@ def expert_numbers(chosen: Chosen, *, capacity: int) -> Chosen:
 
 
 def packing_of(chosen: Chosen, *, num_experts: int) -> Ragged:
-    """Returns zeros in rows for each token once for each of its experts, sorted by expert.
+    """Returns a `Ragged` of zeros with one row per token and chosen expert, sorted by expert.
 
     ``chosen`` must drop nothing: its capacity is the number of tokens.
     """
@@ -152,7 +152,7 @@ def packing_of(chosen: Chosen, *, num_experts: int) -> Ragged:
 
 
 def _places(slots: ExpertSlots, chosen: Chosen) -> Chosen:
-    """Returns the row of each choice."""
+    """Returns the row index of each choice; negative for dropped choices."""
     if not isinstance(slots, Ragged):
         return chosen
     rows_per_expert, capacity = slots.sizes[0], chosen.shape[0] * chosen.shape[1]
@@ -161,10 +161,10 @@ def _places(slots: ExpertSlots, chosen: Chosen) -> Chosen:
 
 
 def dispatch(h: ResidualStream, chosen: Chosen, like: ExpertSlots) -> ExpertSlots:
-    """Copies each token, or its cotangent, into its slots, which are as those of ``like``; empty slots are zeros.
+    """Copies each token, or its cotangent, to the slots of its experts, laid out like ``like``; empty slots are zeros.
 
-    The inverse of the places is scattered first, 4 bytes each, and then whole rows are gathered: CPUs scatter rows
-    one by one.
+    The inverse of the row indices (4 bytes each) is scattered, and then whole rows are gathered: CPUs scatter rows one
+    by one.
     """
     choice_of_row, is_filled = _source_of_rows(like, chosen)
     token_rows = h.reshape(-1, h.shape[-1])[choice_of_row // chosen.shape[-1]]
@@ -172,13 +172,13 @@ def dispatch(h: ResidualStream, chosen: Chosen, like: ExpertSlots) -> ExpertSlot
 
 
 def dispatch_gates(gates: Gates, chosen: Chosen, like: ExpertSlots) -> ExpertSlots:
-    """Copies each weight into its slot; empty slots are zeros."""
+    """Copies each choice's weight to its slot, laid out like ``like``; empty slots are zeros."""
     choice_of_row, is_filled = _source_of_rows(like, chosen)
     return with_rows(like, jnp.where(is_filled, gates.reshape(-1)[choice_of_row], jnp.zeros((), gates.dtype)))
 
 
 def combine(slots: ExpertSlots, chosen: Chosen) -> ResidualStream:
-    """Sums the rows in each token's slots, in float32, one choice at a time; a dropped choice adds nothing."""
+    """Returns each token's sum of its slots' rows, in float32, one choice at a time; dropped choices add nothing."""
     slot_rows, row_indices = rows_of(slots), _places(slots, chosen)
     row_sums = jnp.zeros((*row_indices.shape[:-1], slot_rows.shape[-1]), jnp.float32)
     for choice_index in range(row_indices.shape[-1]):
@@ -189,13 +189,13 @@ def combine(slots: ExpertSlots, chosen: Chosen) -> ResidualStream:
 
 
 def gates_backward(dslots: ExpertSlots, chosen: Chosen) -> Gates:
-    """Returns the cotangent of each weight, zero for dropped choices."""
+    """Returns the cotangent of each choice's weight, zero for dropped choices."""
     drows, row_indices = rows_of(dslots), _places(dslots, chosen)
     return jnp.where(row_indices >= 0, drows[jnp.maximum(row_indices, 0)], jnp.zeros((), drows.dtype))
 
 
 def _source_of_rows(like: ExpertSlots, chosen: Chosen) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-    """Returns for each row the number of the choice that fills it, and whether there is one."""
+    """Returns for each row the number of the choice that fills it (0 if none), and whether there is one."""
     num_rows, row_of_choice = rows_of(like).shape[0], _places(like, chosen).reshape(-1)
     choice_ids = jnp.arange(row_of_choice.size, dtype=jnp.int32)
     # a negative index would count from the end; an index past the end is dropped

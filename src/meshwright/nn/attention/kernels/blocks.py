@@ -1,9 +1,9 @@
 """Attention of one head by XLA, over the blocks of scores that exist, with a running softmax.
 
-A loop over blocks of queries (of keys in the backward pass) has an inner loop over the blocks that its list names:
-first those whose mask has to be evaluated, then those that are seen whole. With `TileSizes.each` 0 both are unrolled,
-for lists that are known while tracing: a tile is a block of queries with all keys that its blocks leave (or a block of
-keys with all queries), in static slices, and a CPU's threads share the tiles, which are independent.
+A loop over blocks of queries (of keys in the backward pass) has an inner loop over the blocks in its list: first the
+partly masked blocks, then the fully visible ones. With `TileSizes.each` 0 both are unrolled, for lists that are known
+while tracing: a tile is a block of queries with all its listed keys (or a block of keys with all its listed queries),
+in static slices, and a CPU's threads share the tiles, which are independent.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ _Carry = TypeVar("_Carry")
 
 
 class TogetherBlocks(NamedTuple):
-    """Blocks that are processed together, by their numbers, and which of them are real; None: all are."""
+    """Indices of blocks that are processed together, and which of them are real, not padding; None: all."""
 
     numbers: Sequence[DynamicInt]
     real: Array | None = None
 
     def spans(self, size: int) -> list[tuple[DynamicInt, int]]:
-        """Returns the starts and lengths of these blocks in an array; neighbours that are known are one span."""
+        """Returns starts and lengths of the blocks in an array; adjacent blocks known while tracing are joined."""
         spans: list[tuple[DynamicInt, int]] = []
         for block in self.numbers:
             if spans and isinstance(block, int) and sum(spans[-1]) == block * size:
@@ -41,7 +41,7 @@ class TogetherBlocks(NamedTuple):
 
 
 def _taken(x: Array, blocks: TogetherBlocks, size: int, axis: int = -1) -> Array:
-    """Returns blocks of an array, one after the other."""
+    """Returns the blocks of an array, concatenated along ``axis``."""
     axis %= x.ndim
     if x.shape[axis] == size:
         return x
@@ -60,7 +60,7 @@ def _one(number: DynamicInt) -> TogetherBlocks:
 
 
 def _tile(sizes: TileSizes, head: Head, rows: TogetherBlocks, columns: TogetherBlocks, *, turned: bool) -> Tile:
-    """Returns the operands of a tile. Without the barrier XLA would read those of a loop at an offset for every
+    """Returns the operands of a tile. Without the barrier XLA would fuse a loop's slices into the reads for every
     score."""
     barrier = lax.optimization_barrier if sizes.each else lambda x: x
 
@@ -74,7 +74,7 @@ def _tile(sizes: TileSizes, head: Head, rows: TogetherBlocks, columns: TogetherB
 
 
 def _within(rule: TileRule, blocks: TogetherBlocks, size: int) -> TileRule:
-    """Returns a rule whose mask leaves out blocks that are not real; they are along the last dim of a tile."""
+    """Returns a rule whose mask hides the blocks that are not real; they are along the last dim of a tile."""
     if blocks.real is None:
         return rule
     is_real, inner_mask = jnp.repeat(blocks.real, size)[None], rule.mask
@@ -88,8 +88,8 @@ def _put(x: Array, value: Array, start: DynamicInt, axis: int) -> Array:
 
 
 def _added(x: Array, value: Array, blocks: TogetherBlocks, size: int) -> Array:
-    """Adds to the blocks, along the last dim, that `_taken` takes. Not a scatter: over all rows its index is empty, and
-    jaxlib 0.11's partitioner crashes on that."""
+    """Adds ``value`` to the blocks of ``x`` along the last dim. Not a scatter: its index over all rows would be empty,
+    on which jaxlib 0.11's partitioner crashes."""
     axis, offset = x.ndim - 1, 0
     for start, length in blocks.spans(size):
         value_part = lax.slice_in_dim(value, offset, offset + length, axis=axis)
@@ -100,10 +100,10 @@ def _added(x: Array, value: Array, blocks: TogetherBlocks, size: int) -> Array:
 def _over(
     lists: BlockLists, each: int, row: DynamicInt, step: Callable[[TogetherBlocks, _State, bool], _State], start: _State
 ) -> _State:
-    """Runs ``step(blocks, carry, is_masked)`` over the blocks of a row, ``each`` together.
+    """Runs ``step(blocks, carry, is_masked)`` over the listed blocks of a row, ``each`` together.
 
-    The first ones, of which some need their mask, are filled up with blocks that are not real. Static lists leave out
-    loops that are empty.
+    The first group, of masked blocks, is filled up with blocks that are not real. Static lists leave out loops that are
+    empty.
     """
     if isinstance(row, int) and not each:
         numbers = sorted(lists.index[row][: lists.total[row]].tolist())
@@ -136,8 +136,8 @@ def _over(
 
 
 def _fewest(exists: Array | None, row: int, blocks: list[int], run: Callable[[list[int]], _State]) -> _State:
-    """Runs a tile with its blocks, or with the half of them nearest to the diagonal, and so on, where the arrays that
-    the mask reads leave nothing of the others."""
+    """Runs a tile with its blocks or, if the mask's arrays leave nothing of the half farther from the diagonal, with
+    the nearer half, and so on."""
     if exists is None or len(blocks) == 1:
         return run(blocks)
     half = len(blocks) // 2
@@ -154,8 +154,8 @@ def _rows(
     start: _Carry,
     outs: tuple[Array, ...],
 ) -> tuple[_Carry, tuple[Array, ...]]:
-    """Runs ``body(row, carry)`` over rows of blocks; returns the carry, and what each row has in place of that in
-    ``outs``."""
+    """Runs ``body(row, carry)`` over rows of blocks; returns the last carry, and ``outs`` with each row's values
+    written to them."""
     num_blocks = len(outs[0]) // block_len
 
     def step(row: DynamicInt, state: tuple[_Carry, tuple[Array, ...]]) -> tuple[_Carry, tuple[Array, ...]]:
@@ -197,7 +197,7 @@ def forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: A
 def backward(
     sizes: TileSizes, scale: float, head: Head, rows: Sequence[Array], k: Array, v: Array
 ) -> tuple[Array, Array, Array, scores.Learned]:
-    """Returns (dq [T, H], dk [S, H], dv [S, Hv], cotangents of what the score rule reads) of one head; float32 but dq.
+    """Returns (dq [T, H], dk [S, H], dv [S, Hv], cotangents of the score rule's arrays) of one head; float32 except dq.
 
     ``rows`` are queries, cotangents of results, log-sum-exps and delta.
     """
@@ -235,7 +235,7 @@ def backward(
 
         zero_dkv = [jnp.zeros(x.shape, jnp.float32) for x in kv]
         dq, dk, dv, drule = _over(head.lists, sizes.each, j, step, (carry[0], zero_dkv[0], zero_dkv[1], carry[1]))
-        # dk has the scale by the scaled queries, or by what is left of it; the keys in products of dq have none
+        # scaled queries give dk its scale, else ``rest_scale`` does; the keys in the products of dq are unscaled
         return (dq, drule), (dk * rest_scale, dv)
 
     # The cotangents of queries are columns, see `score_cotangents`.

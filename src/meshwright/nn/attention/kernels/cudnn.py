@@ -1,7 +1,7 @@
-"""Runs cuDNN's fused attention: forward with its log-sum-exp, backward from it.
+"""Runs cuDNN's fused attention: forward with its log-sum-exp, backward from the saved log-sum-exp.
 
-The backward kernel is reached through JAX's own rule for it: differentiating `jax.nn.dot_product_attention` would run
-the forward kernel a second time, and that function rounds the log-sum-exp to the element type of the result.
+The backward kernel is called by JAX's own rule for it: differentiating `jax.nn.dot_product_attention` would run the
+forward kernel a second time, and that function rounds the log-sum-exp to the element type of the result.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from meshwright.nn.attention.kernels.scores import AttentionResult, BackwardInpu
 from meshwright.nn.attention.platform import compute_capability
 
 _SEED, _DROPOUT, _NO_BIAS = 42, 0.0, (False, False)
-"""Arguments of the kernels: no dropout, no bias and no gradient of one."""
+"""Arguments of the kernels: random seed, no dropout, no bias and no gradient of a bias."""
 
 
 def _mask(call: AttentionCall) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Flash attention for Hopper GPUs as Pallas kernels for Mosaic GPU, over the blocks that a mask leaves.
 
-A program holds one block of rows of one head: two warpgroups compute half of it each, a third one brings tiles of the
-columns through shared memory. Rows are queries, except in the kernel for the gradients of keys and values.
+A program computes one block of rows of one head: two warpgroups compute half of it each, a third one copies tiles of
+the columns into shared memory. Rows are queries, except in the kernel for the gradients of keys and values.
 """
 
 import math
@@ -23,7 +23,7 @@ BLOCKS = 128, 128
 """Queries and keys of a block: the fastest on an H200 (benchmarks/results/flex_gpu-2026-11-27.txt)."""
 
 WARPGROUPS = 2
-"""Warpgroups that compute; each takes half of the rows of a block, a multiple of 64."""
+"""Warpgroups that compute; each has half of the rows of a block, a multiple of 64."""
 
 _LOG2E = math.log2(math.e)
 
@@ -46,7 +46,7 @@ class _Step(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """Rows of one warpgroup in shared memory."""
+    """The rows of one warpgroup in shared memory, and how it loops over tiles."""
 
     at: tuple[object, ...]
     """Index of the rows in an array [B, L, N, ...]."""
@@ -55,14 +55,14 @@ class _Program(NamedTuple):
     held: tuple[_Ref, ...]
     vectors: tuple[_Ref, ...]
     loop: Callable[[Callable[[_Step, Any], Any], Any], Any]
-    """Runs a body over the tiles of all blocks that exist."""
+    """Runs a body over the tiles of all listed blocks."""
     warpgroup: Array
     turns: _Ref
     """Barrier at which the warpgroups pass the tensor cores to each other."""
 
 
 class _Arrays(NamedTuple):
-    """Operands along rows or along columns: tiles of [B, L, heads, H], vectors of [B | 1, N | 1, L]."""
+    """Operands along a tile's rows or columns: tiles of [B, L, heads, H], vectors of [B | 1, N | 1, L]."""
 
     tiles: tuple[Array, ...]
     own: tuple[Array, ...] = ()
@@ -81,7 +81,7 @@ def forward(
     """Returns the result and the log-sum-exp of each row in float32; 0 and -inf for a row that sees no key.
 
     T and S are multiples of the ``blocks`` of queries and keys, ``scale`` is positive, H a multiple of 64. A block has
-    a multiple of 128 queries. ``stages`` tiles of ``tile`` keys (0: a block of them) are in flight.
+    a multiple of 128 queries. ``stages`` tiles of ``tile`` keys (0: a whole block) are in flight.
     """
     (B, T, N, H), rule = q.shape, rule.widened()
 
@@ -102,7 +102,7 @@ def forward(
                 scores, exp2_factor = rule.score(scores * scale, step.tile()), _LOG2E
             if step.seen:
                 scores = jnp.where(step.seen(step.tile()), scores, -jnp.inf)
-            # the place of the keys is free once their scores are there, before the values are needed
+            # the keys' shared memory is free once their scores exist, before the values are needed
             step.release(0)
             new_peak = jnp.maximum(peak, scores.max(axis=1) * exp2_factor)
             p = jnp.exp2(scores * exp2_factor - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
@@ -131,7 +131,7 @@ def forward(
         pl.when(program.warpgroup == 0)(take_turn)
         lse_smem[...] = (peak + jnp.log(exp_sum) * _LOG2E) * (1 / _LOG2E)
         inverse_sum = 1 / jnp.where(exp_sum > 0, exp_sum, 1.0)
-        # nobody reads the queries any more, so the result leaves through their place
+        # the queries are not read any more: their shared memory passes the result on
         q_smem[...] = (acc * lax.broadcast_in_dim(inverse_sum, acc.shape, [0])).astype(q.dtype)
         # only committed writes are visible to the copies that follow
         plgpu.commit_smem()
@@ -139,7 +139,7 @@ def forward(
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[program.vector_at])
         plgpu.wait_smem_to_gmem(0)
 
-    # the kernel writes its log-sum-exp through the place of a vector of zeros
+    # the shared memory of a vector of zeros passes the log-sum-exp on
     row_arrays = _Arrays((q,), (jnp.zeros((1, 1, T), jnp.float32),), rule.rows)
     outs = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     sizes = *blocks, tile or blocks[1]
@@ -154,11 +154,11 @@ def backward(
     *, tiles: tuple[int, int] = (64, 64), stages: int = 2, interpret: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:  # fmt: skip
     """Returns (dq, dk, dv) from ``given``: the cotangent of the result, the result and the log-sum-exp. ``lists`` are
-    those of blocks of queries, and of keys.
+    by blocks of queries, and by blocks of keys.
 
     A block has a multiple of 128 queries and of 128 keys; H is at most 128, as dk and dv fill the registers. One kernel
     recomputes the scores for dq, another one for dk and dv: no sum depends on the order of programs. ``tiles`` are the
-    queries of a tile of the second and the keys of one of the first, both divide their block.
+    queries of a tile of the second kernel and the keys of a tile of the first; both divide their block.
     """
     (_, _, N, H), K, rule = q.shape, k.shape[2], rule.widened()
     dout, o, lse = given
@@ -169,7 +169,7 @@ def backward(
     log2_lse = jnp.swapaxes(jnp.where(jnp.isneginf(lse), -LOWEST, lse * _LOG2E), 1, 2)
 
     def probabilities(step: _Step, products: Array, lse_ref: _Ref, dim: int) -> tuple[Array, Callable[[Array], Array]]:
-        """The probabilities of a tile, and what turns a cotangent of scores into one of scaled products."""
+        """Returns the probabilities of a tile, and the map from a cotangent of scores to that of scaled products."""
         scores, exp2_factor, pull_back = products, scale * _LOG2E, lambda x: x
         if rule.score:
             _lower_sums_of_cotangents()
@@ -236,7 +236,7 @@ def backward(
 
 
 def _lower_sums_of_cotangents() -> None:
-    """Lowers the sums that derivatives of a score rule bring, which JAX 0.11 does not, as it lowers other sums."""
+    """Gives the sums in derivatives of a score rule, which JAX 0.11 does not lower, the lowering of other sums."""
     from jax._src.ad_util import add_any_p
     from jax._src.pallas.mosaic_gpu.lowering import mosaic_lowering_rules
 
@@ -252,8 +252,8 @@ def _sweep(
 ) -> tuple[Array, ...]:  # fmt: skip
     """Runs a kernel over (batch, head, block of rows); ``sizes`` are rows and columns of a block, columns of a tile.
 
-    Blocks of one head run side by side, so that they share its tiles in the cache; the last queries, which a causal
-    mask shows most keys, start first.
+    Blocks of one head run at the same time, so that they share its tiles in the cache; the last queries, which see most
+    keys under a causal mask, start first.
     """
     block_rows, width, tile = sizes
     group_rows, num_tiles = block_rows // WARPGROUPS, width // tile
@@ -392,7 +392,7 @@ def _sweep(
 
 
 def _write(program: _Program, results: Sequence[tuple[Array, _Ref, _Ref]]) -> None:
-    """Writes accumulators to global memory through the places of the rows that they have replaced."""
+    """Writes accumulators to global memory through the shared memory of rows that are not needed any more."""
     for acc, smem_ref, _ in results:
         smem_ref[...] = acc.astype(smem_ref.dtype)
     plgpu.commit_smem()
@@ -402,7 +402,7 @@ def _write(program: _Program, results: Sequence[tuple[Array, _Ref, _Ref]]) -> No
 
 
 def _product(lhs: _Ref, rhs: _Ref, interpret: bool, meanwhile: Callable[[], object] = lambda: None) -> Array:
-    """lhs rhs' in float32; ``meanwhile`` runs while the tensor cores do."""
+    """Returns lhs rhs' in float32; ``meanwhile`` runs while the tensor cores compute."""
     if interpret:  # the interpreter knows neither transposed references nor accumulators that start with a value
         meanwhile()
         return jnp.dot(lhs[...], rhs[...].T, preferred_element_type=jnp.float32)
@@ -416,7 +416,7 @@ def _product(lhs: _Ref, rhs: _Ref, interpret: bool, meanwhile: Callable[[], obje
 
 
 def _added(acc: Array, lhs: Array, rhs: _Ref, interpret: bool, meanwhile: Callable[[], object] = lambda: None) -> Array:
-    """acc + lhs rhs; ``meanwhile`` runs while the tensor cores do."""
+    """Returns acc + lhs rhs; ``meanwhile`` runs while the tensor cores compute."""
     if interpret:
         meanwhile()
         return acc + jnp.dot(lhs, rhs[...], preferred_element_type=jnp.float32)
@@ -429,17 +429,17 @@ def _added(acc: Array, lhs: Array, rhs: _Ref, interpret: bool, meanwhile: Callab
 
 
 def _of(ref: _Ref, b: DynamicInt, n: DynamicInt) -> _Ref:
-    """The part of an array [B | 1, N | 1, ...] for one sequence and head."""
+    """Returns the part of an array [B | 1, N | 1, ...] for one sequence and head."""
     return ref.at[b if ref.shape[0] > 1 else 0, n if ref.shape[1] > 1 else 0]
 
 
 def _laid(x: Array, interpret: bool, dim: int = 0) -> Array:
-    """Gives a tile, or a vector along a dim of one, the layout of accumulators."""
+    """Casts a tile, or a vector along dim ``dim`` of a tile, to the layout of accumulators."""
     # Mosaic combines arrays of one layout only, and the products have this one
     layout = plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1 - dim)
     return x if interpret else plgpu.layout_cast(x, layout)
 
 
 def _across(ref: _Ref, shape: tuple[int, ...], dim: int, interpret: bool) -> Array:
-    """Loads a vector along a dim of a tile and repeats it over the other one."""
+    """Loads a vector along a dim of a tile and repeats it along the other dim."""
     return lax.broadcast_in_dim(_laid(ref[...], interpret, dim), shape, [dim])

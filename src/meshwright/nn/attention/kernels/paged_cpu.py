@@ -1,4 +1,4 @@
-"""Attention on pages on CPUs, by XLA: the tiles are taken in the order of their list."""
+"""Attention on pages on CPUs, by XLA: tiles run in the order of their list."""
 
 from collections.abc import Sequence
 
@@ -22,15 +22,15 @@ from meshwright.nn.contract import floats
 from meshwright.nn.order import sum_of_halves
 
 MOST_SLOTS = 1024
-"""Slots of the tiles of an iteration."""
+"""Most slots of all tiles of an iteration."""
 
 
 def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValues, out: RaggedRows) -> RaggedRows:
-    """Writes the attention of each block by XLA, where each iteration costs some microseconds an operation.
+    """Writes each block's attention to ``out`` on CPUs, where each operation of an iteration costs some microseconds.
 
-    Blocks of one query share iterations. Those of several follow one another, as only few of those that could exist do.
-    A tile's weights are relative to a power of two, so that sums are scaled without rounding: a block adds its tiles
-    one after the other and has the same result whichever tiles share an iteration.
+    Blocks of one query share iterations. Blocks of several queries follow one another, as few of the possible ones
+    exist. A tile's weights are relative to a power of two, so that sums are scaled without rounding: a block adds its
+    tiles in list order and has the same result whichever tiles share an iteration.
     """
     call, num_blocks, (kv_heads, v_width), block = tiles.call, len(tiles.starts), mixed.values.shape[2:], tiles.block
     per_group, dtype, slots = out[0].shape[1] // kv_heads, parts[0].queries.dtype, tiles.num_pages * tiles.page_len
@@ -128,7 +128,7 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
 
 
 def _two_to(power: Array) -> Array:
-    """Returns two to the power of whole numbers that are not positive, exactly."""
+    """Returns two to the power of integers that are at most 0, exactly; 0 below the range of float32."""
     # the biased exponent of a float32, 0 for a power that is too small for one
     bits = jnp.maximum(power.astype(jnp.int32) + 127, 0) << 23
     return lax.bitcast_convert_type(bits, jnp.float32)

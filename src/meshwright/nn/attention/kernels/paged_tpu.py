@@ -1,4 +1,4 @@
-"""Attention on pages on TPUs, by a Pallas kernel with a tile in each step of its grid."""
+"""Attention on pages on TPUs, by a Pallas kernel that computes a tile per step of its grid."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,21 +16,21 @@ from meshwright.nn.attention.pages import PagedPart, PagedValues, PageTiles, Rag
 from meshwright.nn.cache import fills_tiles
 
 MOST_ROWS, MOST_PAGES = 256, 16
-"""Rows, queries x heads, of a block, and pages of a tile at most. The kernel multiplies all heads with the keys of all
-key heads, which costs nothing where few rows meet many keys."""
+"""Most rows (queries x heads) of a block, and most pages of a tile. The kernel multiplies all heads with the keys of
+all key heads, which costs nothing for few rows and many keys."""
 
 SCALAR_BYTES = 2**18
-"""Bytes of the page table and the list of tiles at most, so that scalar memory has both."""
+"""Most bytes of the page table and the list of tiles, which are both in scalar memory."""
 
 LANE = 128
 """Entries of a row of registers on a TPU."""
 
 UNSEEN = -(2**30)
-"""A distance, from a query to a slot, that no mask admits."""
+"""A distance, from a query to a slot, that every mask hides."""
 
 
 def takes_on_tpu(tiles: PageTiles, num_heads: int) -> bool:
-    """True on TPUs for few rows, pages that are not tiny and tables that fit scalar memory."""
+    """True on TPUs for blocks of few rows, tiles of few pages, tables that fit scalar memory, and no score rule."""
     call = tiles.call
     is_small = tiles.block * num_heads <= MOST_ROWS and tiles.num_pages <= MOST_PAGES
     num_scalars = call.pages.size + len(tiles.starts) * -(-call.pages.shape[1] // tiles.num_pages)
@@ -41,8 +41,8 @@ def takes_on_tpu(tiles: PageTiles, num_heads: int) -> bool:
 def attend_on_tpu(
     tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValues, out: RaggedRows, *, interpret: bool = False
 ) -> RaggedRows:
-    """Writes the attention of each block by a kernel with a tile in each step of its grid, whose pages are fetched
-    ahead. The columns of its scores are (slot, key head) pairs, as a page has them in memory."""
+    """Writes each block's attention to ``out``, by a kernel that computes a tile per step of its grid and prefetches
+    pages. The columns of its scores are (slot, key head) pairs, as a page has them in memory."""
     from jax.experimental import pallas as pl  # Pallas takes time to import
     from jax.experimental.pallas import tpu as pltpu
 
@@ -95,7 +95,7 @@ def attend_on_tpu(
     is_latent = mixed.values is parts[0].keys
 
     def of_tiles(scale: Array) -> Array:
-        """Returns [tiles, 1, columns], gathered by XLA: a page of scales is not a whole number of registers."""
+        """Returns scales [tiles, 1, columns], gathered by XLA: a page of scales does not fill whole registers."""
         page_column = (tiles.chunk[block_ids] + jnp.arange(max_tiles) - tiles.starts[block_ids])[:, None] * num_pages
         page_column = jnp.minimum(page_column + jnp.arange(num_pages)[None], page_table.shape[1] - 1)
         factors = in_memory("tpu", scale)[page_table[tiles.sequence[block_ids][:, None], page_column]]
@@ -129,7 +129,7 @@ def attend_on_tpu(
             sums_ref[...] = jnp.zeros((num_rows, v_width), jnp.float32)
 
         def without_spare(block: Array) -> Array:
-            """Returns [slots x rows of heads, width] with 0 in the spare rows, which may have anything."""
+            """Returns [slots x rows of heads, width] with 0 in the padding rows, whose content is undefined."""
             head = lax.broadcasted_iota(jnp.int32, block.shape, 1)
             return jnp.where(head < kv_heads, block, 0).reshape(page_len * held_heads, -1)
 

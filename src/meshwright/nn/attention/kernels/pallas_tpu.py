@@ -1,8 +1,8 @@
-"""Runs flash attention on TPUs by Pallas kernels that fetch and compute only the blocks in a list, under any rule.
+"""Flash attention on TPUs by Pallas kernels that fetch and compute only the blocks in a list, under any rule.
 
 A step of a kernel computes one tile of scores, of a block of queries and a block of keys. The backward pass is one
-kernel, which computes scores once: it keeps the cotangents of a head's keys and values on the chip's core while the
-queries pass. Source of the running softmax and of its derivative: Dao, FlashAttention-2 (2023).
+kernel, which computes scores once: the cotangents of a head's keys and values stay in vector memory while it runs over
+the queries. Source of the running softmax and of its derivative: Dao, FlashAttention-2 (2023).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ from meshwright.nn.attention.platform import default_device, default_platform
 from meshwright.nn.attention.tiles import BlockLists, DynamicInt, Tile, TileRule
 
 BLOCKS = 512, 512
-"""Queries and keys of a block: both passes then fit in the cores of all TPUs in bf16 and float32, to heads of 256."""
+"""Queries and keys of a block: both passes then fit in vector memory of all TPUs in bf16 and float32, heads to 256."""
 
 LANES = 128
-"""Elements in a row of a register: blocks have multiples of it."""
+"""Elements in a row of a register: sizes of blocks are multiples of it."""
 
 _KEPT_BYTES, _TILE_BYTES = 2**25, 11 * 2**20
-"""Vector memory for what stays on a core, and for the arrays of a step, by `BLOCKS`."""
+"""Vector memory for outputs that stay on a core, and for the arrays of a step with blocks of `BLOCKS`."""
 
 _COMPUTED, _MASKED, _FIRST, _LAST = 1, 2, 4, 8
 # a step is one word, as scalar memory is small: 4 flags, 13 bits for a block of keys, the rest for one of queries
@@ -40,7 +40,7 @@ _Refs = Sequence[Any]  # Pallas has no public type of its references
 
 
 def fits(lists: BlockLists) -> bool:
-    """True if the steps, 4 bytes for each place in the lists, fit in scalar memory: 1 MiB, less what Mosaic takes."""
+    """True if the steps, 4 bytes for each entry of the lists, fit in scalar memory: 1 MiB, less 16 KiB for Mosaic."""
     batch, num_heads, num_rows, num_columns = lists.index.shape
     sublanes = min(8, pl.next_power_of_2(num_heads))
     num_places = batch * -(-num_heads // sublanes) * sublanes * -(-num_rows * num_columns // LANES) * LANES
@@ -54,10 +54,10 @@ def _resident_bytes() -> int:
 
 
 def _steps(lists: BlockLists, span: range) -> tuple[Int[Array, "B|1 N|1 steps"], Int[Array, ""]]:
-    """Returns the steps of each list as words (block of queries, block of keys, flags), and the most that a list has.
+    """Returns the steps of each list as words (block of queries, block of keys, flags), and the most steps of a list.
 
-    ``span`` are the blocks of keys to visit. A row without blocks has a step that computes nothing, and so have the
-    steps after the last, which fetch nothing either.
+    ``span`` are the blocks of keys to visit. A row without blocks has one step that computes nothing; steps after a
+    list's last one compute and fetch nothing.
     """
     row, list_slot = (lax.broadcasted_iota(jnp.int32, lists.index.shape, dim) for dim in (2, 3))
     is_used = (list_slot < lists.total[..., None]) & (lists.index >= span.start) & (lists.index < span.stop)
@@ -91,12 +91,12 @@ def _run(
     interpret: bool,
 ) -> list[Array]:
     """Runs ``add(tile, mask, arrays, sums, resident, block of keys)`` on every tile of a block of queries, and
-    ``finish(outs, sums)`` after its last.
+    ``finish(outs, sums)`` after its last tile.
 
-    ``arrays`` are those of queries, [B, N, T, width], and of keys, [B, K, S, width]; ``row_values`` are the last rows
-    of a tile. ``sums`` are widths and initial values of float32 sums over a block of queries. ``outs`` are [B, N, T,
-    width] or, a value per row, [B, N, 1, T]. ``resident`` outputs, [B, K, blocks, block, width], begin as zeros and
-    stay on the core while all queries of a group of heads pass.
+    ``arrays`` are those of queries, [B, N, T, width], and of keys, [B, K, S, width]; ``row_values`` become the last
+    ``rows`` of a tile. ``sums`` are widths and initial values of float32 sums over a block of queries. ``outs`` are [B,
+    N, T, width] or, for a value per row, [B, N, 1, T]. ``resident`` outputs, [B, K, blocks, block, width], begin as
+    zeros and stay on the core for all queries of a group of heads.
     """
     queries, keys = arrays
     batch, kv_heads = keys[0].shape[:2]
@@ -112,7 +112,7 @@ def _run(
     def locate(
         b: Array, kv_head: Array, group_head: Array, step: Array, step_words: Array
     ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
-        """Returns the word of a step, its heads and its blocks, each of queries and of keys."""
+        """Returns the word of a step, its (query, key) heads and its (query, key) blocks."""
         head = kv_head * group_size + group_head
         step_word = step_words[(*lead(step_words, b, head), step)]
         key_block = (step_word >> _COLUMN_SHIFT) & ((1 << _ROW_SHIFT - _COLUMN_SHIFT) - 1)
@@ -196,19 +196,19 @@ def _run(
 
 
 def _repeated(x: Array, width: int) -> Array:
-    """Widens an array whose lanes are all equal."""
+    """Widens an array, whose lanes are all equal, to ``width`` lanes."""
     return jnp.tile(x, (1, pl.cdiv(width, LANES)))[:, :width]
 
 
 def _product(a: Array, b: Array, dims: tuple[int, int]) -> Array:
-    """Returns the product over one dim of each, in float32."""
+    """Returns the product over one dim of each array, in float32."""
     return lax.dot_general(a, b, (((dims[0],), (dims[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _scores(
     rule: TileRule, tile: Tile, q: Array, k: Array, scale: float
 ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
-    """Returns the scores times log2(e), since the chip has exponentials of base 2, and the transposed derivative."""
+    """Returns the scores times log2(e), since exponentials are of base 2, and their pullback to scaled products."""
     products, score = _product(q, k, (1, 1)), rule.score
     if score is None:
         return products * (scale * _LOG2_E), lambda ds: (ds,)
@@ -290,9 +290,9 @@ def backward(
     *,
     interpret: bool = False,
 ) -> QkvCotangents:
-    """Returns (dq, dk, dv) for (dout, o, lse) of `forward`; of ``lists`` those of blocks of queries are read.
+    """Returns (dq, dk, dv) for (dout, o, lse) of `forward`; only ``lists[0]``, by blocks of queries, is read.
 
-    Where dk and dv of one head do not fit on a core, a kernel runs for each span of keys.
+    If dk and dv of one head do not fit on a core, a kernel runs for each span of keys.
     """
     dout, o, lse = given
     row_values = [_by_head(x) for x in (safe(lse) * _LOG2_E, deltas((dout, o, lse)))]

@@ -32,18 +32,18 @@ AttentionResult = tuple[HeadValues, Float[Array, "B T N"]]
 QkvCotangents = tuple[HeadQueries, HeadKeys, KeyValues]
 """Cotangents of queries, keys and values."""
 BackwardInputs = tuple[Array, ...]
-"""Inputs of a backward pass besides queries, keys and values: cotangent of the result [B, T, N, Hv], the result, its
-log-sum-exp [B, T, N], and where that has a cotangent, this too."""
+"""Inputs of a backward pass in addition to q, k, v: cotangent of the result [B, T, N, Hv], the result, its log-sum-exp
+[B, T, N], and the cotangent of the log-sum-exp if there is one."""
 
 Learned = dict[str, tuple[Array | None, ...]]
-"""Arrays that a score rule learns, or their cotangents, by the field of the rule; None in place of others."""
+"""Floating-point arrays that a score rule reads, or their cotangents, by field of the rule; None for other arrays."""
 
 LOWEST = -1e30
 """Initial maximum of a row; finite, because the difference of two infinities is NaN."""
 
 
 class RunningSoftmax(NamedTuple):
-    """Per row: the largest score so far, the sum of exponentials relative to it, and the values weighted by these."""
+    """Per row: the largest score so far, the sum of exponentials relative to it, and the values they weight."""
 
     peak: PerRow
     total: PerRow
@@ -51,10 +51,10 @@ class RunningSoftmax(NamedTuple):
 
 
 def scaled(q: Queries, scale: float) -> tuple[Queries, float]:
-    """Returns scaled queries and a scale of 1 where that is exact enough, else both as given.
+    """Returns scaled queries and a scale of 1 if that is exact enough, else both unchanged.
 
-    Queries take R H products, scores R S. Queries in bfloat16 would lose bits unless the scale is a power of two.
-    """
+    Scaling queries takes R H products, scaling scores R S. Queries in bfloat16 would lose bits unless the scale is a
+    power of two."""
     if q.dtype == jnp.float32 or np.frexp(scale)[0] == 0.5:
         return q * jnp.asarray(scale, q.dtype), 1.0
     return q, scale
@@ -89,7 +89,7 @@ def attend(
     *,
     is_masked: bool,
 ) -> RunningSoftmax:
-    """Adds a block of (keys, values) to the running softmax, or begins with it where there is none; without
+    """Adds a block of (keys, values) to the running softmax ``before``, or begins one if that is None; without
     ``is_masked`` every row sees every key."""
     scores = times(q, keys[0])
     if scale != 1.0:
@@ -117,7 +117,7 @@ def finish(running: RunningSoftmax) -> tuple[MixedRows, PerRow]:
 
 
 def reads(held: TileRule | Tile) -> Learned:
-    """Returns the floating-point arrays that a score rule learns, of a rule or a tile; None in place of others."""
+    """Returns a rule's or tile's floating-point arrays, None for other arrays; {} unless ``learns``."""
     if not held.learns:
         return {}
     names = "heads", "rows", "columns", "tables"
@@ -128,10 +128,10 @@ def score_cotangents(
     rows: Sequence[Array], keys: Keys, scale: float, rule: TileRule, tile: Tile, *, is_masked: bool
 ) -> tuple[Float[Array, "*lead S R"], Float[Array, "*lead S R"], Learned]:
     """Returns weights P = exp(s - lse), cotangents of scores P (dP - delta) times the slope of the score rule, and the
-    cotangents of what that rule reads. Keys are rows of all, and of ``tile``.
+    cotangents of the rule's arrays; keys are the rows of all of them, and of ``tile``.
 
     ``rows`` are (q, dout, lse, delta). With keys as rows three of the four products that follow have no transposed left
-    factor. XLA's library for CPUs does not take one: its fallback runs at less than half the rate.
+    factor, for which XLA's CPU library falls back to less than half the rate.
     """
     (q, dout, lse, delta), (k, v) = rows, keys
     scores = times(k, q)
@@ -148,7 +148,7 @@ def score_cotangents(
 
 
 def _with_reads(score: Callable[..., Array], tile: Tile, raw_scores: Array, learned: Learned) -> Array:
-    """Returns scores by a rule, from the arrays that it learns."""
+    """Applies the score rule as a function of the captured arrays that get gradients."""
     arrays_by_field: dict[str, Any] = {
         name: tuple(x if y is None else y for x, y in zip(getattr(tile, name), values, strict=True))
         for name, values in learned.items()
@@ -174,7 +174,7 @@ def deltas(given: BackwardInputs) -> Float[Array, "B T N"]:
 
 
 def with_sinks(sinks: Float[Array, " N"], o: HeadValues, lse: Array) -> AttentionResult:
-    """Returns attention with an additional logit per head: a sink takes weight and adds no value."""
+    """Returns attention with an extra logit per head: a sink takes weight and adds no value."""
     total_lse = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, None])
     return (o.astype(jnp.float32) * jnp.exp(lse - total_lse)[..., None]).astype(o.dtype), total_lse
 

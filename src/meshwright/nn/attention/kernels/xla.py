@@ -1,7 +1,7 @@
 """Attention by XLA on any platform, for every mask and score rule.
 
-A CPU processes a few heads of a sequence after the other, so that blocks of scores stay in cache; other devices process
-all at once, over the blocks that any of them has. `blocks` has the passes of one head.
+A CPU processes a few heads of a sequence at a time, so that their scores stay in cache; other devices process all heads
+at once, over the blocks that any head needs. `blocks` has the passes of one head.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,28 +24,28 @@ from meshwright.nn.attention.tiles import DynamicInt, Head, TileRule, TileSizes
 Side = Literal["queries", "keys"]
 
 ROWS, LISTED = 256, 128
-"""On a CPU: the rows of a block (of queries, or of keys in the backward pass), and of the blocks that it lists."""
+"""On a CPU: rows of a block of the outer loop (queries, or keys in the backward pass), and of a block in its list."""
 
 LONGEST, DENSE, SPARSITY = 4096, 2048, 0.7
-"""Maximum positions of unrolled tiles; positions from which on blocks have to be at least so sparse for these, because
-scores leave the cache."""
+"""Most positions of unrolled tiles; from `DENSE` positions on, at least the share `SPARSITY` of the blocks must be
+empty, because scores leave the cache."""
 
 WHOLE = 512
-"""Positions up to which tiles are run whole, whatever a mask's arrays leave: XLA's threads do not share less."""
+"""Positions up to which tiles run all their blocks, whatever a mask's arrays leave: XLA's threads do not share less."""
 
 HEADS_AT_ONCE = 4
 """Most heads that a CPU processes together: XLA's threads share the elements of one operation, and run one operation
 after the other. The scores of more heads no longer fit in cache."""
 
 TOGETHER = {1: 1.54, 2: 3.01, 4: 4.0}
-"""Listed blocks that a CPU processes together -> how long that takes, in quarters of the time of 4.
+"""Number of listed blocks that a CPU processes together -> its time, in quarters of the time for 4.
 
-Of all pairs of 4,096 positions, 8 heads of 64, both passes took 1,448, 1,417 and 940 ms so (2026-11-27, two cores of an
-AMD EPYC): XLA's threads share products from 16 MFLOP on.
+For all pairs of 4,096 positions and 8 heads of 64, both passes took 1,448, 1,417 and 940 ms (2026-11-27, two cores of
+an AMD EPYC): XLA's threads share products from 16 MFLOP on.
 """
 
 WIDE = 512
-"""Rows of all blocks on other devices."""
+"""Queries and keys of a block on other devices."""
 
 
 def block_size(length: int, most: int) -> int:
@@ -58,7 +58,7 @@ def block_size(length: int, most: int) -> int:
 
 
 def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[TileRule, BlockLists, TileSizes]:
-    """Returns the rule, the lists of blocks and the sizes of a pass; blocks of ``over`` list those of the other."""
+    """Returns the rule, the lists of blocks and the sizes of a pass; blocks of ``over`` list the other side's."""
     seq_lens = q.shape[1], k.shape[1]
     bound_table = None
     if call.platform == "cpu" and max(seq_lens) <= LONGEST:
@@ -85,7 +85,7 @@ def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[T
 
 
 def _num_together(lists: BlockLists) -> int:
-    """Returns how many blocks of a list are processed together: what takes least, or 4 where lists are not known."""
+    """Returns how many listed blocks to process together: the fastest number, or the largest if lists are unknown."""
     max_blocks = lists.index.shape[-1]
     block_counts = [n for n in TOGETHER if n <= max_blocks]
     if not isinstance(lists.total, np.ndarray):
@@ -94,12 +94,12 @@ def _num_together(lists: BlockLists) -> int:
 
 
 MOST_PARTS, MOST_TILES = 3, 12
-"""Parts in one iteration of a loop over unrolled tiles, and their tiles: a CPU's threads share these, and the scores of
-more no longer fit in cache."""
+"""Parts in one iteration of a loop over unrolled tiles, and their tiles, at most: a CPU's threads share these, and more
+scores no longer fit in cache."""
 
 
 class HeadPart(NamedTuple):
-    """A sequence and a few of its heads, from ``head`` on: what a CPU processes together."""
+    """A sequence and a few of its heads, from ``head`` on, which a CPU processes together."""
 
     sequence: DynamicInt
     head: DynamicInt
@@ -107,26 +107,26 @@ class HeadPart(NamedTuple):
     group: int
 
     def rows(self, x: Array, *, is_keys: bool = False) -> Array:
-        """Returns [1, T, heads, ...] of [B, T, N, ...], or [1, S, kv heads, ...] of [B, S, K, ...]."""
+        """Slices [1, T, heads, ...] from [B, T, N, ...], or for keys [1, S, kv heads, ...] from [B, S, K, ...]."""
         num_heads = max(1, self.heads // self.group) if is_keys else self.heads
         return lax.dynamic_slice(x, self._start(x, is_keys), (1, x.shape[1], num_heads, *x.shape[3:]))
 
     def put(self, x: Array, value: Array, *, is_keys: bool = False) -> Array:
-        """Writes what `rows` reads."""
+        """Returns ``x`` with ``value`` written to the slice that `rows` reads."""
         return lax.dynamic_update_slice(x, value.astype(x.dtype), self._start(x, is_keys))
 
     def _start(self, x: Array, is_keys: bool) -> tuple[DynamicInt, ...]:
         return self.sequence, 0, self.head // self.group if is_keys else self.head, *[0] * (x.ndim - 3)
 
     def own(self, x: Array) -> Array:
-        """Returns [1, 1 | heads, ...] of [B | 1, N | 1, ...]."""
+        """Slices [1, 1 | heads, ...] from [B | 1, N | 1, ...]."""
         if x.shape[:2] == (1, 1):
             return x
         own_shape = 1, min(self.heads, x.shape[1]), *x.shape[2:]
         return lax.dynamic_slice(jnp.asarray(x), self._own_start(x), own_shape)
 
     def added(self, x: Array, value: Array) -> Array:
-        """Adds to what `own` reads."""
+        """Returns ``x`` with ``value`` added to the slice that `own` reads."""
         return lax.dynamic_update_slice(x, self.own(x) + value, self._own_start(x))
 
     def _own_start(self, x: Array) -> tuple[DynamicInt, ...]:
@@ -134,11 +134,11 @@ class HeadPart(NamedTuple):
         return *first_indices, *[0] * (x.ndim - 2)
 
     def lists(self, lists: BlockLists) -> BlockLists:
-        """Returns the lists of these heads."""
+        """Returns the lists of blocks of these heads."""
         return jax.tree.map(self.own, lists)
 
     def rule(self, rule: TileRule) -> TileRule:
-        """Returns the rule of these heads."""
+        """Returns the rule with the arrays of these heads."""
         heads, rows, columns = (tuple(map(self.own, getattr(rule, name))) for name in _BY_HEAD)
         return rule._replace(heads=heads, rows=rows, columns=columns)
 
@@ -169,7 +169,7 @@ def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> scores.Attenti
 
 
 def backward(call: AttentionCall, given: scores.BackwardInputs, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
-    """Returns (dq, dk, dv) and, where the call learns them, the cotangents of the score rule's arrays."""
+    """Returns (dq, dk, dv) and, with ``call.learns``, the cotangents of the score rule's arrays."""
     score = call.score
     if not call.learns or score is None:
         return _cotangents(call, given, q, k, v)[0]
@@ -178,7 +178,7 @@ def backward(call: AttentionCall, given: scores.BackwardInputs, q: Array, k: Arr
         learning_call = replace(call, score=score._replace(arrays=arrays), sinks=None)
         return scores.reads(_prepared(learning_call, q, k, over="keys")[0])
 
-    # the kernel has cotangents of what was looked up before it, and JAX takes them on to these arrays
+    # the kernel gives cotangents of values looked up before it, which JAX carries back to these arrays
     _, pull_back = jax.vjp(read, tuple(jnp.asarray(x) for x in score.arrays))
     dqkv, drule = _cotangents(call, given, q, k, v)
     (learned,) = pull_back(drule)
@@ -188,7 +188,7 @@ def backward(call: AttentionCall, given: scores.BackwardInputs, q: Array, k: Arr
 def _cotangents(
     call: AttentionCall, given: scores.BackwardInputs, q: Array, k: Array, v: Array
 ) -> tuple[scores.QkvCotangents, scores.Learned]:
-    """Returns (dq, dk, dv), and the cotangents of what the score rule reads."""
+    """Returns (dq, dk, dv), and the cotangents of the tile rule's arrays that the score reads."""
     rule, lists, sizes = _prepared(call, q, k, over="keys")
     dout, _, lse = given[:3]
     q_arrays = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), scores.safe(lse), scores.deltas(given))]
@@ -225,8 +225,8 @@ def _cotangents(
 def _in_parts(
     q: Array, k: Array, lists: BlockLists, sizes: TileSizes, step: Callable[[HeadPart, _State], _State], start: _State
 ) -> _State:
-    """Runs ``step`` for all sequences and heads, `HEADS_AT_ONCE` together where their blocks are the same; where tiles
-    are unrolled, the heads that share a key head."""
+    """Runs ``step`` for all sequences and heads, up to `HEADS_AT_ONCE` heads together if they have the same blocks; if
+    tiles are unrolled, only heads that share a key head."""
     batch, _, heads = q.shape[:3]
     group = heads // k.shape[2]
     is_by_head = any(x.shape[1] > 1 for x in jax.tree.leaves(lists))
@@ -254,7 +254,7 @@ def _together(
     keys: Sequence[Array],
     part: HeadPart | None = None,
 ) -> _State:
-    """Runs a pass on all heads at once, over the blocks of the first; its results get the dims [B, K, G]."""
+    """Runs a pass on all heads at once, over the lists of the first head; results get the leading dims [B, K, G]."""
     batch, _, num_heads = rows[0].shape[:3]
     kv_heads = keys[0].shape[2]
     dims = batch, kv_heads, num_heads // kv_heads
@@ -280,7 +280,7 @@ def _together(
 
 
 def _of_one(function: Callable[..., Any], axes: tuple[int | None, ...]) -> Callable[..., Any]:
-    """Returns what `jax.vmap` would over dims of 1, without products of such dims, which XLA computes more slowly."""
+    """Returns `jax.vmap` of a function over dims of 1, without products of these dims, which XLA computes slowly."""
 
     def mapped(*args: Any) -> Any:
         inputs = [x if axis is None else jax.tree.map(lambda y: y[0], x) for x, axis in zip(args, axes, strict=True)]
@@ -290,13 +290,13 @@ def _of_one(function: Callable[..., Any], axes: tuple[int | None, ...]) -> Calla
 
 
 def _heads_back(x: Array) -> Array:
-    """Returns [B, T, N, ...] of [B, K, G, T, ...]."""
+    """Reshapes [B, K, G, T, ...] to [B, T, N, ...]."""
     by_position = jnp.moveaxis(x, 3, 1)
     return by_position.reshape(*by_position.shape[:2], -1, *by_position.shape[4:])
 
 
 def _sum_like(like_array: Array, cotangent: Array) -> Array:
-    """Sums cotangents [B, K, G, ...] to the shape of [B | 1, N | 1, ...], or of a table."""
+    """Sums cotangents [B, K, G, ...] to the shape [B | 1, N | 1, ...] of ``like_array``, or to that of a table."""
     if like_array.ndim != cotangent.ndim - 1 or like_array.shape[2:] != cotangent.shape[3:]:
         return cotangent.sum((0, 1, 2))
     cotangent = cotangent.reshape(cotangent.shape[0], -1, *cotangent.shape[3:])
