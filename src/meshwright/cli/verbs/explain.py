@@ -174,7 +174,7 @@ def _conditions(told: Explanation) -> Iterator[str]:
     plan, texts = told.plan, [f"times rest on {told.plan.calibration.describe()}"]
     limit = next((limit for limit in told.limits if limit.name == "tokens/chip, FSDP alone"), None)
     if limit is not None and limit.name in told.sheet_bounds:
-        rates = four_digits(told.symbols.fsdp_alpha), four_digits(told.sheet.fsdp_alpha)
+        rates = [four_digits(letters.fsdp_alpha or 0.0) for letters in (told.symbols, told.sheet)]
         tokens = four_digits(limit.limit), four_digits(told.sheet_bounds[limit.name])
         texts += ["C/W {} FLOPs/byte ({} by the data sheet)".format(*rates)]
         texts += ["FSDP alone needs {} tokens a chip ({})".format(*tokens)]

@@ -18,7 +18,7 @@ from meshwright.plan.plan_file import ServicePlan
 from meshwright.plan.run_budget import RunBudget
 from meshwright.plan.serving.service import Service
 from meshwright.plan.why.setup_changes import CHANGES
-from meshwright.report.answer import Fact, Piece, TableColumns
+from meshwright.report.answer import Fact, TableColumns
 from meshwright.spec.assumptions import require_runnable_strategy
 from meshwright.spec.model import require_runnable
 from meshwright.spec.prediction import unmasked
@@ -147,7 +147,7 @@ def full_words(strategy: Strategy) -> str:
     return ", ".join(filter(None, (mesh_words(strategy.mesh), *(words_of(strategy) for words_of in CHOICES))))
 
 
-def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
+def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Fact]:
     """Yields the steps, time, cost, FLOPs and power of the whole run."""
     cost_text = "no price known (--price)" if budget.cost_usd is None else f"${budget.cost_usd:,.0f}"
     yield Fact(

@@ -165,11 +165,13 @@ def switched_letters(cluster: Cluster, peak: float, shares: Efficiency) -> dict[
 def sheet_letters(letters: Letters, cluster: Cluster, dtype: str, rates: Calibration) -> Letters:
     """Returns the letters with C and W of the data sheet; those of priced steps stay as they are."""
     chip, peak_flops = cluster.chip, cluster.chip.peak_flops.get(dtype, letters.peak_flops)
-    hbm_share = memory_rate(chip, rates) / chip.hbm_bytes_per_s * peak_flops / letters.peak_flops
+    hbm_tokens, sheet_rate = letters.hbm_tokens, chip.hbm_bytes_per_s
+    if hbm_tokens and sheet_rate:
+        hbm_tokens *= memory_rate(chip, rates) / sheet_rate * peak_flops / letters.peak_flops
     return msgspec.structs.replace(
         letters,
         alpha=letters.sheet_alpha or letters.alpha,
-        hbm_tokens=letters.hbm_tokens and letters.hbm_tokens * hbm_share,
+        hbm_tokens=hbm_tokens,
         **(switched_letters(cluster, peak_flops, Efficiency()) if letters.num_chips > 1 else {}),
     )
 
