@@ -1,1 +1,1 @@
-"""JAX side of the algebra: the ops as functions of one device's blocks, the interpreter of steps, the weights."""
+"""JAX half of the algebra: ops as functions of one device's blocks, the interpreter of steps, the weights."""

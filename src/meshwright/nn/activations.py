@@ -26,16 +26,16 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-"""``hidden_act`` of a config -> the function. "gelu" is exact; those on `_gelu_tanh` approximate it."""
+"""``hidden_act`` of a config -> the function. "gelu" is exact; the others on `_gelu_tanh` approximate it."""
 
 
 def capped(logits: Array, softcap: float | None) -> Array:
-    """Returns ``softcap * tanh(logits / softcap)``, or the logits where there is no cap."""
+    """Returns ``softcap * tanh(logits / softcap)``; the logits unchanged if ``softcap`` is None or 0."""
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 def gate(model: Model) -> Callable[[Array, Array], Array]:
-    """Returns the gated activation: a function (gate, up) -> input of the down projection."""
+    """Returns the model's gated activation: a function (gate, up) -> input of the down projection."""
     if model.family == "gpt_oss":
         return clamped_swiglu
     function = ACTIVATIONS[model.activation]

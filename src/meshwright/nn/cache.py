@@ -1,4 +1,4 @@
-"""Cache of keys and values in pages, of Pl slots each: their order in memory, writes in place, reads."""
+"""Cache of keys and values in pages of Pl slots each: their order in memory, writes in place, reads."""
 
 from dataclasses import dataclass, field, replace
 
@@ -25,10 +25,10 @@ PART_SLOTS, PART_LAYOUT = 16, Layout((0, 1, 2, 4, 3, 5), tiling=((SUBLANES, LANE
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer of an array of all layers of a kind; a write changes entries of this layer in that array, in place.
+    """One layer of ``stack``, an array with all layers of a kind; a write changes this layer's entries in place.
 
-    Without ``layer`` the array, of pages, is the layer's own: with a dim of 1 in front XLA would copy it. With
-    ``heads_first`` pages are [K, Pl, ...] in the array, as products on CPUs read them, not [Pl, K, ...]. Pages in parts
+    Without ``layer`` the array has this layer's pages only: with a leading dim of 1 XLA would copy it. With
+    ``heads_first`` pages are stored as [K, Pl, ...], as products on CPUs read them, not [Pl, K, ...]. Pages in parts
     are [parts, slots of a part, K, H].
     """
 
@@ -46,43 +46,43 @@ class LayerCache:
 
     @property
     def in_parts(self) -> bool:
-        """True if pages are in parts, see `page_parts`."""
+        """True if pages are stored in parts, see `page_parts`."""
         return self.stack.ndim == 6
 
     @property
     def page_sizes(self) -> tuple[int, int]:
-        """Pages of the layer, and positions of a page."""
+        """Number of pages of the layer, and positions of a page."""
         num_pages, *page_dims = self.stack.shape[self.layer is not None :]
         return num_pages, page_dims[0] * page_dims[1] if self.in_parts else page_dims[self.heads_first]
 
     def in_pool(self, pages: Pages) -> Pages:
-        """Returns the numbers of this layer's pages among those of all layers."""
+        """Returns the indices of this layer's pages among the pages of all layers."""
         return pages if self.layer is None else pages + self.layer * self.stack.shape[1]
 
 
 def fills_tiles(num_heads: int) -> bool:
-    """True if so many rows fill whole tiles of a TPU, which have 8 rows, or fewer by a power of two."""
+    """True if ``num_heads`` rows fill whole tiles of a TPU, which have 8 rows, or 1, 2 or 4 for fewer rows."""
     return num_heads % min(SUBLANES, 1 << (num_heads - 1).bit_length()) == 0
 
 
 def page_parts(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> int:
-    """Returns how many parts of `PART_SLOTS` slots a page of a device's shard, all layers, is stored in; 1 if whole.
+    """Returns into how many parts of `PART_SLOTS` slots a page is stored, for a device's shard of all layers; 1 if
+    whole.
 
-    On TPUs a page of one head of 8 bits that is wider than a tile has tiles of 32 slots, and XLA copies the array into
-    tiles of 8 before it writes single slots. Parts have tiles of 8. Of shards it takes no layout with other tiles than
-    its own of a shape.
-    """
+    On TPUs a page of one 8-bit head wider than a tile has tiles of 32 slots, and XLA copies the array into tiles of 8
+    before it writes single slots. Parts have tiles of 8. For shards XLA accepts no layout with other tiles than its
+    default for the shape."""
     is_wide = len(shape) == 5 and shape[3] == 1 and shape[4] > LANES and DTYPE_BYTES[dtype] == 1
     in_parts = platform == "tpu" and is_wide and dims[2].startswith("K") and shape[2] % PART_SLOTS == 0
     return shape[2] // PART_SLOTS if in_parts else 1
 
 
 def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Layout | None:
-    """Returns the order in memory of a device's shard, all layers, of a cache with heads; None for the platform's own.
+    """Returns the memory order of a device's shard, all layers, of a cache with heads; None for the platform's default.
 
-    The slots of a head are together on GPUs, as batched products read them. On TPUs a slot is a tile of heads and
-    widths, which a write replaces, unless its heads do not fill a word of 4 bytes; scales, and what is narrow beside
-    latents, have slots in the lanes. In any other order XLA copies whole caches.
+    On GPUs the slots of a head are contiguous, as batched products read them. On TPUs a slot is a tile of heads and
+    widths, which a write replaces, unless its heads do not fill a word of 4 bytes; scales, and narrow keys stored next
+    to latents, have slots in the lanes. In any other order XLA copies whole caches.
     """
     is_tpu, per_word = platform == "tpu", 4 // int(DTYPE_BYTES[dtype])
     if not dims[2:3] or not (is_tpu or platform in ("cuda", "rocm")):
@@ -103,7 +103,7 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
 
 
 def stored(values: Array, dtype: jnp.dtype) -> Array:
-    """Returns values in the dtype of a cache, or as its bits; beyond the range of 8-bit floats they are its ends, not
+    """Returns values in the dtype of a cache, or as its bits; values beyond the range of 8-bit floats are clipped, not
     NaN."""
     bits_dtype = dtype if dtype in FLOATS else None
     dtype = FLOATS.get(dtype, dtype)
@@ -115,9 +115,9 @@ def stored(values: Array, dtype: jnp.dtype) -> Array:
 
 
 def _by_head(index: tuple[Array, ...], values: Array, dtype: jnp.dtype) -> tuple[Array, ...]:
-    """Returns the index of slots for values[R, ...], with heads where they are outside of slots on a TPU, as
-    `cache_layout` says: written one by one, else XLA copies the whole array. Scales of heads that leave rows of tiles
-    over are copied if they are written so."""
+    """Returns the index of slots for values[R, ...]; on TPUs with an index of heads too if heads are outside of slots
+    (`cache_layout`): written one by one, else XLA copies the whole array. Scales whose heads do not fill tiles are
+    written without it, since XLA would copy them then."""
     max_heads = LANES // 2 if values.ndim == 2 else 4 // dtype.itemsize
     if values.ndim == 2 and not fills_tiles(values.shape[1]):
         return index
@@ -129,8 +129,8 @@ def _by_head(index: tuple[Array, ...], values: Array, dtype: jnp.dtype) -> tuple
 def write_slots(
     cache: LayerCache, values: Array, slots: Int[Array, " R"], pages: Axes = (), of_page: Axes = ()
 ) -> LayerCache:
-    """Writes values[R, ...] into slots of a layer's pages, counted through those of all devices: axes ``pages`` split
-    the pages, ``of_page`` the slots of each. Slots of other devices are dropped."""
+    """Writes values[R, ...] into slots of a layer's pages, numbered over the pages of all devices: axes ``pages`` split
+    the pages, ``of_page`` the slots of each page. Slots on other devices are dropped."""
     if cache.in_parts:  # which are written as if they were pages
         parts = replace(cache, stack=cache.stack.reshape(len(cache.stack), -1, *cache.stack.shape[3:]))
         return replace(cache, stack=write_slots(parts, values, slots, pages).stack.reshape(cache.stack.shape))

@@ -43,9 +43,9 @@ def run_stack(
     """Runs a stack; returns its result (the logits if it ends in the loss) and the last state.
 
     Between the first and the last block the layers run in order, a loop for each span: ``stream, state = layer(block,
-    number, values by name, state)``. ``number`` counts layers of the same kind. Where weights are tuples of layers the
-    loops are unrolled: XLA's programs for CPUs copy the weights that a loop takes from a stack. A layer that shares
-    results runs without a loop, so that its state may have more than the one before.
+    number, values by name, state)``. ``number`` counts layers of one kind. If weights are tuples of layers the loops
+    are unrolled: XLA's CPU programs copy the weights that a loop reads from a stacked array. A layer that shares
+    results runs without a loop, so that the state may grow from layer to layer.
     """
     steps_by_block = {steps.block.name: steps for steps in context.derived.blocks}
     declared = context.derived.declared
@@ -55,8 +55,8 @@ def run_stack(
         return weight[index] if is_split else lax.dynamic_index_in_dim(weight, index, keepdims=False)
 
     def in_order(name: str, weight: Array) -> Array:
-        """Returns a layer's weight, of heads in its order in the array of all layers: else XLA for TPUs copies that
-        array, whole, into the order of the products before a loop whose iterations have several layers of the kind."""
+        """Returns a layer's weight; with heads it keeps the dim order of the stacked array: else XLA for TPUs copies
+        that whole array into the order of the products before a loop whose iterations have several layers of a kind."""
         dims = declared[name].dims
         has_heads = len(dims) == 3 and dims[0] != "E"
         return with_layout_constraint(weight, Layout((0, 1, 2))) if has_heads else weight

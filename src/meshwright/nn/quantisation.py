@@ -1,7 +1,7 @@
-"""Weights in int8, int4 and fp8: values and scales, and products with such weights.
+"""Weights in int8, int4 and fp8: values and scales, and products with these weights.
 
 ``x = scale * values`` with values in -L..L and scale = max |x| / L over the entries that share it, where L is 127 for
-int8, 7 for int4 and 448 for fp8 (e4m3). The error of an entry is at most half a scale in whole numbers, and in fp8 a
+int8, 7 for int4 and 448 for fp8 (e4m3). The error of an entry is at most half a scale for integers, and in fp8 a
 sixteenth of the entry.
 """
 
@@ -27,7 +27,7 @@ from meshwright.nn.weights import STORED_DTYPES, Params
 from meshwright.spec.model import Model
 
 Quantised = Mapping[str, tuple[Variable, Variable]]
-"""Name of a quantised weight -> its variable and that of its scales."""
+"""Name of a quantised weight -> (variable of its values, variable of its scales)."""
 
 LARGEST_OF = {"int8": 127, "int4": 7, "fp8": 448}
 """Dtype of a quantised weight -> its largest value; the ranges are symmetric."""
@@ -51,8 +51,8 @@ def quantise(
 def dequantised(
     values: Array, scale: Float[Array, "..."], dims: tuple[str, ...], of_scale: tuple[str, ...]
 ) -> Float[Array, "..."]:
-    """Returns values over ``dims`` times their scales over ``of_scale``, which may have groups of a dim, in float32;
-    both may have a dim of layers in front. Bytes are `pairs` of int4."""
+    """Returns values over ``dims`` times scales over ``of_scale`` (which may have groups of a dim) in float32; both may
+    have a leading dim of layers. uint8 values are int4 in the format of `pairs`."""
     layer_dims = ("",) * (values.ndim - len(dims))
     scale = spread(scale, (*layer_dims, *(dim.removesuffix("g") for dim in of_scale)), (*layer_dims, *dims))
     group_axis = next((i for i, dim in enumerate(dims, len(layer_dims)) if f"{dim}g" in of_scale), None)
@@ -67,14 +67,14 @@ def dequantised(
 
 
 def quantised_base(model: Model) -> Quantised:
-    """Returns the frozen matrices that training has in int8 or int4."""
+    """Returns the frozen matrices that training stores in int8 or int4, by name."""
     variables = transformer(model).variables
     scale_by_weight = {name.replace("_scale", "", 1): name for name, row in rows(model).items() if row.part == "scale"}
     return {name: (variables[name], variables[scale_name]) for name, scale_name in scale_by_weight.items()}
 
 
 def quantise_params(model: Model, params: Mapping[str, Array], quantised: Quantised) -> Params:
-    """Returns values and scales of the weights that are quantised; other weights are unchanged."""
+    """Returns the weights, those in ``quantised`` as values and scales, the others unchanged."""
     arrays = dict(params)
     for name, (weight_array, scale_array) in quantised.items():
         array = params[name].astype(jnp.float32)
@@ -95,7 +95,7 @@ def quantise_params(model: Model, params: Mapping[str, Array], quantised: Quanti
 
 
 def dequantise_params(params: Params, quantised: Quantised, dtype: DTypeLike) -> Params:
-    """Inverts `quantise_params` but for rounding: returns no scales, and the quantised weights in ``dtype``."""
+    """Inverts `quantise_params` up to rounding: returns no scales, and the quantised weights in ``dtype``."""
     arrays = dict(params)
     for name, (weight_variable, scale) in quantised.items():
         arrays[name] = dequantised(params[name], arrays.pop(scale.name), weight_variable.dims, scale.dims).astype(dtype)
@@ -105,13 +105,13 @@ def dequantise_params(params: Params, quantised: Quantised, dtype: DTypeLike) ->
 def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: Callable[[Any, Array], Array]) -> Any:
     """Returns ``product(lhs, weight)`` for a quantised weight; a weight with groups of inputs is dequantised first.
 
-    The values are multiplied in the stream's dtype, which holds them exactly, and the scale multiplies the result.
-    Rows of packed tokens have the scales of different experts, so for these too the weight is dequantised first.
-    """
+    Otherwise the values are multiplied in the dtype of ``lhs``, which represents them exactly, and the result is
+    multiplied by the scale. Rows of packed tokens need different experts' scales, so for these too the weight is
+    dequantised first."""
     _, value_dims, scale_dims = (array.dims for array in step.inputs)
     if isinstance(lhs, Ragged) or has_groups(step.inputs[2]):
         stream_rows = lhs.rows if isinstance(lhs, Ragged) else lhs
-        # else the weights of all products in a loop's iteration are made at its start
+        # else a loop's iteration dequantises the weights of all products at its start
         weight = dequantised(values, after(scale, [stream_rows]), value_dims, scale_dims)
         result = product(lhs, weight.astype(stream_rows.dtype))
     else:
@@ -122,7 +122,7 @@ def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: C
 def stored_params(model: Model, params: Mapping[str, Array], dtype: WeightDtype) -> Params:
     """Returns weights as generation stores them: int4 values are `pairs` in bytes.
 
-    Of jaxlib 0.10.2 loops over layers hold a byte for each int4, and programs that are compiled ahead refuse them.
+    In jaxlib 0.10.2 loops over layers use a byte for each int4, and programs compiled ahead of time reject them.
     """
     pair_by_name = quantised_weights(model, dtype)
     arrays = quantise_params(model, params, pair_by_name)
@@ -135,8 +135,8 @@ def stored_params(model: Model, params: Mapping[str, Array], dtype: WeightDtype)
 
 
 def pairs(values: Int[Array, "..."], axis: int, groups: int) -> Int[Array, "..."]:
-    """Returns int4 values as bytes: of each group along ``axis`` the first half is in the low bits, the other in the
-    high bits, so that no dim of two entries is made of them, which fills few lanes of a TPU."""
+    """Returns int4 values as bytes: the first half of each group along ``axis`` in the low bits, the second half in the
+    high bits. A dim of two entries per byte would fill few lanes of a TPU."""
     leading_shape, trailing_shape = values.shape[:axis], values.shape[axis + 1 :]
     grouped_halves = values.astype(jnp.uint8).reshape(*leading_shape, groups, 2, -1, *trailing_shape)
     low_half, high_half = (lax.index_in_dim(grouped_halves, half, axis + 1, keepdims=False) for half in (0, 1))

@@ -1,4 +1,4 @@
-"""The weights of a model as a flat dict of arrays: their rows of the weight table, shapes, and initial values."""
+"""The weights of a model as a flat dict of arrays: names by the weight table, shapes, and initial values."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ Params = dict[str, Array]
 """Variable of the program -> array; weights of layers are stacked over the layers of one kind, [L, ...]."""
 
 STORED_DTYPES = {"fp32": jnp.float32, "int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
-"""Dtypes of weights that have one of their own, whatever the training state."""
+"""Dtypes of weights with a fixed dtype, which does not follow the training state."""
 
 INIT_STD = 0.02
 _INTO_STREAM = (
@@ -48,16 +48,16 @@ def param_shapes(
 
 def sinusoids(num_positions: int, width: int, *, num_steps: float | None = None) -> np.ndarray:
     """Returns a table of positions [P, D] in float32: sines, then cosines, of the position times 10000^(-i / steps) for
-    each i below D / 2. Steps are D / 2, as in Vaswani et al., Attention Is All You Need (2017), section 3.5; Whisper's
-    are one less, so that the last frequency is 1/10000."""
+    each i below D / 2. ``num_steps`` is D / 2 by default, as in Vaswani et al., Attention Is All You Need (2017),
+    section 3.5; Whisper's is D / 2 - 1, so that the last frequency is 1/10000."""
     angles = np.arange(num_positions)[:, None] / 10000.0 ** (np.arange(width // 2) / (num_steps or width / 2))
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
 def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Draws weights from ``seed``, each array from its own key, so the numbers do not depend on the mesh.
+    """Draws weights from ``seed``, each array from its own key, so the values do not depend on the mesh.
 
-    Base weights are the same with and without adapters, and not quantised; scales are left out. Under `jax.jit` with
+    Base weights are equal with and without adapters, and not quantised; scales are left out. Under `jax.jit` with
     ``out_shardings`` each device draws its own shards only.
     """
     root_key = jax.random.key(seed)
@@ -71,9 +71,8 @@ def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> P
 
 def _initial(model: Model, weight: Weight, key: Array) -> Array:
     """Draws from a normal distribution with standard deviation 0.02, divided by sqrt(2 L) for matrices that write into
-    the residual stream (GPT-2). Norms and scales of layers start as identities; biases and sinks are zeros,
-    fixed tables of positions `sinusoids`. The A of an adapter is uniform
-    in +-1/sqrt(inputs), B is zero, as in PEFT."""
+    the residual stream (GPT-2). Norms and layer scales start as identities; biases and sinks as zeros; fixed tables of
+    positions are `sinusoids`. The A of an adapter is uniform in +-1/sqrt(inputs), B is zero, as in PEFT."""
     shape = stacked_shape(weight)
     if weight.part == "adapter":
         bound = np.prod(weight.shape[:-1]) ** -0.5

@@ -316,11 +316,11 @@ def test_a_table_of_blocks_that_is_given_is_used():
 
 def test_what_does_not_fit_is_refused():
     q, k = np.zeros((1, 4, 3, 8)), np.zeros((1, 4, 2, 8))
-    with pytest.raises(InputError, match="key heads divide N"):
+    with pytest.raises(InputError, match="key heads must divide N"):
         flex_attention(q, k, k)
     with pytest.raises(InputError, match=r"give \[B, T, N, H\]"):
         flex_attention(q[0], k, k)
-    with pytest.raises(InputError, match="'cudnn' on cpu: use xla"):
+    with pytest.raises(InputError, match="'cudnn' cannot run on cpu: use xla"):
         flex_attention(q, k[:, :, :1], k[:, :, :1], kernel="cudnn")
     with pytest.raises(InputError, match="returns 0 arrays, not one"):
         flex_attention(q, q, q, None, lambda b, h, q_idx, kv_idx: None)

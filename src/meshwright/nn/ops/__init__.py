@@ -1,7 +1,7 @@
 """Local steps of every op as JAX functions of one device's blocks: one file per op, named as in `algebra.ops`.
 
 Each file has ``STEPS``: name of a step -> function of (context, step, blocks of the inputs) that returns one block per
-result. The steps of optimizers get a `nn.context.UpdateContext`.
+result. Optimizer steps get a `nn.context.UpdateContext` as context.
 """
 
 import functools
@@ -23,10 +23,10 @@ def local_steps() -> dict[str, LocalStep]:
 
 
 def of_arrays(function: Callable[..., Any]) -> LocalStep:
-    """Returns the local step that calls a function of the arrays alone."""
+    """Returns the local step that calls ``function`` with the input arrays only."""
     return lambda context, step, *arrays: function(*arrays)
 
 
 def backward_of(forward: LocalStep) -> LocalStep:
-    """Returns the backward step: the vjp of the forward step at its inputs."""
+    """Returns the backward step of a forward step: its vjp at its inputs."""
     return lambda context, step, dout, *inputs: jax.vjp(functools.partial(forward, context, step), *inputs)[1](dout)

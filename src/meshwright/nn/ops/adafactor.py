@@ -1,6 +1,6 @@
 """Adafactor's steps on the shards of one device; means over split dims are partial, and an AllReduce sums them.
 
-A mean over a dim that devices hold padded with zeros is of its own entries.
+A mean over a dim that is padded with zeros counts only the entries without padding.
 
 Source: Shazeer and Stern, Adafactor (2018), algorithms 4 and 5, section 8.
 """
@@ -22,12 +22,12 @@ CLIP_RMS, SMALLEST_SQUARE, SMALLEST_SCALE = 1.0, 1e-30, 1e-3
 
 
 def _moved(context: UpdateContext, mean: Array, new: Array) -> Array:
-    """Returns a running mean after this update."""
+    """Returns a running mean updated with the value ``new``."""
     return context.growing_decay * mean + (1 - context.growing_decay) * new
 
 
 def _mean_part(sizes: Sizes, values: Array, of: ShardedArray, over: ShardedArray) -> Array:
-    """Returns this device's part of the mean over the dims of ``of`` that ``over`` lacks."""
+    """Returns this device's contribution to the mean over the dims of ``of`` that ``over`` lacks."""
     mean_axes = tuple(i for i, dim in enumerate(of.dims) if dim not in over.dims)
     num_entries = math.prod(sizes.get(of.dims[i], values.shape[i] * lax.axis_size(of.axes[i])) for i in mean_axes)
     return jnp.sum(values, mean_axes) / num_entries
@@ -40,7 +40,7 @@ def sums(context: UpdateContext, step: Step, grad: Array) -> tuple[Array, ...]:
 
 
 def moments(context: UpdateContext, step: Step, *sums_and_means: Array) -> tuple[Array, ...]:
-    """Returns the mean of the rows, and the running means of rows and columns."""
+    """Returns the mean of the row means, and the updated running means of rows and columns."""
     row_means, column_means, *old_means = sums_and_means
     new_means = [_moved(context, old, new) for old, new in zip(old_means, (row_means, column_means), strict=True)]
     return _mean_part(context.sizes, new_means[0], step.more[0], step.result), *new_means
@@ -49,7 +49,7 @@ def moments(context: UpdateContext, step: Step, *sums_and_means: Array) -> tuple
 def scale(
     context: UpdateContext, step: Step, grad: Array, rows: Array, columns: Array, level: Array
 ) -> tuple[Array, ...]:
-    """Divides the gradient by the factored root of its second moment; also returns the result's mean square."""
+    """Divides the gradient by the factored root of its second moment; also returns the quotient's mean square."""
     grad_array, row_array, column_array, level_array = step.inputs
     row_share = spread(rows / spread(level, level_array.dims, row_array.dims), row_array.dims, grad_array.dims)
     update = grad * lax.rsqrt(row_share) * lax.rsqrt(spread(columns, column_array.dims, grad_array.dims))
@@ -57,7 +57,7 @@ def scale(
 
 
 def vector(context: UpdateContext, step: Step, grad: Array, moment: Array) -> tuple[Array, ...]:
-    """Divides a vector by the root of its second moment; also returns the result's mean square and the moment."""
+    """Divides a vector's gradient by the root of its second moment; also returns the mean square and the moment."""
     moment = _moved(context, moment, jnp.square(grad) + SMALLEST_SQUARE)
     update = grad * lax.rsqrt(moment)
     return update, _mean_part(context.sizes, jnp.square(update), step.inputs[0], step.more[0]), moment

@@ -8,7 +8,7 @@ from meshwright.nn.context import UpdateContext
 
 
 def changed(context: UpdateContext, step: Step, change: Array, weight: Array) -> Array:
-    """Returns the weight after the change of an optimizer and its decay, both multiplied by the rate."""
+    """Returns the weight minus the learning rate times the optimizer's change plus weight decay."""
     if decay := context.decays.get(step.result.name):
         change = change + decay * weight
     return weight - context.rate * change
@@ -17,7 +17,7 @@ def changed(context: UpdateContext, step: Step, change: Array, weight: Array) ->
 def update(
     context: UpdateContext, step: Step, grad: Array, weight: Array, mu: Array, nu: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns the weight and the running means of the gradient and of its square, whose bias is corrected."""
+    """Returns the weight and the running means of the gradient and of its square, which the update bias-corrects."""
     mu = (1 - context.beta1) * grad + context.beta1 * mu
     nu = (1 - context.beta2) * grad**2 + context.beta2 * nu
     mean, square = (moment / correction for moment, correction in zip((mu, nu), context.corrections, strict=True))

@@ -1,4 +1,4 @@
-"""Runs attention steps, with settings from the model, the details and the arrays."""
+"""Attention steps: builds the call from the model, the step's details and the arrays, and runs it."""
 
 from functools import partial
 
@@ -21,8 +21,8 @@ from meshwright.nn.context import Context
 
 
 def attention(context: Context, step: Step, *inputs: Array, backward: bool = False) -> tuple[Array, ...]:
-    """Returns the result and the log-sum-exp of the scores; ``backward`` cotangents of queries, keys and values and, if
-    there is any, of the parameter of each head."""
+    """Returns the result and the log-sum-exp of the scores; with ``backward`` the cotangents of queries, keys and
+    values and, if the step has one, of the per-head parameter (sinks or bias)."""
     arrays = AttentionArrays.of(step, inputs)
     call = _call(context, step, arrays)
     qkv = arrays.q, arrays.k, arrays.v
@@ -33,7 +33,7 @@ def attention(context: Context, step: Step, *inputs: Array, backward: bool = Fal
 
 
 def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCall:
-    """Returns the parameters of an attention step: its mask and its scores, and which rows and heads a device has."""
+    """Returns the parameters of an attention step: its mask and score rule, and the device's rows and heads."""
     sharded_arrays, details = AttentionArrays.of(step), step.details
 
     def index(array: ShardedArray, value: Array) -> Array | np.ndarray | None:
@@ -57,7 +57,7 @@ def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCal
 
 
 def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
-    """Returns the mask of a step: its rule or causal, within its window and, where rows have several, the document."""
+    """Returns the mask of a step: its rule or causal, within its window or chunk and, for packed rows, the document."""
     mask_rule, window = mask_named(step.details.mask or "causal"), step.details.window
     terms = dict(mask_rule.terms)
     near, name = (mods.chunk, "chunk") if step.details.chunked else (mods.window, "window")
@@ -75,13 +75,13 @@ def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
 
 
 def distance_bias(step: Step, table: AnyArray, first_head: DynamicInt) -> Mod:
-    """Returns T5's bias, of which a device has the columns of its heads."""
+    """Returns T5's relative position bias as a score rule; ``table`` has this device's heads."""
     max_distance, is_causal = step.details.distance, not step.details.sees_all
     return Mod(lambda held: mods.distance_bias(held, far=max_distance, causal=is_causal, first=first_head), (table,))
 
 
 def score_of(context: Context, step: Step) -> Mod | None:
-    """Returns the rule of a step's scores, with its soft cap last."""
+    """Returns the score rule of a step, followed by its soft cap; None without both."""
     cap = step.details.softcap
     if not step.details.score:
         return None if cap is None else Mod(partial(mods.softcap, cap), (), {"softcap": (cap,)})

@@ -1,4 +1,4 @@
-"""Adds a vector to every row, or to the slots of each expert."""
+"""Adds a bias vector to every row, or each expert's bias to the rows in its slots."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from meshwright.nn.experts.slots import Ragged, experts_of_rows
 
 
 def bias_add(context: Context, step: Step, x: Any, bias: Array) -> Any:
-    """Adds the bias along the dims that it has; packed tokens get their expert's."""
+    """Adds the bias along the dims that it has; a row of packed tokens gets the bias of its expert."""
     if isinstance(x, Ragged):
         return x.with_rows(x.rows + bias[experts_of_rows(x)].astype(x.rows.dtype))
     x_dims, bias_dims = (array.dims for array in step.inputs)

@@ -1,4 +1,4 @@
-"""Attention of new positions on the keys and values of a cache."""
+"""Attention of new positions on cached keys and values."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,10 +24,10 @@ from meshwright.nn.ops.attention import distance_bias, score_of
 def ragged_call(
     context: Context, step: Step, cached: LayerCache, queries: Float[Array, "B T N H"], others: tuple[Any, ...]
 ) -> tuple[RaggedCall, tuple[Any, ...]]:
-    """Returns the parameters of attention, and the inputs after these.
+    """Returns the parameters of the attention, and the inputs that follow them in ``others``.
 
-    ``others`` begin with the first row, rows, positions and pages of each sequence. These count rows and pages through
-    all devices; a sequence has the rows of these that are here.
+    ``others`` begin with the first row, number of rows, number of positions and pages of each sequence. Rows and pages
+    are numbered over all devices; the call has only the rows of sequences that are on this device.
     """
     first_rows, row_counts, seq_lens, page_table, *other_inputs = others
     known_lengths = seq_lens if step.details.mask or step.details.sees_all else None
@@ -61,14 +61,14 @@ def ragged_call(
 def own_rows(
     queries: ShardedArray, num_rows: int, first: Array, counts: Array, lengths: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns the first rows, rows and positions of sequences among the ``num_rows`` that a device has; first rows are
-    counted through all devices, and a sequence has its last positions there."""
+    """Returns each sequence's first row, number of rows and number of positions, limited to this device's ``num_rows``
+    rows. Global first rows become local; positions after the last local row are not counted."""
     axes = queries.axes_of("B")
     return _within(first_index(axes, num_rows), num_rows, first, counts, lengths) if axes else (first, counts, lengths)
 
 
 def rows_from(call: RaggedCall, start: Array, num_rows: int) -> RaggedCall:
-    """Returns the call of ``num_rows`` rows from one on."""
+    """Returns the call for ``num_rows`` rows from row ``start`` on."""
     first_rows, row_counts, seq_lens = _within(start, num_rows, call.first, call.counts, call.lengths)
     return replace(call, first=first_rows, counts=row_counts, lengths=seq_lens, longest=min(call.longest, num_rows))
 
@@ -82,8 +82,8 @@ def _within(
 
 
 def score_rule(context: Context, step: Step, arrays: Sequence[Array], num_heads: int) -> ScoreRule:
-    """Returns the rule of the scores of a device's heads and of the mask. Of ``arrays`` the mask reads whole numbers,
-    [Q, positions] or [Q], and a bias of distances the floats of each head."""
+    """Returns the score rule and mask of a step for this device's heads. Among ``arrays`` integers, [Q, positions] or
+    [Q], are the mask's data, and floats the table of a distance bias."""
     score, mask = score_of(context, step), mask_named(step.details.mask) if step.details.mask else None
     first_head, seq_len = first_index(step.inputs[0].axes_of("N"), num_heads), context.seq_len
     data = [array for array in arrays if jnp.issubdtype(array.dtype, jnp.integer)]
@@ -101,8 +101,8 @@ def score_rule(context: Context, step: Step, arrays: Sequence[Array], num_heads:
 def attention_of(
     call: RaggedCall, parts: Sequence[PagedPart], values: Array, value_scale: Array | None
 ) -> Array | tuple[Array, ...]:
-    """Returns attention [B, T, N, Hv] on the pages of all layers, of which the call names those of one, with its
-    statistics [B, T, N] if these are asked for; see `LayerCache.pages`."""
+    """Returns attention [B, T, N, Hv] on pages; ``call.pages`` selects one layer's among all layers'
+    (`LayerCache.pages`). If pages are spread over devices, adds the statistics [B, T, N]."""
     flat_parts = [part._replace(queries=part.queries.reshape(-1, *part.queries.shape[2:])) for part in parts]
     flat_results = ragged_attention(call, flat_parts, values, value_scale)
     mean_values, *statistics = (array.reshape(*parts[0].queries.shape[:2], *array.shape[1:]) for array in flat_results)
@@ -110,16 +110,16 @@ def attention_of(
 
 
 def scale_by_share(own: Array, share: Array, whole: Array) -> Array:
-    """Scales a device's attention by its share of each query's sum of exponentials."""
+    """Scales a device's attention by its share of each query's sum of exponentials over all devices."""
     return (own * (share / whole)[..., None]).astype(own.dtype)
 
 
 def cached_attention(
     context: Context, step: Step, q: Array, k: LayerCache, v: LayerCache, *given: Any
 ) -> Array | tuple[Array, ...]:
-    """Returns attention on the layer's keys and values, of one position of each row.
+    """Returns attention of each row's position on the layer's keys and values.
 
-    ``given`` are the places of sequences, see `ragged_call`, then scales, then what a mask reads, then sinks.
+    ``given`` are the inputs that `ragged_call` describes, then scales, then data of the mask, then sinks.
     """
     call, inputs = ragged_call(context, step, k, q, given)
     caches = (value for value in (k, v, *inputs) if isinstance(value, LayerCache))

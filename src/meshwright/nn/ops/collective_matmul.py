@@ -1,7 +1,7 @@
-"""Collective matmuls inside `shard_map`: products block by block, overlapped with permutes of blocks round a ring.
+"""Collective matmuls inside `shard_map`: products block by block, overlapped with permutes of blocks around a ring.
 
-Device r of n holds block r. With one direction a block is sent to the next device n - 1 times; with two, one half is
-sent to the next device and the other to the previous one, n - 1 times each. The permutes are unrolled, so that the next
+Device r of n has block r. With one direction a block is sent to the next device n - 1 times; with two, one half is sent
+to the next device and the other to the previous one, n - 1 times each. The permutes are unrolled, so that the next
 block is in flight during a product; with more than `MAX_WRITTEN_OUT` iterations they are a loop.
 """
 
@@ -42,17 +42,17 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockedProduct:
-    """One product, computed by ``apply`` for a block of a dim; ``factors`` stay on the device: None is the one sent.
+    """One product, computed by ``apply`` for a block of a dim; ``factors`` stay on the device, except None: the sent
+    block.
 
-    ``axis`` is the dim's axis in the result; None if the product sums over the dim.
-    """
+    ``axis`` is the dim's axis in the result; None if the product sums over the dim."""
 
     apply: Callable[..., Array]
     factors: tuple[Factor | None, ...]
     axis: int | None
 
     def of(self, start: Array | int, length: int, block: Array | None = None) -> Array:
-        """Computes the product for ``length`` entries from ``start`` on."""
+        """Computes the product for ``length`` entries of the dim from ``start`` on; ``block`` is the sent factor."""
         return self.apply(*(block if factor is None else factor.part(start, length) for factor in self.factors))
 
 
@@ -70,7 +70,7 @@ class MatmulRing(Ring):
         return BlockPart(0, half_len, 1), BlockPart(half_len, length - half_len, -1)
 
     def send(self, values: Sequence[Array], pieces: Sequence["BlockPart"]) -> list[Array]:
-        """Receives each part from the previous or the next device."""
+        """Sends each part to the next or the previous device, and returns the received parts."""
         return [self.shift(value, piece.by) for value, piece in zip(values, pieces, strict=True)]
 
 
@@ -85,9 +85,9 @@ class BlockPart(NamedTuple):
 def all_gather_matmul(
     block: Array, products: Sequence[BlockedProduct], ring: MatmulRing, *, axis: int, gathers: bool = False
 ) -> tuple[Array, ...]:
-    """Multiplies the blocks of all devices, which are parts of one array along ``axis``, and returns the results.
+    """Multiplies the blocks of all devices, which together are one array along ``axis``, and returns the whole results.
 
-    With ``gathers`` the whole array is the last result. Blocks are summed in the dtype of the products.
+    With ``gathers`` the gathered array is the last result. Blocks are summed in the dtype of the products.
     """
     block_len, num_devices, rank = block.shape[axis], ring.size, ring.rank
     pieces = ring.pieces(block_len)
@@ -143,7 +143,7 @@ def matmul_reduce_scatter(products: Sequence[BlockedProduct], ring: MatmulRing, 
 
 
 def block_length(products: Sequence[BlockedProduct], size: int) -> int:
-    """Returns the length of one of ``size`` blocks of the dim that products are cut along."""
+    """Returns 1/``size`` of the length of the products' common dim. Raises InputError if it does not divide."""
     factors = (factor for product in products for factor in product.factors if factor is not None)
     dim_len = next(int(factor.value.shape[factor.axis]) for factor in factors if factor.axis is not None)
     if dim_len % size:
@@ -164,7 +164,7 @@ def _repeat(first: int, end: int, step: Callable[[Array | int, _Carry], _Carry],
 
 
 def _whole(part: Array, product: BlockedProduct, start: Array, size: int) -> Array:
-    """Returns zeros of the whole result with one block filled in, or the first term of a sum."""
+    """Returns zeros of the whole result with one block filled in, or ``part`` itself if the product sums over it."""
     if product.axis is None:
         return part
     whole_shape = [size * dim_size if axis == product.axis else dim_size for axis, dim_size in enumerate(part.shape)]
@@ -179,7 +179,7 @@ _PRODUCTS: dict[str, Callable[..., Any]] = {"einsum": einsum, "quantised_einsum"
 def _collective_matmul(context: Context, step: Step, *operands: Array) -> tuple[Array, ...]:
     """Runs the products of a collective matmul block by block; also returns the gathered array if the step has it.
 
-    Blocks are summed in float32. The factor that is no input of the step is the gathered array.
+    Blocks are summed in float32. The factor that is not an input of the step is the gathered array.
     """
     value_by_array = dict(zip(step.inputs, operands, strict=True))
     ring = MatmulRing(axes=step.details.axes, ways=step.details.ways, divergent=context.divergent)

@@ -1,4 +1,4 @@
-"""Combine steps: sums of the experts' weighted results per token."""
+"""Combine steps: the sum of each token's weighted expert results."""
 
 from meshwright.nn.experts import slots
 from meshwright.nn.ops import of_arrays

@@ -1,4 +1,4 @@
-"""Tokens go into slots of their experts, or are packed by expert, as their weights are."""
+"""Dispatch steps: copies tokens to the slots of their experts, or packs them by expert like their weights."""
 
 from meshwright.nn.experts import slots
 from meshwright.nn.ops import of_arrays

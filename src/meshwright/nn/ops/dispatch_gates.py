@@ -1,4 +1,4 @@
-"""Weights of the chosen experts in slots; how they are packed decides how tokens are."""
+"""Copies the weights of chosen experts to slots; whether they are packed decides the same for tokens."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -14,7 +14,7 @@ from meshwright.nn.ops.route import slot_capacity
 
 
 def dispatch_gates(context: Context, step: Step, gates: Array, chosen: Array) -> slots.ExpertSlots:
-    """Returns weights in the slots of all experts, or packed by expert as the tokens will be."""
+    """Returns each choice's weight in the slots of all experts, or packed by expert as the tokens will be."""
     num_experts, capacity = context.model.num_experts, slot_capacity(context, step, gates)
     steps = next((steps for steps in context.derived.blocks if steps.block.name == step.block), None)
     moves = moves_of_slots((*steps.forward, *steps.backward)) if steps else ()

@@ -15,7 +15,7 @@ from meshwright.nn.experts.slots import Ragged
 def contract_step(step: Step, lhs: Array, rhs: Array | Turned) -> Array:
     """Contracts a step's local blocks; dims of one name are one dim.
 
-    A factor of a wider dtype than the other is narrowed first, unless the result is float32.
+    The factor with the wider dtype is narrowed first, unless the result is float32.
     """
     letters = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys((*step.inputs[0].dims, *step.inputs[1].dims)))}
     lhs_dims, rhs_dims, out_dims = ("".join(letters[d] for d in a.dims) for a in (*step.inputs, step.result))
@@ -28,7 +28,7 @@ def contract_step(step: Step, lhs: Array, rhs: Array | Turned) -> Array:
 
 
 def einsum(context: Context, step: Step, lhs: Any, rhs: Any) -> Any:
-    """Multiplies a device's parts of two arrays; slots of experts in blocks of rows where empty slots are skipped."""
+    """Multiplies a device's blocks of two arrays; products with slots of experts may skip blocks of empty slots."""
     is_slots = [array.dims[:2] == ("E", "C") for array in step.inputs]
     slots = rhs if is_slots[1] else lhs
     is_packed = isinstance(slots, Ragged)

@@ -1,4 +1,4 @@
-"""Embedding lookup in the part of a table that a device holds, and the gradient of the table."""
+"""Embedding lookup in a device's shard of a table, and the gradient of the shard."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +15,8 @@ from meshwright.spec.model import Model
 
 
 def embed_scale(model: Model, dtype: DTypeLike, table: ShardedArray) -> float:
-    """Returns the factor on rows: sqrt(D) rounded to the dtype of the weights, as in training (gemma; of a layer's own
-    table sqrt(Dl)), else the model's multiplier; of positions 1."""
+    """Returns the factor on rows: sqrt(D), or sqrt(Dl) for a table of layers, rounded to ``dtype`` as in training, if
+    the model scales embeddings; else its multiplier. 1 for tables of positions."""
     if table.dims[0] not in ("V", "Vl"):
         return 1.0
     return float(np.asarray(model.dims[table.dims[-1]] ** 0.5, dtype)) if model.embed_scale else model.embed_multiplier
@@ -25,7 +25,7 @@ def embed_scale(model: Model, dtype: DTypeLike, table: ShardedArray) -> float:
 def embed(
     tokens: Int[Array, "B T"], table: Num[Array, "V D"], *, first_row: Int[Array, ""] | int, scale: float = 1.0
 ) -> Num[Array, "B T D"]:
-    """Looks up rows in the part of the table from ``first_row`` on, times ``scale``; other tokens get zeros."""
+    """Looks up rows in a shard that begins at row ``first_row``, times ``scale``; tokens of other shards get zeros."""
     local_rows, is_own = own_entries(tokens, first_row, table.shape[0])
     rows = rows_at(table, local_rows)
     return jnp.where(is_own[..., None], rows * scale if scale != 1 else rows, jnp.zeros((), rows.dtype))
@@ -39,7 +39,7 @@ def embed_backward(
     num_rows: int,
     scale: float = 1.0,
 ) -> Float[Array, "V D"]:
-    """Returns the gradient of this part of the table: cotangents times ``scale``, summed per row in float32."""
+    """Returns the gradient of the shard: cotangents times ``scale``, summed per row in float32."""
     # An index past the end is dropped; a negative one would count from the end.
     row_indices, _ = own_entries(tokens, first_row, num_rows, elsewhere=num_rows)
     zero_table = zeros_after((num_rows, dout.shape[-1]), jnp.float32, dout)
@@ -47,12 +47,12 @@ def embed_backward(
 
 
 def rows_of(model: Model, tokens: Int[Array, "B T"], table: ShardedArray) -> Int[Array, "B T"]:
-    """Returns the rows of tokens in a table, the first where a layer's own table ends before."""
+    """Returns the rows of tokens in a table; row 0 for tokens beyond the end of a layer's own table."""
     return jnp.where(tokens < model.layer_vocab_size, tokens, 0) if table.dims[0] == "Vl" else tokens
 
 
 def _first_row(context: Context, table: ShardedArray, num_rows: int) -> Int[Array, ""] | int:
-    """Returns the number that is looked up in the first row of a device's part; positions may begin at a later row."""
+    """Returns the token or position number of the shard's first row; tables of positions may have an offset."""
     offset = context.model.position_offset if table.dims[0] in ("P", "Ps") else 0
     return first_index(table.axes[0], num_rows) - offset
 

@@ -1,6 +1,6 @@
 """The loss head in chunks of positions, so that B x T x V logits never exist at once.
 
-`fused_head` joins both passes: it computes the loss and its slopes from the same logits.
+`fused_head` joins both passes: it computes the loss and its gradients from the same logits.
 """
 
 import math
@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 def chunk_length(batch: int, length: int) -> int:
-    """Returns the positions of a chunk: as equal as possible, at most `CHUNK_TOKENS` tokens, at least one position."""
+    """Returns the positions per chunk: as equal as possible, at most `CHUNK_TOKENS` tokens, at least one position."""
     num_chunks = min(length, max(1, math.ceil(batch * length / CHUNK_TOKENS)))
     return math.ceil(length / num_chunks)
 
@@ -44,7 +44,7 @@ def chunk_length(batch: int, length: int) -> int:
 def _over_chunks(
     one: Callable[[_Carry, Any], tuple[_Carry, _Result]], start: _Carry, *arrays: Array
 ) -> tuple[_Carry, _Result]:
-    """Scans ``one`` over chunks of the arrays and concatenates its results.
+    """Scans ``one`` over chunks of positions of the arrays and concatenates its results.
 
     The last chunk is padded with zeros, its labels with -1, which add nothing.
     """
@@ -69,7 +69,7 @@ def _over_chunks(
 def chunked_logits_statistics(
     x: ResidualStream, table: VocabularyTable, labels: Labels, *bias: LogitBias, **head: Any
 ) -> Statistics:
-    """Returns the statistics of the logits ``x * table``; ``head`` are the `head_arguments`."""
+    """Returns `logits_statistics` of the logits ``x * table``; ``head`` are the `head_arguments`."""
 
     def one(_: None, chunk_arrays: tuple[Array, Array]) -> tuple[None, Statistics]:
         x_chunk, labels_chunk = chunk_arrays
@@ -84,7 +84,7 @@ def _logits(x: Array, table: Array) -> Array:
 
 
 def _cotangents(x: Array, table: Array, dlogits: Array) -> tuple[Array, Array, Array]:
-    """Returns the cotangents of the stream and, in float32, of the table and of a bias of the logits."""
+    """Returns the cotangents of the activations and, in float32, of the table and of a bias of the logits."""
     narrow_dlogits = dlogits.astype(x.dtype)
     dtable = contract("btd,btv->dv", x, narrow_dlogits, dtype=jnp.float32)
     return contract("btv,dv->btd", narrow_dlogits, table), dtable, jnp.sum(dlogits, axis=(0, 1))
@@ -101,8 +101,8 @@ def chunked_logits_backward(
     *given: Array,
     **head: Any,
 ) -> tuple[Array, ...]:
-    """Returns cotangents of the stream, the table and a bias; ``given`` are the further inputs of `logits_backward`,
-    ``head`` the `head_arguments`."""
+    """Returns cotangents of the activations, the table and the bias if there is one; ``given`` are the per-token inputs
+    of `logits_backward`, then the bias; ``head`` the `head_arguments`."""
     rows, bias = given[:NUM_ROWS], given[NUM_ROWS:]
 
     def one(sums: list[Array], chunk_arrays: tuple[Array, ...]) -> tuple[list[Array], Array]:
@@ -118,7 +118,7 @@ def chunked_logits_backward(
 def fused_head(
     x: ResidualStream, table: VocabularyTable, labels: Labels, *bias: LogitBias, z_loss: float = 0.0, **head: Any
 ) -> tuple[Array, ...]:
-    """Returns the summed loss and its slopes in the stream, the whole table and a bias.
+    """Returns the summed loss and its gradients for the activations, the whole table and a bias if given.
 
     All use the same logits. Under `jax.jit` a caller pays only for the results that it uses.
     """
@@ -139,7 +139,7 @@ def fused_head(
 
 
 def _as_dv(step: Step, table: Array) -> Array:
-    """Transposes a table or its gradient to [D, V], or back, if the step has it as [V, D]."""
+    """Transposes a table or its gradient to [D, V], or back, if the step stores it as [V, D]."""
     return table if step.inputs[1].dims == ("D", "V") else table.T
 
 

@@ -1,6 +1,6 @@
 """The model's activation, GELU or another, in a feed-forward layer without a gate.
 
-The op is named after one of them, since all stream their input once and cost the same.
+The op has the name of one of them, since all read their input once and cost the same.
 """
 
 from meshwright.nn.activations import ACTIVATIONS

@@ -1,4 +1,4 @@
-"""Sets projections of the first residual stream beside it, scaled to its magnitude."""
+"""Appends projections of the first residual stream as further streams, scaled to its magnitude."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -6,11 +6,11 @@ from jaxtyping import Array, Float
 from meshwright.nn.ops import backward_of, of_arrays
 
 MIN_SQUARE = 1e-5
-"""The least mean square that a projection is divided by."""
+"""The least mean square by whose root a projection is divided."""
 
 
 def at_magnitude(projections: Float[Array, "An B T Do"], x: Float[Array, "B T D"]) -> Float[Array, "An B T Do"]:
-    """Returns projections times ``rms(x) / rms(projection)``; of a row of zeros no gradient flows by its magnitude."""
+    """Returns projections times ``rms(x) / rms(projection)``; for a row of zeros ``rms(x)`` has no gradient."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     magnitude = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
     own_square = jnp.mean(jnp.square(projections.astype(jnp.float32)), axis=-1, keepdims=True)

@@ -1,11 +1,11 @@
 """The loss head on one device: cross entropy from statistics of the logits, and its backward pass, in float32.
 
-Where the vocabulary is split over devices, each computes statistics of its logits, those of the tokens from
-``first_row`` on, and reduces these statistics. The backward pass reads the logits; loss heads that do not keep logits
-are in `fused_head`. Logits from ``vocab_size`` on belong to padding of the table: they count as minus infinity.
+If the vocabulary is split over devices, each computes statistics of its logits, from token ``first_row`` on, and
+collectives combine them. The backward pass reads the logits; loss heads that do not keep logits are in `fused_head`.
+Logits from ``vocab_size`` on belong to padding of the table: they count as minus infinity.
 
-The loss of a token is ``lse - logit[label] + z_loss * lse**2`` with ``lse = log(sum(exp(logits)))`` of capped logits;
-0 for labels below 0.
+The loss of a token is ``lse - logit[label] + z_loss * lse**2`` with ``lse = log(sum(exp(logits)))`` of capped logits; 0
+for labels below 0.
 """
 
 import math
@@ -43,7 +43,7 @@ def logits_statistics(
     vocab_size: int = 0,
 ) -> Statistics:
     """Returns per token, over the local part of V: largest logit, sum of exp(logit - largest), label's logit or 0. Here
-    and below ``bias`` is nothing, or a bias of the logits."""
+    and below ``bias`` is empty, or one bias of the logits."""
     logits = capped(_biased(logits, bias), softcap)
     if vocab_size:
         # Not infinite: the largest logit of a device that has padding only would give NaN.
@@ -67,7 +67,7 @@ def rescale(total: PerToken, local_peak: PerToken, peak: PerToken) -> PerToken:
 def sum_loss(
     peak: PerToken, scaled: PerToken, picked: PerToken, labels: Labels, *, z_loss: float = 0.0
 ) -> Float[Array, ""]:
-    """Sums the loss over local tokens with a label; ``scaled`` is the sum of exp(logit - peak)."""
+    """Sums the loss over labelled tokens; ``scaled`` is the sum of exp(logit - peak), ``picked`` the label's logit."""
     lse = jnp.log(scaled) + peak
     return jnp.sum(jnp.where(labels >= 0, lse - picked + z_loss * lse**2, 0.0))
 
@@ -102,8 +102,8 @@ def logits_backward(
 
 
 def head_arguments(context: Context, step: Step, position: int, value: Array) -> dict[str, Any]:
-    """Returns ``first_row``, ``softcap`` and ``vocab_size`` (0 if V is not padded) for a step. ``value`` is its input
-    number ``position``, which has the dim V."""
+    """Returns ``first_row``, ``softcap`` and ``vocab_size`` (0 if V is not padded) for a step. ``value`` is the step's
+    input at ``position``, which has the dim V."""
     array, vocab_size = step.inputs[position], context.model.vocab_size
     local_vocab = value.shape[array.dims.index("V")]
     is_padded = local_vocab * math.prod(context.mesh[axis] for axis in array.axes_of("V")) > vocab_size

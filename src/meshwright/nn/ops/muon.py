@@ -22,8 +22,8 @@ MATCHED_RMS = 0.2
 def momentum(context: UpdateContext, step: Step, grad: Array, mean: Array) -> tuple[Array, Array]:
     """Returns the Nesterov mix of gradient and running mean [matrices, *inputs, *outputs], and the running mean.
 
-    Both parts of the mix are bias-corrected: the mean as of the next update, the gradient as of this one. The matrices
-    are padded with zeros to a multiple of the devices, so a device receives at most one that it does not need.
+    Both parts of the mix are bias-corrected: the mean for the next update's number, the gradient for this one's. The
+    matrices are padded with zeros to a multiple of the devices, so a device receives at most one zero matrix.
     """
     decay, details = context.momentum, step.details
     mean = decay * mean + (1 - decay) * grad
@@ -57,7 +57,7 @@ def newton_schulz(x: Array) -> Array:
 
 
 def apply(context: UpdateContext, step: Step, change: Array, weight: Array) -> Array:
-    """Returns the weight after its change, which has padding."""
+    """Returns the weight after its change; padding matrices of the change are dropped."""
     num_matrices = weight.size // math.prod(change.shape[1:])
     return changed(context, step, change[:num_matrices].reshape(weight.shape), weight)
 

@@ -1,4 +1,4 @@
-"""Attention of rows on the latents that a cache had before their step."""
+"""Attention of a step's rows on the latents that were in the cache before the step."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,9 +22,9 @@ from meshwright.nn.quantisation import dequantised
 def past_latent_attention(
     context: Context, step: Step, q: Array, latent: LayerCache, shared: LayerCache, *given: Any
 ) -> tuple[Array, ...]:
-    """Returns attention [B, T, N, Hv] on what came before each sequence's rows, with its statistics.
+    """Returns attention [B, T, N, Hv] on the positions before each sequence's rows, with its statistics.
 
-    Rows are taken in chunks, from the first to the last that has something before it.
+    Rows are processed in chunks, from the first to the last row of a sequence with earlier positions.
     """
     call, other_inputs = ragged_call(context, step, latent, q, given)
     past_lengths, unrotated_width = call.lengths - call.counts, context.model.qk_nope_head_dim

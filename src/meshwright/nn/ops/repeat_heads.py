@@ -11,7 +11,7 @@ from meshwright.spec.strategy import REPEATED_HEADS
 
 
 def _heads(context: Context, repeated: ShardedArray) -> tuple[int, Array]:
-    """Returns the place of the heads among the dims, and the model's own head of each repeat on this device."""
+    """Returns the heads' index among the dims, and which of the model's heads each repeat on this device copies."""
     dim = next(dim for dim in repeated.dims if dim in REPEATED_HEADS)
     axes, num_heads = repeated.axes_of(dim), context.local_size(repeated, dim)
     num_repeats = context.local_size(repeated.resharded({dim: ()}), dim) // _own_heads(context, repeated)
@@ -20,18 +20,18 @@ def _heads(context: Context, repeated: ShardedArray) -> tuple[int, Array]:
 
 
 def _own_heads(context: Context, repeated: ShardedArray) -> int:
-    """Returns the number of the model's own heads."""
+    """Returns the model's number of key and value heads, before repeats."""
     return context.model.dims["Kf" if any(dim.startswith("Kf") for dim in repeated.dims) else "K"]
 
 
 def repeat_heads(context: Context, step: Step, heads: Array) -> Array:
-    """Returns the repeats of this device."""
+    """Returns this device's repeats of the heads."""
     heads_dim, source_heads = _heads(context, step.result)
     return jnp.take(heads, source_heads, axis=heads_dim)
 
 
 def repeat_heads_backward(context: Context, step: Step, dout: Array) -> Array:
-    """Returns the sum over this device's repeats of each of the model's own heads."""
+    """Returns for each of the model's heads the sum of the cotangents of this device's repeats of it."""
     heads_dim, source_heads = _heads(context, step.inputs[0])
     heads_shape = (*dout.shape[:heads_dim], _own_heads(context, step.inputs[0]), *dout.shape[heads_dim + 1 :])
     return jnp.zeros(heads_shape, dout.dtype).at[(slice(None),) * heads_dim + (source_heads,)].add(dout)

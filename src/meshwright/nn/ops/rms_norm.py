@@ -1,7 +1,7 @@
-"""RMS norm of rows, forward and backward, in float32 whatever the dtype of the stream; layer norm shares its parts.
+"""RMS norm of rows, forward and backward, in float32 whatever the dtype of the activations; `layer_norm` uses its
+parts.
 
-Families differ in the meaning of the learned scale and in where the result is cast to the stream's dtype.
-"""
+Families differ in the meaning of the learned scale and in where the result is cast to the activations' dtype."""
 
 from typing import Any, NamedTuple
 
@@ -24,10 +24,10 @@ LATENT_NORM_PREFIXES = ("q_a_norm", "kv_a_norm")
 
 
 class RmsForm(NamedTuple):
-    """Variant of RMS norm of a family.
+    """A family's variant of RMS norm.
 
     ``unit_offset``: the scale is 1 + the stored weight. ``wide_scale``: the scale is applied in float32, before the row
-    is cast to its dtype; else after. ``alike``: see `Context`.
+    is cast to its dtype; else after the cast. ``alike``: see `Context`.
     """
 
     eps: float
@@ -37,7 +37,7 @@ class RmsForm(NamedTuple):
 
 
 def rms_form(model: Model, *, latent: bool = False) -> RmsForm:
-    """Returns the variant of a model's norms; ``latent``: norms inside latent attention, whose eps no config holds."""
+    """Returns the variant of a model's norms; ``latent``: norms inside latent attention, whose eps is in no config."""
     eps = LATENT_NORM_EPS if latent else model.norm_eps
     has_wide_scale = model.norm_unit_offset or model.family in ("gpt_oss", "olmo2", "olmo3", "gemma3n", "gemma4")
     return RmsForm(eps=eps, unit_offset=model.norm_unit_offset, wide_scale=has_wide_scale)
@@ -76,7 +76,7 @@ def normed_rows(x: Array, eps: float, *, centred: bool = False, alike: bool = Fa
 
 
 def norm_backward(dout: Array, x: Array, scale: Array, form: RmsForm, *, centred: bool = False) -> tuple[Array, Array]:
-    """Returns cotangents of the rows and, in float32, of the scale."""
+    """Returns the cotangents of the rows and, in float32, of the scale."""
     normed, inverse_rms = normed_rows(x, form.eps, centred=centred)
     wide_dout = dout.astype(jnp.float32)
     dnormed = wide_dout * scale_over_rows(scale, x, form)
@@ -87,13 +87,13 @@ def norm_backward(dout: Array, x: Array, scale: Array, form: RmsForm, *, centred
 
 
 def scale_over_rows(scale: Array, x: Array, form: RmsForm, dtype: DTypeLike = jnp.float32) -> Array:
-    """Returns what normed rows are multiplied by, in ``dtype`` and the rank of ``x``."""
+    """Returns the factors of normed rows (scale, or 1 + scale), in ``dtype`` and the rank of ``x``."""
     wide_scale = scale.astype(jnp.float32)
     return over_rows((1.0 + wide_scale if form.unit_offset else wide_scale).astype(dtype), x)
 
 
 def over_rows(vector: Array, x: Array) -> Array:
-    """Reshapes a vector over the last dims to the rank of ``x``."""
+    """Reshapes a vector over the last dims to the rank of ``x``, with leading dims of 1."""
     return vector.reshape((1,) * (x.ndim - vector.ndim) + vector.shape)
 
 

@@ -31,10 +31,9 @@ class Rotation(NamedTuple):
 
 def rotation(model: Model, *, local: bool = False, seq_len: int = 0, width: int = 0) -> Rotation:
     """Returns the rotation of a model's layers; ``local`` for layers with a window, which may have their own theta.
-    ``width`` is that of their heads if it is not the model's.
 
-    ``seq_len`` is the length of the whole sequence: longrope and dynamic scaling depend on it if it is more than the
-    length that the model was trained on.
+    ``width`` is the heads' width if it is not the model's. ``seq_len`` is the length of the whole sequence: longrope
+    and dynamic scaling depend on it if it is more than the length that the model was trained on.
     """
     is_latent, rotated_width = model.latent_attention, model.rotated_width
     if width and not is_latent:
@@ -91,7 +90,7 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, max_posit
     rotated_width, original_len = 2 * len(frequencies), scaling.original_max_positions or max_positions
 
     def pair_of(turns: float) -> float:
-        """Returns the index, a fraction, of the pair that makes this many turns over the original length."""
+        """Returns the fractional index of the pair that rotates this many times over the original length."""
         return rotated_width * math.log(original_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low_pair, high_pair = pair_of(scaling.beta_fast or 32.0), pair_of(scaling.beta_slow or 1.0)
@@ -150,7 +149,7 @@ def rope(
 
 
 def _rope(context: Context, step: Step, x: Array, here: Array, *, direction: float = 1.0) -> Array:
-    """Rotates local positions; some scalings depend on the length of the whole sequence."""
+    """Rotates by local positions; some scalings depend on the length of the whole sequence."""
     num_shards = math.prod(context.mesh[axis] for axis in step.inputs[1].axes[1])
     seq_len = context.seq_len or here.shape[1] * num_shards
     how = rotation(context.model, local=step.block.endswith("_local"), seq_len=seq_len, width=x.shape[-1])

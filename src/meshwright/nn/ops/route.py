@@ -17,12 +17,12 @@ def route(
     """Returns the weights of each token's experts in float32, and the token's slots (see `nn.experts.slots`).
 
     The shares of experts are the softmax over a token's scores, or the sigmoid of each score. The experts with the
-    highest shares are chosen, within the token's best groups if the model has groups; their weights are their shares.
-    A ``correction`` is added to shares for the choice only. Of equal shares the expert with the lower number wins.
-    Where tokens choose an expert more than ``capacity`` times, the last of them get no slot of it; the weights of a
-    token's other experts stay as they are. Sources: Mixtral and Qwen3-MoE (softmax, sum to one),
-    gpt-oss (the same: a softmax over the chosen), Qwen2-MoE (softmax), DeepSeek-V2 (softmax, groups by their best
-    expert), DeepSeek-V3 (sigmoid, groups by their best two, sum to one), ERNIE 4.5 (softmax with a correction).
+    highest shares are chosen, within the token's best groups if the model has groups; their weights are their shares. A
+    ``correction`` is added to shares for the choice only. Of equal shares the expert with the lower number wins. If
+    tokens choose an expert more than ``capacity`` times, the last choices get no slot; the weights of a token's other
+    experts do not change. Sources: Mixtral and Qwen3-MoE (softmax, sum to one), gpt-oss (likewise: a softmax over the
+    chosen), Qwen2-MoE (softmax), DeepSeek-V2 (softmax, groups by their best expert), DeepSeek-V3 (sigmoid, groups by
+    their best two, sum to one), ERNIE 4.5 (softmax with a correction).
     """
     wide_scores = scores.astype(jnp.float32)
     choice_scores = jax.nn.sigmoid(wide_scores) if model.router_scores == "sigmoid" else wide_scores
@@ -37,8 +37,8 @@ def route(
 def route_backward(dgates: Gates, scores: RouterScores, chosen: Chosen, model: Model, *, capacity: int) -> RouterScores:
     """Returns the cotangent of the scores; the choice of experts has no derivative.
 
-    Of p = softmax(s), over all scores or over the chosen: ds = p (dp - sum(p dp)). Of g = p / sum(p):
-    dp = (dg - sum(g dg)) / sum(p).
+    For p = softmax(s), over all scores or over the chosen: ds = p (dp - sum(p dp)). For g = p / sum(p): dp = (dg -
+    sum(g dg)) / sum(p).
     """
     wide_scores, wide_dgates = scores.astype(jnp.float32), dgates.astype(jnp.float32) * model.routed_scale
     experts = expert_numbers(chosen, capacity=capacity)
@@ -58,8 +58,8 @@ def route_backward(dgates: Gates, scores: RouterScores, chosen: Chosen, model: M
 
 
 def _in_best_groups(scores: RouterScores, model: Model) -> RouterScores:
-    """Sets the scores of experts outside of a token's best groups to -inf. The best groups have the best expert or,
-    where shares are sigmoids, the largest sum of their two best."""
+    """Sets the scores of experts outside of a token's best groups to -inf. Groups are ranked by their best expert or,
+    if shares are sigmoids, by the sum of their two best."""
     if not model.expert_groups:
         return scores
     grouped_scores = scores.reshape(*scores.shape[:-1], model.expert_groups, -1)
@@ -103,7 +103,7 @@ def slot_capacity(context: Context, step: Step, tokens: Array) -> int:
 
 
 def _route(context: Context, step: Step, scores: Array, *correction: Array) -> tuple[Array, ...]:
-    """Returns weights and slots of each token and, if the step has a result for them, the device's counts."""
+    """Returns weights and slots of each token and, if the step has a result for them, the device's routing counts."""
     capacity = slot_capacity(context, step, scores)
     gates, chosen = route(scores, context.model, *correction, capacity=capacity)
     if len(step.more) == 1:
@@ -114,7 +114,7 @@ def _route(context: Context, step: Step, scores: Array, *correction: Array) -> t
 def _route_backward(
     context: Context, step: Step, dgates: Array, scores: Array, chosen: Array, *routing: Array
 ) -> Array:
-    """Returns the cotangent of the scores, from the weights and from the losses on the router."""
+    """Returns the cotangent of the scores, from the experts' weights and from the losses on the router."""
     model, details = context.model, step.details
     dscores = route_backward(dgates, scores, chosen, model, capacity=slot_capacity(context, step, scores))
     loss_weights = {"balance": details.balance / details.microbatches, "z": details.z / details.microbatches}

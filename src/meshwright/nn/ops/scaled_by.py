@@ -1,4 +1,4 @@
-"""Multiplies an array by a number, or its rows by a vector, in the dtype of the array."""
+"""Multiplies an array by a scalar array, or its rows by a vector, in the dtype of the array."""
 
 from meshwright.nn.ops import backward_of, of_arrays
 from meshwright.nn.ops.rms_norm import over_rows

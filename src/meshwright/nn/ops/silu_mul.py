@@ -15,7 +15,7 @@ from meshwright.nn.order import after
 
 
 def over_slots(local: LocalStep) -> LocalStep:
-    """Returns ``local``, an elementwise step, as a step that also takes packed tokens."""
+    """Returns the elementwise step ``local`` as a step that also accepts packed tokens."""
 
     def run(context: Context, step: Step, *operands: Any) -> Any:
         packed_slots = next((array for array in operands if isinstance(array, Ragged)), None)
@@ -26,7 +26,7 @@ def over_slots(local: LocalStep) -> LocalStep:
 
 
 def activation_steps(name: str, local: LocalStep) -> dict[str, LocalStep]:
-    """Returns both passes of an activation by name."""
+    """Returns the forward and backward steps of an activation by name."""
     backward = backward_of(local)
 
     def again(context: Context, step: Step, dout: Array, *inputs: Array) -> Any:

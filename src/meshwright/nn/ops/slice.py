@@ -1,4 +1,4 @@
-"""Returns this device's part of an array that it holds whole."""
+"""Returns this device's shard of an array that it has whole."""
 
 from meshwright.nn.collectives import communicate
 

@@ -1,5 +1,5 @@
-"""Bounds gates from below by the mean and the deviation of their rows, in float32, from sums over whole rows, which a
-collective makes. Source: Gemma 3n, activation sparsity."""
+"""Subtracts ``mean + by * deviation`` of its row from each gate and clips at 0, in float32, with row sums from a
+collective. Source: Gemma 3n, activation sparsity."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,7 +12,7 @@ GateRows = Float[Array, "B T F"]
 
 
 def offsets(gates: GateRows, width: int, sums: RowSums) -> GateRows:
-    """Returns gates less the mean of their row of ``width``, in float32."""
+    """Returns gates less the mean of their row, which has ``width`` entries over all devices, in float32."""
     return gates.astype(jnp.float32) - (sums / width)[..., None]
 
 
@@ -21,7 +21,7 @@ def _width(context: Context, step: Step) -> int:
 
 
 def _above(context: Context, step: Step, gates: Array, sums: Array, squares: Array) -> tuple[Array, Array, Array]:
-    """Returns gates less their bound, gates less their mean, and the deviation of the row."""
+    """Returns gates less their threshold, gates less their mean, and the standard deviation of each row."""
     width = _width(context, step)
     offset, deviation = offsets(gates, width, sums), jnp.sqrt(squares / width)[..., None]
     by = jnp.asarray(step.details.by, gates.dtype).astype(jnp.float32)
@@ -38,7 +38,7 @@ def _sum_above(context: Context, step: Step, dout: Array, gates: Array, *sums: A
 
 
 def _backward(context: Context, step: Step, dout: Array, gates: Array, *sums: Array) -> tuple[Array]:
-    """Returns ``d - s (1 + by (gates - mean) / deviation) / F``: d is the cotangent above the bound, s its sum."""
+    """Returns ``d - s (1 + by (gates - mean) / deviation) / F``: d is the cotangent above the threshold, s its sum."""
     *row_sums, above_sum = sums
     above, offset, deviation = _above(context, step, gates, *row_sums)
     slope = 1.0 + step.details.by * offset / jnp.where(deviation > 0, deviation, 1.0)

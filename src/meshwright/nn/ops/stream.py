@@ -1,4 +1,4 @@
-"""Takes one of the residual streams, that which layers read, or all but the first."""
+"""Selects the residual stream that layers read, or all streams but the first."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -9,12 +9,12 @@ from meshwright.nn.context import Context
 
 
 def taken(context: Context, array: ShardedArray) -> int | slice:
-    """Returns the index of the streams that an array has."""
+    """Returns the index of an array's streams among all streams."""
     return slice(1, None) if array.dims[0] == "An" else context.model.active_stream
 
 
 def stream_backward(context: Context, step: Step, dout: Array) -> Float[Array, "A B T D"]:
-    """Returns the cotangent of all streams."""
+    """Returns the cotangent of all streams, zero for streams that were not selected."""
     zeros = jnp.zeros((context.model.num_streams, *dout.shape[-3:]), dout.dtype)
     return zeros.at[taken(context, step.inputs[0])].set(dout)
 

@@ -1,4 +1,4 @@
-"""Queries times a number that grows with the logarithm of their position."""
+"""Queries times a factor that grows with the logarithm of their position."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

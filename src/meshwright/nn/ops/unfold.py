@@ -1,4 +1,4 @@
-"""Unfolds positions with their two neighbours, and the transpose of that."""
+"""Unfolds each position with its two neighbours, and the transposed operation."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ TAPS = 3
 
 
 def unfold(frames: Float[Array, "B S M"], *, stride: int) -> Float[Array, "B T 3 M"]:
-    """Returns every ``stride``-th position between its neighbours; zeros stand outside."""
+    """Returns every ``stride``-th position with its two neighbours (previous, own, next); zeros beyond the ends."""
     padded = jnp.pad(frames, ((0, 0), (1, 1), (0, 0)))
     end = frames.shape[1]
     return jnp.stack([padded[:, tap : tap + end : stride] for tap in range(TAPS)], axis=2)

@@ -1,4 +1,4 @@
-"""Rows divided by their root mean square, in float32 whatever the dtype of the stream."""
+"""Rows divided by their root mean square, in float32 whatever the dtype of the activations."""
 
 from jaxtyping import Array, Float
 

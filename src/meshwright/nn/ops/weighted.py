@@ -1,4 +1,4 @@
-"""Rows times one number each, in float32."""
+"""Rows times one weight each, in float32."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from meshwright.nn.ops.silu_mul import activation_steps
 
 
 def weighted(context: Context, step: Step, rows: Float[Array, "*R F"], by: Float[Array, "*R"]) -> Any:
-    """Multiplies every row by its number; the result has the dtype of the rows."""
+    """Multiplies every row by its weight; the result has the dtype of the rows."""
     return (rows * by[..., None]).astype(rows.dtype)
 
 

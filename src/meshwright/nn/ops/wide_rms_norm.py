@@ -1,4 +1,4 @@
-"""RMS norm of rows that are split over devices, from sums over whole rows, which a collective makes; in float32."""
+"""RMS norm of rows that are split over devices, in float32, with sums over whole rows from a collective."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ HeadScale = Float[Array, "N H"]
 
 
 def sum_squares(x: Array, num_dims: int) -> Array:
-    """Sums the squares of each row's part; rows have the first ``num_dims`` dims as numbers."""
+    """Returns the sum of squares of this device's part of each row; the first ``num_dims`` dims number the rows."""
     wide_x = x.astype(jnp.float32)
     return jnp.sum(wide_x * wide_x, axis=tuple(range(num_dims, x.ndim)))
 
@@ -29,7 +29,7 @@ def wide_rms_norm(x: Array, scale: Array, squares: Array, *, width: int, eps: fl
 
 
 def along(dout: SplitRows, x: SplitRows, scale: HeadScale) -> RowSums:
-    """Sums ``dout * scale * x`` over each row's part."""
+    """Returns the sum of ``dout * scale * x`` over this device's part of each row."""
     wide_cotangent = dout.astype(jnp.float32) * scale.astype(jnp.float32)[None, None]
     return jnp.sum(wide_cotangent * x.astype(jnp.float32), axis=(2, 3))
 
@@ -37,7 +37,7 @@ def along(dout: SplitRows, x: SplitRows, scale: HeadScale) -> RowSums:
 def wide_rms_norm_backward(
     dout: SplitRows, x: SplitRows, scale: HeadScale, *sums: RowSums, width: int, eps: float
 ) -> tuple[SplitRows, HeadScale]:
-    """Returns cotangents of the rows and the scale; ``sums`` are the squares and `along`, over whole rows.
+    """Returns the cotangents of the rows and the scale; ``sums`` are whole rows' sums of squares and of `along`.
 
     With i = 1 / rms: dx = i (dout scale - x i^2 along / width), dscale = sum over rows of dout x i.
     """
