@@ -217,7 +217,7 @@ def test_a_base_is_named_from_the_adapter_or_from_here(folders, tmp_path, monkey
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
-    with pytest.raises(InputError, match=r"names the base model 'models/base', which is a folder neither from "):
+    with pytest.raises(InputError, match=r"names the base model 'models/base', a folder that is neither in "):
         base_folder(adapter)
     (tmp_path / "models" / "base").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -284,14 +284,14 @@ def cut(end, box):
     [
         (
             {"drop": ["q_proj.weight_scale"]},
-            "q_proj.weight: the checkpoint has no scales of it. Fetch it and its config",
+            "q_proj.weight: the checkpoint lacks its scales. Fetch it and its config",
         ),
         (
             {"form": "nvfp4", "drop": ["v_proj.weight_global_scale"]},
-            "v_proj.weight: the checkpoint has no global scale of it. Fetch it",
+            "v_proj.weight: the checkpoint lacks its global scale. Fetch it",
         ),
-        ({"actorder": "group"}, "down_proj.weight: the checkpoint has no list of its groups of it"),
-        ({"drop": ["q_proj.weight_packed"]}, "q_proj.weight: the checkpoint has no values of it"),
+        ({"actorder": "group"}, "down_proj.weight: the checkpoint lacks its list of its groups"),
+        ({"drop": ["q_proj.weight_packed"]}, "q_proj.weight: the checkpoint lacks its values"),
         (
             {"group_size": 8},
             "scales of shape (32, 1); by quantization_config (32, 16) in int4, groups of 1 outputs x 8 inputs, needs",
@@ -315,7 +315,7 @@ def test_what_is_missing_or_misshapen_is_named(given, says, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda index: index + 9, "the list of the groups of its 16 inputs has others than 0 to 1, or than its config"),
+        (lambda index: index + 9, "the groups of its 16 inputs are not all from 0 to 1, or than its config"),
         (lambda index: index[:-1], r"list of groups of shape \(15,\); by quantization_config"),
     ],
 )

@@ -30,25 +30,25 @@ ADAPTER_CONFIG, ADAPTER_MODEL = "adapter_config.json", "adapter_model.safetensor
 
 _PLAIN = {"bias": "none", "use_dora": False}
 _ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
-"""Keys of PEFT that may have this value only, and keys that must be absent or empty."""
+"""Keys of PEFT's config that must have this value, and keys that must be absent or empty."""
 
 
 def is_adapter(folder: Path) -> bool:
-    """True if a folder holds an adapter."""
+    """True if a folder has an adapter's config."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def base_folder(folder: Path) -> Path:
-    """Returns the folder of an adapter's base weights; a relative path starts at the adapter's folder or else, as PEFT
-    reads it, at the current one."""
+    """Returns the folder of an adapter's base weights; a relative path starts at the adapter's folder or, as in PEFT,
+    at the current one. Raises InputError if it is not a folder."""
     base_id = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.").get("base_model_name_or_path") or ""
     base_path = Path(str(base_id)).expanduser()
     for base in map(as_folder, (folder / base_path, base_path)):
         if base_id and base.is_dir():
             return base
     raise InputError(
-        f"{folder / ADAPTER_CONFIG} names the base model {base_id!r}, which is a folder neither from {folder} nor from "
-        f"here. Write the folder of the base as base_model_name_or_path."
+        f"{folder / ADAPTER_CONFIG} names the base model {base_id!r}, a folder that is neither in {folder} nor in "
+        f"{Path.cwd()}. Write the folder of the base as base_model_name_or_path."
     )
 
 
@@ -61,9 +61,9 @@ def adapted_model(model: Model, folder: Path) -> Model:
 
 
 def model_with_adapters(model: Model, folders: Sequence[Path]) -> Model:
-    """Returns a base model with several adapters as one: each has as many columns of its rank as the largest."""
+    """Returns a base model with its adapters joined at equal rank. Raises InputError if a folder has no adapter."""
     if model.lora:
-        raise InputError(f"{model.name} is an adapter itself. Serve its base, and it beside the other adapters.")
+        raise InputError(f"{model.name} is an adapter itself. Serve its base, with it as one of the adapters.")
     if plain_folder := next((folder for folder in folders if not is_adapter(folder)), None):
         raise InputError(f"{plain_folder} has no {ADAPTER_CONFIG}. Give the folder of an adapter in PEFT's format.")
     loras = [_lora(model, folder) for folder in folders]
@@ -90,7 +90,7 @@ def _lora(model: Model, folder: Path) -> Lora:
 
 
 def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
-    """Returns the names of the target weights in `LORA_TARGETS`. PEFT's config lists modules, by their whole names or
+    """Returns the keys of the adapted weights in `LORA_TARGETS`. PEFT's config lists modules, by their whole names or
     last words, or has a regular expression."""
     targets, path = keys.get("target_modules") or (), folder / ADAPTER_CONFIG
     template_of = {name: _module(model, weight) for name, weight in LORA_TARGETS.items()}
@@ -105,7 +105,7 @@ def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, 
     all_modules = [module for modules in modules_of.values() for module in modules]
     target_names = () if isinstance(targets, str) else targets
     unknown = [t for t in target_names if not any(module == t or module.endswith(f".{t}") for module in all_modules)]
-    unknown += [f"{name} in some layers alone" for name, flags in flags_of.items() if any(flags) and not all(flags)]
+    unknown += [f"{name} in some layers only" for name, flags in flags_of.items() if any(flags) and not all(flags)]
     if unknown or not any(any(flags) for flags in flags_of.values()):
         raise CannotRunError(
             f"{path} targets {', '.join(unknown) or targets}: this version has adapters of {', '.join(modules_of)}, in "
@@ -115,14 +115,14 @@ def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, 
 
 
 def _module(model: Model, weight: str) -> str:
-    """Returns the published name of the module that holds a weight of a layer, "" if the model has no such weight."""
+    """Returns the published name of the module of a layer's weight, "" if the model has no such weight."""
     weights = weight_table(frozen_base(model))
     return next((row.hf_name.removesuffix(".weight") for row in weights if row.name == f"layers.{weight}"), "")
 
 
 @contextmanager
 def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> Iterator[Tensors]:
-    """Opens the tensors of a checkpoint, of an adapter and its base, or of a base and several ``adapters`` as one."""
+    """Opens the tensors of a checkpoint, of an adapter with its base, or of a base with several ``adapters`` as one."""
     with ExitStack() as stack:
 
         def opened(path: Path) -> Tensors:
@@ -138,7 +138,7 @@ def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> I
 
 
 def _quantisation(model: Model, folder: Path) -> tuple[Quantisation | None, np.dtype]:
-    """Returns how a folder's config says that its matrices are quantised, and the dtype of its other weights."""
+    """Returns the quantisation that a folder's config states, if any, and the dtype of its other weights."""
     config_path = folder / CONFIG
     config = read_json(config_path, "Give the folder of a model.") if config_path.is_file() else {}
     dtype_name = str(config.get("dtype") or config.get("torch_dtype") or config.get("text_config", {}).get("dtype"))
@@ -147,9 +147,9 @@ def _quantisation(model: Model, folder: Path) -> tuple[Quantisation | None, np.d
 
 
 def _side_by_side(model: Model, adapters: Sequence[tuple[Path, Tensors]], base: Tensors) -> dict[str, np.ndarray]:
-    """Returns the tensors of several adapters as those of one, with the factor alpha / rank of each in its B.
+    """Returns the tensors of several adapters as one adapter's, with the factor alpha / rank of each in its B.
 
-    What an adapter does not have is zeros. Raises InputError for an adapter of another base.
+    Weights that an adapter lacks are zeros. Raises InputError for an adapter of another base.
     """
     joined_tensors = {name: np.zeros(shape, np.float32) for name, shape in _shapes(model, base).items()}
     loras = [_lora(frozen_base(model), folder) for folder, _ in adapters]
@@ -172,7 +172,7 @@ def _side_by_side(model: Model, adapters: Sequence[tuple[Path, Tensors]], base: 
 
 
 def _shapes(model: Model, base: Tensors) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the stored tensors of a model's adapter, beside those of a base."""
+    """Returns the names and shapes of the stored tensors of a model's adapter, in the layout of a base."""
     table = rows(model)
     return {part.tensor: part.shape for part in stored_parts(model, base) if table[part.variable].part == "adapter"}
 
@@ -181,7 +181,7 @@ def _shapes(model: Model, base: Tensors) -> dict[str, tuple[int, ...]]:
 
 
 def adapter_config(model: Model, base: str) -> dict[str, Any]:
-    """Returns the adapter_config.json object of a model's adapter, whose base is in the folder ``base``."""
+    """Returns the adapter_config.json object of a model's adapter; ``base`` is the folder of its base weights."""
     assert model.lora is not None
     module_names = [_module(model, weight) for weight in adapted(model)]
     alpha = model.lora.alpha

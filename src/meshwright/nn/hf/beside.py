@@ -1,4 +1,4 @@
-"""What a folder has beside its weights: tokenizer, chat templates, generation config; runs and conversions keep it."""
+"""Files next to a folder's weights: tokenizer, chat templates, generation config; runs and conversions copy them."""
 
 import shutil
 from functools import partial
@@ -28,13 +28,13 @@ FILES = (
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """Returns the files of a folder that are no weights and no config, and say how its texts begin, go on and end."""
+    """Returns a folder's tokenizer files, chat templates and generation config, as far as they exist."""
     paths = [folder / name for name in FILES if (folder / name).is_file()]
     return paths + sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
 
 
 def copy_beside(source: Path, folder: Path) -> list[Path]:
-    """Copies `files_beside` unchanged, and returns the copies."""
+    """Copies `files_beside` from ``source`` to ``folder`` unchanged, and returns the copies."""
     file_copies = [(file, folder / file.relative_to(source)) for file in files_beside(source)]
     for file, copy_path in file_copies:
         write_whole(copy_path, partial(shutil.copyfile, file))
@@ -42,11 +42,11 @@ def copy_beside(source: Path, folder: Path) -> list[Path]:
 
 
 def keep_beside(source: Path, run: Path, tokenizer: Tokenizer) -> None:
-    """Copies what is beside a ``tokenizer`` into the folder of a run that is trained with it.
+    """Copies the `files_beside` of a tokenizer's folder into the folder of a run that is trained with the tokenizer.
 
-    The run's generation config names every token that may end a text: those of the source, the end of a document, and
-    what the chat template writes after an answer, if that is one token. It also has the source's other token numbers.
-    """
+    The run's generation config lists every token that may end a text: the source's end tokens, the end of a document,
+    and what the chat template writes after an answer, if that is one token. It also has the source's other token
+    numbers."""
     if source.resolve() == run.resolve():
         return
     copy_beside(source, run)

@@ -19,15 +19,15 @@ from meshwright.nn.hf.tokenizer import TOKENIZER_CONFIG, read_table, special_tok
 
 TEMPLATE, PROCESSOR_TEMPLATE = "chat_template.jinja", "chat_template.json"
 MORE_TEMPLATES = "additional_chat_templates"
-"""Folder of templates by name, beside `TEMPLATE`, which is the one called "default"."""
+"""Folder of templates by name, next to `TEMPLATE`, whose name is "default"."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; templates read the first or the second."""
+"""Keys of a message's reasoning; templates read the first or the second."""
 REFUSES = "the chat template refuses it: "
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Two codes that no text has, around the text that a template renders in a generation block."""
+"""Two noncharacters, which no text has, around the text that a template renders in a generation block."""
 _UNMARKED = str.maketrans("", "", BEGIN + END)
 _OPEN_END = "\ufdd2 "
-"""Follows the text that a final message continues with; its space shows whether the template strips that text."""
+"""Appended to the final message that is continued; its space shows whether the template strips that message."""
 
 
 class ChatTemplates(NamedTuple):
@@ -38,12 +38,12 @@ class ChatTemplates(NamedTuple):
     special: Mapping[str, str]
 
     def render(self, messages: list[dict[str, Any]], tools: Any = None, /, **more: Any) -> str:
-        """Returns the text of a chat, in which `BEGIN` and `END` surround what a generation block marks.
+        """Returns the text of a chat, in which `BEGIN` and `END` surround the text of generation blocks.
 
         ``more`` are variables of the template; with ``continue_final_message`` the text ends where the content of the
-        last message does. Messages are given to the template as transformers does. Where it refuses them so, or leaves
-        out or quotes a part of them, they are given in the other forms of `_forms`. Raises InputError for what the
-        template refuses.
+        last message does. Messages are given to the template as transformers does. If it refuses them, or omits or
+        quotes a part of them, the other forms of `_forms` are tried. Raises InputError if the template refuses all
+        forms.
         """
         template = self.templates.get("tool_use" if tools is not None else "default", self.templates["default"])
         variables = {**self.special, "documents": None, "add_generation_prompt": False, "tools": tools, **more}
@@ -67,8 +67,8 @@ class ChatTemplates(NamedTuple):
 
     @property
     def turn_end(self) -> str:
-        """What the default template writes right after an answer, up to the end of a line; "" where it has no answers
-        of text."""
+        """The text that the default template writes right after an answer, up to the end of the line; "" if it renders
+        no answers."""
         with suppress(InputError):
             text = self.render([{"role": "user", "content": "Q"}, {"role": "assistant", "content": _OPEN_END}])
             return text.translate(_UNMARKED).partition(_OPEN_END.strip())[2].strip().partition("\n")[0]
@@ -106,17 +106,17 @@ Message = dict[str, Any]
 
 
 def _named(message: Message) -> Message:
-    """Returns a message without null fields, and with its reasoning under the names that templates read."""
+    """Returns a message without null fields, with its reasoning under both keys that templates read."""
     set_fields = {name: value for name, value in message.items() if value is not None}
     reasoning = next((set_fields[name] for name in REASONING if name in set_fields), None)
     return set_fields if reasoning is None else {"thinking": reasoning, **set_fields, "reasoning_content": reasoning}
 
 
 def _forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yields messages as they are, and in the other forms in which templates read the same messages.
+    """Yields the messages unchanged, then in the other forms in which templates read messages.
 
-    Some read texts where OpenAI's format has a list of parts, some an object as the arguments of a call and some JSON,
-    some a null content beside calls, and some an empty one where there is none.
+    Some templates read text where OpenAI's format has a list of parts, some an object as the arguments of a call and
+    some JSON, some a null content with calls, and some an empty content where there is none.
     """
     tried_forms = list[list[Message]]()
     for changes in product(*((None, change) for change in (_with_null, _with_text, _with_other_arguments))):
@@ -129,7 +129,7 @@ def _forms(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def _calls(message: Message) -> list[Message]:
-    """Returns the functions that a message calls; none if one of its calls is of another kind."""
+    """Returns the functions that a message calls; [] if one of its calls is not a function call."""
     calls = message.get("tool_calls")
     call_list = calls if isinstance(calls, list) else []
     functions: list[Any] = [call.get("function") for call in call_list if isinstance(call, dict)]
@@ -137,7 +137,7 @@ def _calls(message: Message) -> list[Message]:
 
 
 def _parts(message: Message) -> list[str] | None:
-    """Returns the texts of a message whose content is a list of nothing else; None for another content."""
+    """Returns the texts of a message whose content is a list of text parts only; None for other content."""
     content = message.get("content")
     content_parts = content if isinstance(content, list) else []
     texts = [part["text"] for part in content_parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
@@ -165,7 +165,7 @@ def _with_other_arguments(message: Message) -> Message:
 
 
 def _other_form(arguments: object) -> object:
-    """Returns the object of arguments that are JSON, and the JSON of an object; other arguments as they are."""
+    """Returns JSON arguments as an object, and an object as JSON; other arguments unchanged."""
     with suppress(TypeError, ValueError, RecursionError):
         if not isinstance(arguments, str):
             return json.dumps(arguments, ensure_ascii=False)
@@ -174,7 +174,7 @@ def _other_form(arguments: object) -> object:
 
 
 def _says_all(text: str, messages: list[Message]) -> bool:
-    """True if a rendering has the texts of parts and the names of calls, and no arguments as a quoted text."""
+    """True if a rendered text contains all text parts and names of calls, and no arguments as a quoted string."""
     for message in messages:
         part_texts, calls = _parts(message), _calls(message)
         if part_texts and (str(message["content"]) in text or not all(part.strip() in text for part in part_texts)):
@@ -188,19 +188,19 @@ def _says_all(text: str, messages: list[Message]) -> bool:
 
 
 def _opened(messages: list[Message]) -> list[Message]:
-    """Returns messages in which `_OPEN_END` follows the content of the last one."""
+    """Returns messages with `_OPEN_END` after the last one's content. Raises InputError if that has no text."""
     content: Any = messages[-1].get("content")
     if _parts(messages[-1]):
         content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _OPEN_END}]
     elif isinstance(content, str):
         content += _OPEN_END
     else:
-        raise InputError("continue_final_message needs a last message with a text. Give it one")
+        raise InputError("continue_final_message needs a last message that has text. Give it text")
     return [*messages[:-1], {**messages[-1], "content": content}]
 
 
 def _ended(text: str) -> str:
-    """Returns what comes before `_OPEN_END`, without spaces at its end if the template strips them."""
+    """Returns the text before `_OPEN_END`, without spaces at its end if the template strips them."""
     text_before, end_mark, text_after = text.rpartition(_OPEN_END.strip())
     if not end_mark:
         raise InputError("it does not write the last message, which is to be continued")

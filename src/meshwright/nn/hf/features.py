@@ -1,4 +1,4 @@
-"""Files of features: what an encoder of Whisper's kind reads in place of tokens."""
+"""Reads feature files, the input of encoders like Whisper's in place of tokens."""
 
 import math
 from io import BytesIO
@@ -9,9 +9,9 @@ from meshwright.core.errors import InputError
 
 
 def read_features(npy: bytes, name: str) -> np.ndarray:
-    """Returns the features of a NumPy file, float32 [features, 2 positions], from such an array of any floats or
-    [1, features, 2 positions], as Whisper's feature extractors make them. Raises InputError for other files; ``name``
-    is what it calls them."""
+    """Returns the features in a NumPy file as float32 [features, 2 positions]; the file has floats of that shape or of
+    [1, features, 2 positions], as Whisper's feature extractors write them. Raises InputError for other files; ``name``
+    is the file's name in the message."""
     advice = "Save log-mel features by numpy.save, floats [bins, frames]."
     file = BytesIO(npy)
     try:
@@ -19,7 +19,7 @@ def read_features(npy: bytes, name: str) -> np.ndarray:
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read_header(file)
     except ValueError:
-        raise InputError(f"{name} is no NumPy file of an array. {advice}") from None
+        raise InputError(f"{name} is not a NumPy file with an array. {advice}") from None
     shape = shape[1:] if shape[:1] == (1,) else shape
     if dtype.kind != "f" or len(shape) != 2 or len(npy) - file.tell() != math.prod(shape) * dtype.itemsize:
         raise InputError(f"{name} has {dtype} {list(shape)} in {len(npy):,} bytes. {advice}")

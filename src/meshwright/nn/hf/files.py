@@ -1,4 +1,4 @@
-"""Reads parts of tensors from the files of weights of a folder, and writes safetensors files one tensor at a time."""
+"""Reads parts of tensors from a folder's weight files, and writes safetensors files one tensor at a time."""
 
 import json
 import struct
@@ -22,22 +22,22 @@ from meshwright.nn.hf.pickled import unpickled
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-"""Files of folders from before safetensors, read only if a folder has no safetensors file."""
+"""Weight files from before safetensors, read only if a folder has no safetensors file."""
 
 DTYPES: dict[str, np.dtype] = {
     "fp32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "fp16": np.dtype(np.float16),
 }
-"""Dtypes in which weights are written -> NumPy's."""
+"""Names of dtypes in which weights are written -> NumPy dtype."""
 _NARROW = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
            "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)}  # fmt: skip
-"""Code of a dtype in a file that safetensors does not read as NumPy's -> NumPy's."""
+"""Code of a dtype that safetensors does not read as a NumPy array -> NumPy dtype."""
 _CODES = {DTYPES["fp32"]: "F32", DTYPES["bf16"]: "BF16", DTYPES["fp16"]: "F16"}
 
 
 class Tensor(Protocol):
-    """A tensor whose parts can be read; a NumPy array is one."""
+    """A tensor of which boxes can be read; a NumPy array is one."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -155,7 +155,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
 
 
 class Entry(NamedTuple):
-    """One tensor to write; ``make`` is called just before its values are written."""
+    """One tensor to write; ``make`` returns its values and is called just before they are written."""
 
     name: str
     shape: tuple[int, ...]
@@ -168,7 +168,7 @@ class Entry(NamedTuple):
 
 
 def shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
-    """Splits entries, in order, into files of at most ``max_bytes``; a larger tensor gets its own file."""
+    """Splits entries, in order, into files of at most ``max_bytes``; a larger tensor gets a file for itself."""
     file_entries: list[list[Entry]] = [[]]
     file_bytes = 0
     for entry in entries:
@@ -181,7 +181,7 @@ def shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
 
 
 def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) -> list[Path]:
-    """Writes safetensors files, with an index if there are several, and returns them; holds one tensor at a time.
+    """Writes safetensors files, with an index if there are several, and returns them; at most one tensor is in memory.
 
     Removes files of an earlier checkpoint in the folder afterwards.
     """
@@ -203,9 +203,9 @@ def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) 
 
 
 def write_file(path: Path, entries: Sequence[Entry]) -> None:
-    """Writes one safetensors file atomically; holds one tensor at a time.
+    """Writes one safetensors file atomically; at most one tensor is in memory.
 
-    It has the length of the header in 8 bytes, the header as JSON padded to 8 bytes, then the tensors.
+    The file has the length of the header in 8 bytes, the header as JSON padded to 8 bytes, then the tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

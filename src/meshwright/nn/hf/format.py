@@ -1,9 +1,9 @@
 """Layout of each weight in a published checkpoint, used for reading and writing.
 
-A `StoredPart` names the tensor that holds one layer (or one expert) of a weight, and the part of the tensor as a box
-of a view of it: dims in their stored order, some of them merged into one, each sliced from ``start`` in steps, some
-entries at each. Every layout of a family (linear layers stored [out, in], GPT-2's stored [in, out], fused q/k/v and
-gate/up one after the other or interleaved, experts one by one or stacked) is such a box.
+A `StoredPart` names the tensor that stores one layer (or one expert) of a weight, and the part of the tensor as a box
+of a view of it: dims in their stored order, some of them merged into one, each sliced from ``start`` in steps, with a
+run of entries at each step. Every layout of a family (linear layers stored [out, in], GPT-2's stored [in, out], fused
+q/k/v and gate/up concatenated or interleaved, experts one by one or stacked) is such a box.
 """
 
 import math
@@ -27,8 +27,8 @@ ROWS_AT_ONCE = 4096
 
 
 class StoredDim(NamedTuple):
-    """One dim of a weight in a stored tensor: index in the weight, size as stored, start and step of its slice, and how
-    many entries follow each other at each step."""
+    """One dim of a weight in a stored tensor: index in the weight, size as stored, start and step of its slice, and the
+    number of consecutive entries at each step."""
 
     dim: int
     size: int
@@ -37,13 +37,12 @@ class StoredDim(NamedTuple):
     run: int = 1
 
     def span(self, part: slice) -> tuple[int, int]:
-        """Returns the first entry of the stored dim that has some of a part of the weight's dim, and the one after the
-        last."""
+        """Returns the range [first, end) of the stored dim that covers a slice of the weight's dim."""
         first, last = (self.start + i // self.run * self.step + i % self.run for i in (part.start, part.stop - 1))
         return first, last + 1
 
     def stored(self, part: slice, first: int = 0) -> slice | np.ndarray:
-        """Returns where a part of the weight's dim is in the stored dim from its entry ``first`` on."""
+        """Returns the index, relative to entry ``first`` of the stored dim, of a slice of the weight's dim."""
         if self.run > 1:
             entries = np.arange(part.start, part.stop)
             return self.start - first + entries // self.run * self.step + entries % self.run
@@ -55,7 +54,7 @@ class StoredPart(NamedTuple):
     """One layer, or one expert of one layer, of a variable in a checkpoint.
 
     ``leading`` are the leading indices in the variable's array: of the layer, of the expert. ``axes`` has, for each dim
-    of the stored tensor, the dims of the weight that are merged in it, major to minor; none for a dim of one entry.
+    of the stored tensor, the dims of the weight that are merged in it, major to minor; () for a dim of size 1.
     """
 
     variable: str
@@ -79,7 +78,7 @@ class StoredPart(NamedTuple):
         return read_dims[index].transpose(np.argsort([a.dim for a in dims]))
 
     def put(self, stored: np.ndarray, value: np.ndarray) -> None:
-        """Writes the weight into its part of a stored tensor."""
+        """Writes the weight ``value`` into its part of a stored tensor."""
         stored_dims = [dim for axis in self.axes for dim in axis]
         dim_slices = tuple(a.stored(slice(0, value.shape[a.dim])) for a in stored_dims)
         stored.reshape([a.size for a in stored_dims])[dim_slices] = value.transpose([a.dim for a in stored_dims])
@@ -107,8 +106,8 @@ _STACKED = {"w_gate": "gate_up_proj", "w_up": "gate_up_proj", "w_down": "down_pr
 def stored_parts(model: Model, names: Collection[str] = ()) -> Iterator[StoredPart]:
     """Yields the stored part of every layer of every variable, in the order of the weight table.
 
-    The tensor ``names`` of a checkpoint decide which of several known layouts it has. Without names the layout is the
-    published one, which is also the one written.
+    The tensor ``names`` of a checkpoint determine which of several known layouts it has. Without names the layout is
+    the published one, which is also the one written.
     """
     name_of = _naming(model, names)
     weights_by_pattern: dict[str, list[Weight]] = {}
@@ -133,7 +132,7 @@ def stored_parts(model: Model, names: Collection[str] = ()) -> Iterator[StoredPa
 def _of_layer(
     model: Model, weight: Weight, axes: tuple[tuple[StoredDim, ...], ...], layer: int
 ) -> tuple[tuple[StoredDim, ...], ...]:
-    """Returns the stored dims of a layer's part of an array that has all layers one after the other along Dl."""
+    """Returns the stored dims of a layer's part of an array in which all layers are concatenated along Dl."""
     num_layers, width = model.num_layers, model.layer_embed_dim
     packed_dims = {weight.dims.index("Dl"): {"size": num_layers * width, "start": layer * width}}
     return tuple(tuple(dim._replace(**packed_dims.get(dim.dim, {})) for dim in axis) for axis in axes)
@@ -195,7 +194,7 @@ def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: boo
 def _stored_order(
     model: Model, weight: Weight, stored_dims: list[StoredDim], dims: tuple[str, ...], *, stacked: bool
 ) -> tuple[tuple[StoredDim, ...], ...]:
-    """Orders dims as stored: [out, in] in a linear layer; [in, out] in GPT-2's layers and gpt-oss's experts."""
+    """Groups dims by stored axis: [out, in] in a linear layer; [in, out] in GPT-2's layers and gpt-oss's experts."""
     is_row = weight.part == "buffer" and (model.family == "ernie4_5_moe" or weight.name == "unembed_bias")
     if weight.name == "layers.shared.gate" or is_row or not dims:
         return ((), *([tuple(stored_dims)] if dims else []))
@@ -215,9 +214,9 @@ def _stored_order(
 
 
 def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
-    """Returns the stored parts by variable and leading indices; raises InputError as `load_params` does."""
+    """Returns stored parts by variable and leading indices. Raises InputError for tensors `load_params` refuses."""
     parts_of: dict[str, dict[tuple[int, ...], StoredPart]] = {}
-    for part in _as_they_lie(tensors, list(stored_parts(model, tensors))):
+    for part in _oriented(tensors, list(stored_parts(model, tensors))):
         if part.tensor not in tensors:
             suffixes = ("_blocks", "_scale_inv", ".qweight", ".SCB")
             if example := next((name for name in tensors if name.endswith(suffixes)), ""):
@@ -234,19 +233,19 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
 
 
 IGNORED = ("*.rotary_emb.*inv_freq", "*.e_score_correction_bias")
-"""Tensors that follow from the config, and corrections of routers, which only models with one read."""
+"""Tensors that follow from the config, and router corrections, which only models with such corrections read."""
 _OTHER_PARTS = (
     *("*vision_tower.*", "*vision_model.*", "visual.*", "model.visual.*", "*audio_tower.*", "*image_newline"),
     *("*multi_modal_projector.*", "*mm_projector.*", "*connector.*", "thinker.visual.*", "talker.*", "*2wav.*"),
 )
-"""Parts of multimodal models beside the decoder of text, which is of one of these families."""
+"""Parts of multimodal models other than the text decoder."""
 _DECODERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "glm4", "exaone4", "llama4")
 IGNORED_OF = {
     **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode"), ("*.attn.bias", "*.attn.masked_bias")),  # the causal mask
     "gpt_neox": ("*.attention.bias", "*.attention.masked_bias"),
     **dict.fromkeys(("t5", "mt5"), ("*.EncDecAttention.relative_attention_bias.weight",)),  # early files have it
     **dict.fromkeys(_DECODERS, _OTHER_PARTS),
-    # layers for tokens after the next, if they are not asked for
+    # multi-token-prediction layers, if they are not loaded
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "hy_v3"), ("*.layers.{num_layers}.*", *_OTHER_PARTS)),
     "gemma4": ("*.embed_vision.*", "*.embed_audio.*", *_OTHER_PARTS),
     # the scale of corrections is stored by files that do not use it, too
@@ -254,13 +253,13 @@ IGNORED_OF = {
     "exaone_moe": ("mtp.*",),
     "ernie4_5_moe": ("model.mtp*",),
 }
-"""Tensors of a family that are not weights of its decoder."""
+"""Tensors of a family that are not weights of its text model."""
 
 
 def _require_all_used(model: Model, tensors: Tensors, used_names: set[str]) -> None:
-    """Raises InputError for a tensor that the model lacks, or a tied unembedding unlike the embedding."""
+    """Raises InputError for a tensor that the model lacks, or a tied unembedding that differs from the embedding."""
     ignored_forms = [form.format(num_layers=model.num_layers) for form in (*IGNORED, *IGNORED_OF.get(model.family, ()))]
-    # published files have keys and values of layers that read those of others
+    # published files have keys and values also for layers that read another layer's
     shared_layers = range(len(model.kv_layers), model.num_layers)
     ignored_forms += [
         f"*.layers.{n}.self_attn.{part}.weight" for n in shared_layers for part in ("[kv]_proj", "k_norm")
@@ -277,13 +276,13 @@ def _require_all_used(model: Model, tensors: Tensors, used_names: set[str]) -> N
                 raise InputError(f"{name} differs from {source_name}, to which the config ties it. {advice}.")
             continue
         box = tuple(slice(0, dim_size) for dim_size in tensors[name].shape)
-        is_zero = name.endswith(".bias") and not tensors[name][box].any()  # AutoGPTQ writes such beside every matrix
+        is_zero = name.endswith(".bias") and not tensors[name][box].any()  # AutoGPTQ writes one for every matrix
         if not (is_zero or any(fnmatchcase(name, form) for form in ignored_forms)):
             raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Give its own config.")
 
 
-def _as_they_lie(tensors: Tensors, parts: list[StoredPart]) -> list[StoredPart]:
-    """Returns the parts, those of stacked experts with inputs before outputs if the shapes say so (Qwen 3 VL)."""
+def _oriented(tensors: Tensors, parts: list[StoredPart]) -> list[StoredPart]:
+    """Returns the parts, with inputs before outputs in stacked experts if the shapes say so (Qwen 3 VL)."""
     turned = {part: part._replace(axes=(part.axes[0], *part.axes[:0:-1])) for part in parts if len(part.axes) == 3}
     stored_shapes = {part: tuple(tensors[part.tensor].shape) for part in turned if part.tensor in tensors}
     if any(shape != part.shape and shape == turned[part].shape for part, shape in stored_shapes.items()):
@@ -292,13 +291,13 @@ def _as_they_lie(tensors: Tensors, parts: list[StoredPart]) -> list[StoredPart]:
 
 
 def mtp_copies(model: Model) -> dict[str, str]:
-    """Maps embedding and head to their copies, as published, in the layer for tokens after the next."""
+    """Maps embedding and head to the names of their published copies in the multi-token-prediction layer."""
     names = {"embed": "embed_tokens", "unembed": "shared_head.head"}
     return {v: f"{model.weights_prefix}layers.{n}.{name}.weight" for n in model.mtp_layers for v, name in names.items()}
 
 
 def _equal(tensor: Tensor, other_tensor: Tensor) -> bool:
-    """True if two tensors are equal; they are read some rows at a time."""
+    """True if two tensors are equal; at most `ROWS_AT_ONCE` rows are read at a time."""
     if tuple(tensor.shape) != tuple(other_tensor.shape):
         return False
     num_rows, num_columns = tensor.shape

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files under their published names, and a Hugging Face folder for each model of such files."""
+"""Tensors of GGUF files under their published names, and a Hugging Face folder for each model in such files."""
 
 import hashlib
 import math
@@ -27,10 +27,10 @@ from meshwright.spec.weights import Weight, weight_table
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor in blocks of few bits, widened to float32 as it is read: only the blocks of the rows of a box.
+    """A tensor in blocks of few bits, widened to float32 when indexed: only the blocks of the indexed rows.
 
-    ``dtype`` is that of the weights once loaded. ``rows`` are the stored rows in their published order. ``shift`` is
-    added to all values. ``transposed`` matrices are stored the other way round.
+    ``dtype`` is the dtype of the weights once loaded. ``rows`` are the stored rows in their published order. ``shift``
+    is added to all values. ``transposed``: the published matrix is the stored one transposed.
     """
 
     data: np.ndarray  # [..., bytes of a row]
@@ -64,7 +64,7 @@ class GgufTensor:
 
 
 def _block(kind: Any) -> tuple[int, int]:
-    """Returns the values of a block of a type, and its bytes."""
+    """Returns the number of values and of bytes in a block of a type."""
     from gguf.constants import GGML_QUANT_SIZES
 
     len_and_bytes: tuple[int, int] = GGML_QUANT_SIZES[kind]
@@ -76,7 +76,7 @@ def _block(kind: Any) -> tuple[int, int]:
 
 @contextmanager
 def open_files(folder: Path) -> Iterator[Mapping[str, Tensor]]:
-    """Yields the tensors of a folder's files of weights by name: of its GGUF files where it has no others."""
+    """Yields the tensors of a folder's weight files by name; of its GGUF files if there are no others."""
     has_weights = any(file for pattern in ("*.safetensors", f"{PICKLED}*") for file in folder.glob(pattern))
     if not has_weights and (files := gguf_files(folder)):
         yield gguf_tensors(files, model_from_config(folder))
@@ -86,10 +86,10 @@ def open_files(folder: Path) -> Iterator[Mapping[str, Tensor]]:
 
 
 def gguf_tensors(files: list[Path], model: Model) -> dict[str, Tensor]:
-    """Returns the tensors of a model's files by their published names; others keep their own.
+    """Returns the tensors of a model's files by their published names; unknown tensors keep their own names.
 
-    Undoes what llama.cpp's conversion does to weights: it orders rows of q and k of a llama by pairs that are rotated,
-    adds 1 to the norms of a gemma, transposes the linear layers of GPT-2 and stacks experts.
+    Undoes llama.cpp's conversion of weights: it orders rows of a llama's q and k by rotated pairs, adds 1 to the norms
+    of a gemma, transposes the linear layers of GPT-2 and stacks experts.
     """
     entries, names = read_gguf(files).tensors, gguf_names()
     embed_entry = entries.get("token_embd.weight")
@@ -114,7 +114,7 @@ def gguf_tensors(files: list[Path], model: Model) -> dict[str, Tensor]:
 
 
 def _published(model: Model, weight: Weight, stored: GgufTensor) -> GgufTensor:
-    """Returns a stored tensor as it is published."""
+    """Returns a stored tensor with the published order of rows, offset and orientation."""
     weight_name, row_order, data = weight.name.removeprefix("layers."), None, stored.data
     if model.family in ("llama", "mixtral") and weight_name in ("wq", "wk", "bq", "bk"):
         row_order = np.arange(stored.shape[0]).reshape(-1, model.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
@@ -128,8 +128,8 @@ def _published(model: Model, weight: Weight, stored: GgufTensor) -> GgufTensor:
 
 
 def _blocks(name: str, tensor: StoredBlocks, dtype: np.dtype) -> GgufTensor:
-    """Returns a tensor of a file as it is stored. Raises InputError for a type that is not known, or a cut file, and
-    without the package ``gguf``."""
+    """Returns a file's tensor as stored. Raises InputError if its type is unknown or the file is cut short, and without
+    the package ``gguf``."""
     require("gguf", f"reading the weights of {tensor.file}")
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
@@ -157,16 +157,16 @@ def _blocks(name: str, tensor: StoredBlocks, dtype: np.dtype) -> GgufTensor:
 # -- a folder -----------------------------------------------------------------------------------------
 
 _BESIDE = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE, GENERATION)
-"""Files that count, if they are beside a GGUF file, in place of what it says itself."""
+"""Files next to a GGUF file that take precedence over its own metadata."""
 _VERSION = 1
-"""Raised when the files of a folder are written in another way, so that earlier ones are not taken."""
+"""Increased when the format of a cached folder changes, so that earlier folders are not used."""
 
 
 def as_folder(path: Path) -> Path:
-    """Returns a Hugging Face folder for a GGUF file, or the folder of one, and any other path unchanged.
+    """Returns a Hugging Face folder for a GGUF file, or for a folder of one; any other path unchanged.
 
-    The folder is in the cache. It has the config and the tokenizer of the file, and links to it and to the files beside
-    it that count.
+    The folder is in the cache. It has the file's config and tokenizer, and links to the file and to files next to it
+    that take precedence.
     """
     if not is_gguf(path):
         return path

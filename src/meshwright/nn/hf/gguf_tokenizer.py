@@ -9,7 +9,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.spec.hf.gguf import gguf_names
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-"""Types of tokens: those of texts; special ones, which texts do not show; those that are found before all others."""
+"""Types of tokens: parts of texts; special tokens, not shown in texts; tokens that are matched before all others."""
 
 
 class GgufTokenizer(NamedTuple):
@@ -21,7 +21,7 @@ class GgufTokenizer(NamedTuple):
 
 
 def gguf_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer | None:
-    """Returns the tokenizer of a file's metadata, None without one.
+    """Returns the tokenizer in a file's metadata ``values``, None if it has no tokens.
 
     Raises InputError for a tokenizer or a pre-tokenizer that is not known.
     """
@@ -36,7 +36,7 @@ def gguf_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer | None:
         raise InputError(f"the pre-tokenizer {pre!r} of a GGUF file is not known.{nearest(pre, split_of)} {advice}")
     type_codes = metadata.get("token_type", [NORMAL] * len(tokens))
     if kind == "llama":
-        # tokens of several spaces are stored as such, where all others have the letter for a space
+        # tokens of several spaces have plain spaces, all other tokens have the letter for a space
         tokens = ["▁" * len(text) if text and not text.strip(" ") else text for text in tokens]
         tokenizer = _sentencepiece(metadata, tokens, type_codes)
     else:
@@ -69,9 +69,9 @@ def gguf_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer | None:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
-    """Returns a SentencePiece BPE with bytes for unknown letters.
+    """Returns a SentencePiece BPE with bytes for unknown characters.
 
-    Files have scores in place of merges: two tokens merge to one, the one with the highest score first.
+    Files have scores in place of merges: a pair is merged first if the token that it forms has the highest score.
     """
     vocab, scores = {text: index for index, text in enumerate(tokens)}, metadata.get("scores", [0.0] * len(tokens))
     merges = []
@@ -103,7 +103,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], splits: str) -> Tokenizer:
-    """Returns a BPE of bytes with the merges of the file, which splits texts as models of that kind do."""
+    """Returns a byte-level BPE with the file's merges, which splits texts by the rule named ``splits``."""
     vocab = {text: token_id for token_id, text in enumerate(tokens)}
     merges = [tuple(pair.split(" ", 1)) for pair in metadata.get("merges", ())]
     # a word that is a token is that token, whatever the merges say

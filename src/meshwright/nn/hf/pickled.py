@@ -1,6 +1,6 @@
 """Reads the dict of tensors in a ``pytorch_model.bin`` file without PyTorch, and runs no code that the file names.
 
-Such a file is a zip archive of one pickle and the bytes of every storage, which are mapped into memory.
+The file is a zip archive of one pickle and the bytes of every storage, which are mapped into memory.
 """
 
 import pickle
@@ -19,7 +19,7 @@ from meshwright.core.errors import InputError, first_line
 
 MOST_PICKLE_BYTES = 2**26
 _LOCAL_HEADER = 30
-"""Bytes of a zip entry's own header before its name."""
+"""Bytes of a zip entry's local header before its name."""
 _STORAGES: dict[str, Any] = {
     "FloatStorage": np.float32,
     "HalfStorage": np.float16,
@@ -33,7 +33,7 @@ _STORAGES: dict[str, Any] = {
 
 
 class _Storage(NamedTuple):
-    """The dtype that a pickle names as the class of a storage."""
+    """The dtype of a storage, which a pickle names as a class of PyTorch."""
 
     dtype: np.dtype
 
@@ -61,7 +61,7 @@ def unpickled(path: Path) -> dict[str, np.ndarray]:
         raise InputError(f"{path} holds {type(value).__name__}, not a dict of tensors. Give a file of weights by name.")
     for name, tensor in value.items():
         if not isinstance(name, str) or not isinstance(tensor, np.ndarray):
-            raise InputError(f"{path}: {name!r} is not a tensor. Give a file of weights alone.")
+            raise InputError(f"{path}: {name!r} is not a tensor. Give a file of weights only.")
     return dict(value)
 
 
@@ -89,7 +89,7 @@ def _read(path: Path) -> Any:
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that knows storages, tensors and ordered dicts by name, and refuses all other names."""
+    """An unpickler that accepts the names of storages, tensors and ordered dicts, and refuses all other names."""
 
     def __init__(self, file: BytesIO, path: Path, storage: Callable[[str, np.dtype, int], np.ndarray]) -> None:
         super().__init__(file)
@@ -108,15 +108,15 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, given: Any) -> np.ndarray:
         kind, storage, key, _, num_elements = given
         if kind != "storage" or not isinstance(storage, _Storage):
-            raise ValueError("it refers to something beside the pickle that is not a storage")
+            raise ValueError("it refers to an object outside of the pickle that is not a storage")
         return self._storage(str(key), storage.dtype, int(num_elements))
 
 
 def _tensor(storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> np.ndarray:
-    """Returns a part of a storage as an array; the strides count elements."""
+    """Returns a view of a storage; ``offset`` and ``strides`` count elements. Raises ValueError if it does not fit."""
     size_strides = list(zip(shape, strides, strict=True))
     last_index = offset + sum((size - 1) * step for size, step in size_strides)
     if min((offset, *shape, *strides)) < 0 or (all(shape) and last_index >= len(storage)):
-        raise ValueError("a tensor reaches beyond its storage")
+        raise ValueError("a tensor is larger than its storage")
     width = storage.itemsize
     return np.lib.stride_tricks.as_strided(storage[offset:], shape, [step * width for step in strides], writeable=False)

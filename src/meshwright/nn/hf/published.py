@@ -1,10 +1,10 @@
-"""Reads matrices as published folders quantise them (`spec.hf.published`) as floats, the part that is read alone.
+"""Reads quantised matrices of published folders (`spec.hf.published`) as floats, only the part that is indexed.
 
-A matrix [out, in] is values times scales, from which zero points are taken off first. Values are stored one by one, or
-several in a word of 32 bits: along the inputs (compressed-tensors, GPTQ) or the outputs (AWQ), or as two 4-bit floats
-in a byte (nvfp4, mxfp4). Sources: compressed-tensors 0.20 (compressors), AutoAWQ 0.2.9 (modules/linear/gemm.py),
-AutoGPTQ 0.7 (qlinear_cuda_old.py), transformers 5 (integrations/finegrained_fp8.py); of mxfp4 OCP Microscaling
-Formats 1.0 (2023), section 5.3.
+A matrix [out, in] is (values - zero points) times scales. Values are stored one by one, or several in a word of 32
+bits: along the inputs (compressed-tensors, GPTQ) or the outputs (AWQ), or as two 4-bit floats in a byte (nvfp4, mxfp4).
+Sources: compressed-tensors 0.20 (compressors), AutoAWQ 0.2.9 (modules/linear/gemm.py), AutoGPTQ 0.7
+(qlinear_cuda_old.py), transformers 5 (integrations/finegrained_fp8.py); for mxfp4 OCP Microscaling Formats 1.0 (2023),
+section 5.3.
 """
 
 from dataclasses import dataclass, replace
@@ -25,33 +25,33 @@ _VALUES, _ZEROS, _GROUPS = (
     (".g_idx", ".weight_g_idx"),
 )
 _ENDS = (*SCALES, *_VALUES[:2], *_ZEROS, *_GROUPS, ".weight_shape", ".weight_global_scale")
-"""Ends of the tensors that make a quantised matrix."""
+"""Suffixes of the names of tensors that belong to a quantised matrix."""
 _UNUSED = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
     *(".activation_scale", ".k_scale", ".v_scale", ".q_scale"),
 )
-"""Ends of the tensors that scale activations and caches, which are not executed."""
+"""Suffixes of the names of tensors that scale activations and caches, which are not used."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Output of a word of AWQ -> its four bits, from the lowest."""
+"""Output i of a word of AWQ -> index of its four bits in the word, from the lowest."""
 _SCALE_BIAS = 127
 MX_BLOCK, MX_BLOCKS, MX_SCALES = 32, "_blocks", "_scales"
-"""Values that share a scale of mxfp4, and the ends of gpt-oss's tensors."""
+"""Values that share a scale of mxfp4, and the suffixes of gpt-oss's tensors."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = np.asarray([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
 """Four bits of a float (a sign, two of exponent, one of mantissa) -> value."""
 AT_ONCE = 2**17
-"""Entries that are unpacked at once: what they need besides is several times what is kept of them."""
+"""Most entries that are unpacked at once: unpacking needs several times the memory of its result."""
 
 
 class Packing(NamedTuple):
-    """Values of ``bits`` in words along a stored axis; ``order`` are their places in a word, if not in order."""
+    """Values of ``bits`` in words along a stored axis; ``order`` has their positions in a word, if not ascending."""
 
     bits: int
     axis: int
     order: tuple[int, ...] = ()
 
     def read(self, words: Tensor, box: tuple[slice, ...]) -> np.ndarray:
-        """Reads a box of the unpacked matrix, as unsigned numbers."""
+        """Reads a box of the unpacked matrix, as unsigned integers."""
         span, per_word = box[self.axis], 8 * words.dtype.itemsize // self.bits
         word_span = slice(span.start // per_word, -(-span.stop // per_word))
         packed = np.moveaxis(words[(*box[: self.axis], word_span, *box[self.axis + 1 :])], self.axis, 1)
@@ -64,10 +64,10 @@ class Packing(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedMatrix:
-    """A quantised matrix that is read as floats [out, in], computed in float32 and rounded to ``dtype``; or as its
-    signed ``values``, or as the scale of each of its entries.
+    """A quantised matrix, which indexing reads as floats [out, in], computed in float32 and rounded to ``dtype``; or by
+    ``reads`` as its signed stored values, or as the scale of each entry.
 
-    ``tensors`` are its parts by their ends. Where ``transposed``, as in AWQ and GPTQ, these are stored [in, out].
+    ``tensors`` are its parts by name suffix. If ``transposed``, as in AWQ and GPTQ, these are stored [in, out].
     """
 
     name: str
@@ -78,7 +78,7 @@ class PublishedMatrix:
     reads: Literal["floats", "values", "scales"] = "floats"
 
     def part(self, *ends: str) -> Tensor | None:
-        """Returns the part with one of these ends."""
+        """Returns the part with the first of these suffixes that exists; None if none does."""
         return next((self.tensors[end] for end in ends if end in self.tensors), None)
 
     @property
@@ -102,7 +102,7 @@ class PublishedMatrix:
 
     @property
     def middle(self) -> int:
-        """The zero point of a symmetric matrix."""
+        """The zero point of a symmetric matrix, as stored."""
         return 2 ** (self.packing.bits - 1) if self.packing and self.scheme.dtype != "fp4" else 0
 
     @property
@@ -116,7 +116,7 @@ class PublishedMatrix:
 
     @property
     def group(self) -> tuple[int, int]:
-        """Outputs and inputs that share a scale."""
+        """Numbers of outputs and of inputs that share a scale."""
         outputs, inputs = self.shape
         return self.scheme.outputs or outputs, self.scheme.inputs or inputs
 
@@ -149,26 +149,26 @@ class PublishedMatrix:
         return box_values
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
-        """Reads values before scaling, [out, in]: unsigned whole numbers where packed, else as stored."""
+        """Reads unscaled values [out, in]: unsigned integers if packed, else as stored; 4-bit floats as floats."""
         box = (columns, rows) if self.transposed else (rows, columns)
         box_values = self.packing.read(self.stored, box) if self.packing else np.asarray(self.stored[box])
         box_values = box_values.T if self.transposed else box_values
         return VALUES[box_values] if self.scheme.dtype == "fp4" else box_values
 
     def groups(self, columns: slice) -> np.ndarray:
-        """Returns the group of each input."""
+        """Returns the group of each input. Raises InputError if the checkpoint's list of groups is invalid."""
         regular, group_tensor = np.arange(columns.start, columns.stop) // self.group[1], self.part(*_GROUPS)
         if group_tensor is None:
             return regular
         numbers = _whole(group_tensor).astype(np.int64)
         groups, count = numbers[columns], self.num_groups[1]
         if not np.isin(numbers, range(count)).all() or (self.reads != "floats" and not np.array_equal(groups, regular)):
-            raise InputError(f"{self.name}: the list of the groups of its {self.shape[1]} inputs has others than 0 to "
+            raise InputError(f"{self.name}: the groups of its {self.shape[1]} inputs are not all from 0 to "
                              f"{count - 1}, or than its config says. Fetch both again.")  # fmt: skip
         return groups
 
     def scales(self) -> np.ndarray:
-        """Reads the scales [groups of outputs, groups of inputs] in float32."""
+        """Reads the scales [groups of outputs, groups of inputs] in float32. Raises InputError if one is not finite."""
         scale_tensor, global_scale = self.part(*SCALES), self.part(".weight_global_scale")
         assert scale_tensor is not None
         scale = _whole(scale_tensor)
@@ -180,7 +180,7 @@ class PublishedMatrix:
         return (floats.T if self.transposed else floats).reshape(self.num_groups)
 
     def zero_points(self) -> np.ndarray:
-        """Reads the zero points of the values as `codes` has them: one for each scale, or one number for all."""
+        """Reads the zero points, in the units of `codes`: one for each scale, or one number for all."""
         zeros_tensor, packing = self.part(*_ZEROS), self.packing
         if zeros_tensor is None or (self.scheme.symmetric and not self.transposed):
             return np.asarray(self.middle, np.float32)
@@ -204,7 +204,7 @@ class PublishedMatrix:
             "list of its groups": not self.scheme.in_order and group_list is None,
         }
         if missing := [part_name for part_name, is_lacking in is_missing.items() if is_lacking]:
-            raise InputError(f"{self.name}: the checkpoint has no {missing[0]} of it. Fetch it and its config again.")
+            raise InputError(f"{self.name}: the checkpoint lacks its {missing[0]}. Fetch it and its config again.")
         shape_part, advice = self.part(".weight_shape"), "Give the config of these weights."
         if len(sizes := tuple(self.stored.shape)) != 2 or (shape_part is not None and tuple(shape_part.shape) != (2,)):
             raise InputError(f"{self.name}: values of shape {sizes} are no matrix. {advice}")
@@ -237,9 +237,9 @@ def _whole(tensor: Tensor) -> np.ndarray:
 
 
 class KeptPart(NamedTuple):
-    """A part of a weight that is read as it is stored: for each of its dims ``steps`` has the entries of the weight
-    for one of the array's, 0 for a dim that the array lacks. Values of int4 are pairs in bytes along the dim of step 2,
-    whose groups have ``group`` values (`nn.quantisation.pairs`)."""
+    """A part of a weight that is loaded as stored, not widened. ``steps`` has, for each dim of the weight, its entries
+    per entry of the array: 2 for int4 pairs in a byte (`nn.quantisation.pairs`), whose groups have ``group`` values, 0
+    for a dim that the array lacks. ``scales``: reads the scales, not the values."""
 
     part: StoredPart
     steps: tuple[int, ...]
@@ -267,8 +267,8 @@ class KeptPart(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedExperts:
-    """gpt-oss's experts, read as [E, in, out] in bf16. ``blocks`` [E, out, in / 32, 16] have two values in a byte, the
-    even one in the low half, times 2 to the power of the scale's byte minus 127; only those of a box are read."""
+    """gpt-oss's experts, which indexing reads as [E, in, out] in bf16. ``blocks`` [E, out, in / 32, 16] have two values
+    per byte, the even one in the low half, times 2^(the scale's byte - 127); only the indexed blocks are read."""
 
     blocks: Tensor
     scales: Tensor
@@ -290,15 +290,15 @@ class PublishedExperts:
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Unpacks [..., blocks, 16] bytes with [..., blocks] scales to [..., blocks * 32] in bf16."""
+    """Unpacks [..., blocks, 16] bytes with [..., blocks] scales to [..., blocks * 32] values in bf16."""
     float_pairs = np.stack([VALUES[packed & 0x0F], VALUES[packed >> 4]], axis=-1)
     scaled_pairs = np.ldexp(float_pairs, (scales.astype(np.int32) - _SCALE_BIAS)[..., None, None])
     return scaled_pairs.reshape(*packed.shape[:-2], -1).astype(DTYPES["bf16"])
 
 
 def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.dtype) -> Tensors:
-    """Returns the tensors with those of each quantised matrix as one, ``X.weight``. Raises InputError for a part that
-    is missing or misshapen, and for narrow matrices of which the config does not say how they are scaled."""
+    """Returns the tensors, with the parts of each quantised matrix as one tensor ``X.weight``. Raises InputError for a
+    missing or misshapen part, and for 8-bit matrices whose scales are not found."""
     expert_stems = [stem for name in tensors if (stem := name.removesuffix(MX_BLOCKS)) + MX_SCALES in tensors]
     packed = {s: PublishedExperts(tensors[s + MX_BLOCKS], tensors[s + MX_SCALES]) for s in expert_stems}
     for stem, experts in packed.items():
@@ -333,7 +333,7 @@ def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.d
 
 
 def why_refused(model: Model, tensors: Tensors, quantisation: Quantisation | None) -> str:
-    """Returns why the tensors of a folder would be refused, by their names, shapes and dtypes; "" if they are not."""
+    """Returns the error with which loading a folder's tensors would fail, by names, shapes and dtypes; "" if none."""
     try:
         tables = {row.hf_name: np.zeros(row.shape, np.float32) for row in unsaved_tables(model)}
         checked_parts(model, {**tables, **with_floats(tensors, quantisation, DTYPES["bf16"])})

@@ -34,7 +34,7 @@ from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, adapted, frozen_base
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Maximum size of one file of weights, as in transformers."""
+"""Maximum size of one weight file, as in transformers."""
 
 Fetch = Callable[[str, tuple[int, ...]], np.ndarray]
 """(variable, leading indices) -> one layer, or one expert of one layer, on the host."""
@@ -42,8 +42,8 @@ Fetch = Callable[[str, tuple[int, ...]], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class OutputsFirst:
-    """A sharding ``own`` of a weight, or of a layer of it, as a matrix [outputs, inputs]; ``given`` is that of its own
-    dims, of which ``inputs`` are inputs. What is loaded so is a tuple, of one array where the weight has no layers."""
+    """The sharding ``own`` of a weight, or of one layer of it, as a matrix [outputs, inputs]; ``given`` shards its
+    usual dims, the first ``inputs`` of which are inputs. It is loaded as a tuple, of one array without layers."""
 
     given: Sharding
     own: Sharding
@@ -62,11 +62,11 @@ def load_params(
 ) -> Params:
     """Loads the weights of a checkpoint in their shardings, by default on the first device, in ``dtype`` if given.
 
-    A model with an adapter is read from the folder of its adapter, and from that of its base; with several
-    ``adapters``, from that of their base and theirs. Shards are read from the mapped files one by one and put on their
-    devices, so a host holds at most one shard besides its devices' own; with a tuple of shardings in place of one, the
-    layers of a variable are arrays of their own. Raises InputError for a tensor that is missing, misshapen or foreign,
-    CannotRunError for files changed since written.
+    A model with an adapter is read from the adapter's folder and its base's; with several ``adapters``, from the base's
+    folder and theirs. Shards are read from the mapped files one by one and put on their devices, so a host holds at
+    most one shard in addition to its devices' memory. With a tuple of shardings in place of one, each layer of a
+    variable is an array. Raises InputError for a tensor that is missing, misshapen or unknown, CannotRunError for files
+    changed since they were written.
     """
     with returning_freed_memory(), open_tensors(model, Path(folder), adapters) as tensors:
         return read_params(model, tensors, shardings, dtype)
@@ -100,7 +100,7 @@ def read_params(
 def _kept_parts(
     model: Model, weight: Weight, pair: tuple[Variable, Variable], parts: Mapping[tuple[int, ...], StoredPart]
 ) -> dict[str, Mapping[tuple[int, ...], Any]]:
-    """Returns the parts of the values and of the scales of a weight that is kept as it is stored."""
+    """Returns, by array name, the parts of the values and of the scales of a weight that stays quantised as stored."""
     values_var, scale_var = pair
     part_dims = weight.dims[len(next(iter(parts))) - bool(weight.layers) :]
     group_size_of = {dim: model.dims[dim] // model.dims[f"{dim}g"] for dim in part_dims if f"{dim}g" in scale_var.dims}
@@ -117,8 +117,8 @@ def _kept_parts(
 def _array(
     shape: tuple[int, ...], part_of: Mapping[tuple[int, ...], Any], tensors: Tensors, sharding: Any, dtype: Any
 ) -> Any:
-    """Reads one variable shard by shard; devices with the same shard share one read. With a tuple of shardings, each
-    layer is an array of its own."""
+    """Reads one variable shard by shard; devices with the same shard share one read. With a tuple of shardings, returns
+    a tuple with an array per layer."""
     if isinstance(sharding, tuple):
         tables = ({index[1:]: part for index, part in part_of.items() if index[0] == n} for n in range(len(sharding)))
         layer_pairs = zip(tables, sharding, strict=True)
@@ -143,7 +143,7 @@ def _array(
 
 
 def _block(part_of: Mapping[tuple[int, ...], Any], tensors: Tensors, region: Box, dtype: Any) -> np.ndarray:
-    """Reads a region of a variable's array; each layer and expert of its leading dims is a stored part."""
+    """Reads a box ``region`` of a variable's array; each layer and expert of its leading dims is a stored part."""
     num_leading = len(next(iter(part_of)))
     box = region[num_leading:]
     region_values: np.ndarray | None = None
@@ -172,14 +172,14 @@ def save_hf(
     """Writes a Hugging Face folder: ``config.json``, safetensors files and their digests; one tensor at a time.
 
     ``config`` has further keys of config.json. Every process of a run calls this, and the first one writes. Returns the
-    files of weights; none in other processes.
+    weight files, [] in other processes.
     """
     fetch, dtypes = source_of(params)
     return write_hf(model, fetch, dtypes, Path(folder), max_shard_bytes=max_shard_bytes, config=config)
 
 
 def source_of(params: Params) -> tuple[Fetch, dict[str, np.dtype]]:
-    """Returns a function that reads one layer of weights on devices, and the dtypes of the weights."""
+    """Returns a function that fetches one layer of weights from devices, and the dtypes of the weights."""
 
     def fetch(name: str, index: tuple[int, ...]) -> np.ndarray:
         array = params[name]
@@ -191,7 +191,7 @@ def source_of(params: Params) -> tuple[Fetch, dict[str, np.dtype]]:
 
 
 def gathered_part(array: Array, index: tuple[int, ...]) -> Array:
-    """Gathers a part of a sharded array to every device; compiled once for all parts of one shape."""
+    """Gathers an entry of a sharded array's leading dims to every device; compiled once per shape of arrays."""
     assert isinstance(array.sharding, NamedSharding)
     return _gather(array.sharding.mesh)(array, tuple(np.int32(leading_index) for leading_index in index))
 
@@ -216,9 +216,9 @@ def write_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Mapping[str, Any] = {},
 ) -> list[Path]:
-    """Writes a folder as `save_hf` does, from any source of layers with these ``dtypes``.
+    """Writes a folder as `save_hf` does, from any function that fetches layers with these ``dtypes``.
 
-    ``dtype``, one of `DTYPES`, replaces them, except for weights with a dtype of their own.
+    ``dtype``, one of `DTYPES`, replaces them, except for weights with a fixed dtype.
     """
     model = text_model(model)
     if dtype:
@@ -240,7 +240,7 @@ def save_adapter(
     model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype], folder: Path, *, base: str, dtype: str | None = None
 ) -> list[Path]:
     """Writes the adapter of a model as PEFT does and returns its file; ``base`` is the folder of the frozen weights,
-    which ``fetch`` need not have."""
+    which ``fetch`` need not provide."""
     adapter_rows = {name: row for name, row in rows(model).items() if row.part == "adapter"}
     entries = list(hf_entries(model, fetch, {name: DTYPES[dtype] if dtype else dtypes[name] for name in adapter_rows}))
     if jax.process_index() != 0:
@@ -255,7 +255,7 @@ def save_adapter(
 
 
 def merged(model: Model, fetch: Fetch) -> Fetch:
-    """Returns a source of layers W + (alpha / rank) A B from a source of W, A and B; sums in float32."""
+    """Returns a function that fetches W + (alpha / rank) A B, summed in float32, from one for layers of W, A and B."""
     if model.lora is None:
         return fetch
     lora_scale, weight_by_name, a_of = model.lora.scale, rows(model), adapted(model)
@@ -272,7 +272,7 @@ def merged(model: Model, fetch: Fetch) -> Fetch:
 
 
 def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> Iterator[Entry]:
-    """Yields every tensor of the published layout whose variables are in ``dtypes``; values are made when written."""
+    """Yields each tensor of the published layout whose variables are in ``dtypes``; values are fetched when written."""
     parts_by_tensor: dict[str, list[StoredPart]] = {}
     copy_by_variable = mtp_copies(model)
     for part in stored_parts(model):
@@ -296,7 +296,7 @@ def convert_hf(
     model: Model, source: Path, folder: Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[Path]:
     """Rewrites a folder in the published layout, in another dtype or file size, one tensor at a time; merges an adapter
-    with its base. Returns the files of weights."""
+    with its base. Returns the weight files."""
     token_keys = token_numbers(base_folder(source) if model.lora else source)
     with open_source(model, source) as (fetch, dtypes):
         fetch, model = merged(model, fetch), frozen_base(model)
@@ -304,7 +304,7 @@ def convert_hf(
 
 
 def with_stored_mtp(model: Model, folder: Path) -> Model:
-    """Returns the model with its layer for the token after the next, of any weight, if the folder has all of it."""
+    """Returns the model, with its multi-token-prediction layer (loss weight 1) if the folder has all its tensors."""
     model_with_mtp = replace(model, mtp_weight=1.0) if model.num_mtp_layers == 1 else model
     with open_tensors(model, folder) as tensors:
         return model_with_mtp if all(part.tensor in tensors for part in stored_parts(model_with_mtp)) else model
@@ -312,7 +312,7 @@ def with_stored_mtp(model: Model, folder: Path) -> Model:
 
 @contextmanager
 def open_source(model: Model, folder: Path) -> Iterator[tuple[Fetch, dict[str, np.dtype]]]:
-    """Opens the weights of a folder: a function that reads one layer, and the dtypes of the weights."""
+    """Opens the weights of a folder: a function that fetches one layer, and the dtypes of the weights."""
     with open_tensors(model, folder) as tensors:
         parts_of = checked_parts(model, tensors)
         box_of = {name: tuple(slice(0, size) for size in stacked_shape(weight)) for name, weight in rows(model).items()}
