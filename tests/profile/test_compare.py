@@ -180,7 +180,7 @@ def test_launches_and_idle_devices():
 
 def test_bytes_beyond_the_derived_ones():
     found = text(row("elementwise", 0.1, 0.4))
-    assert "moves 1 TB a device where 335 GB take as long as predicted" in found
+    assert "moves 1 TB a device; 335 GB fit into the time predicted" in found
 
 
 def test_at_most_five_lines():

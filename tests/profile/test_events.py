@@ -126,7 +126,7 @@ def test_files_that_are_no_trace(tmp_path):
     junk.write_bytes(b"\xff\xfe not a protocol buffer")
     with pytest.raises(InputError, match=r"(is not a trace|has no event)"):
         load_trace(junk, PROGRAM)
-    with pytest.raises(InputError, match="holds no trace"):
+    with pytest.raises(InputError, match="has no trace"):
         newest_trace(tmp_path / "empty")
 
 

@@ -120,5 +120,5 @@ def test_policies_of_engines_that_do_both(planned):
     assert phases["interleaved"] == phases["chunked"] == {"prefill", "decode"}
     pools = next((one for one in planned.plans if one.has_pools), None)
     if pools is not None:
-        with pytest.raises(InputError, match="'static' is not for them"):
+        with pytest.raises(InputError, match="policy 'static' needs engines that prefill and decode, not pools"):
             simulate_service(planned, pools, traffic, policy="static")

@@ -1,1 +1,1 @@
-"""The front door for Python, which the verbs of the command line call: from names to plans, proofs and runs."""
+"""Python API, which the verbs of the command line call: makes plans, proofs and runs from names."""

@@ -1,7 +1,7 @@
-"""Lowers and compiles a step for `verify` in a process of its own: ``python -m meshwright.api.compiling FOLDER``.
+"""Lowers and compiles a step for `verify` in a separate process: ``python -m meshwright.api.compiling FOLDER``.
 
-It writes to the folder: ``options.json`` has the options of the compiler. ``lowered`` appears once the step has been
-traced: every sharded dim divides, every type agrees. ``memory.json``, ``module.hlo`` and ``error.json`` follow.
+Files that it writes to the folder: ``options.json``, the compiler's options; ``lowered``, empty, once the step has been
+traced, so that all sharded dims divide and dtypes agree; ``memory.json``; ``module.hlo`` on CPU; ``error.json``.
 """
 
 import sys
@@ -34,7 +34,7 @@ def main(folder: Path) -> int:
 
 
 def compile_request(request: Request, folder: Path) -> None:
-    """Lowers the real step and, unless the depth is "lower", compiles it; writes each result to ``folder`` at once."""
+    """Lowers the real step and, unless the depth is "lower", compiles it; writes each file as soon as it is known."""
     is_only_lower, job = request.depth == "lower", request.setting.job
     mesh = abstract_mesh(request.strategy.mesh) if is_only_lower else target_mesh(request)
     step = step_of(request.setting, request.strategy, request.settings, mesh=mesh, form=request.form)
@@ -62,10 +62,10 @@ def compile_request(request: Request, folder: Path) -> None:
 
 
 def target_mesh(request: Request) -> Mesh:
-    """Makes the mesh over the devices of the target, in the order of the plan's placement.
+    """Returns the mesh of the strategy over the target's devices, in the order of the plan's placement.
 
-    Only those of a CPU are there. Raises InputError for another number of chips of TPUs than the plan's.
-    """
+    CPU devices exist; TPUs and GPUs are descriptions for the compiler. Raises InputError if a TPU topology has another
+    number of chips than the plan."""
     target = request.target
     if target.platform == "cpu":
         devices = list(jax.devices("cpu"))
@@ -86,8 +86,8 @@ def target_mesh(request: Request) -> Mesh:
 def step_of(
     setting: Setting, strategy: Strategy, settings: Mapping[str, Any], *, mesh: Any = None, form: Form = "shard_map"
 ) -> Any:
-    """Returns the step that `train` runs with these settings, or a server; by default on the devices at hand. Raises
-    InputError if a training batch does not divide over them."""
+    """Returns the training step with ``settings`` on ``mesh`` (default: this process's devices), or a server's step if
+    the job does not train. Raises InputError if a training batch does not divide over the devices."""
     job = setting.job
     if job.trains:
         from meshwright.train.settings import program_options, settings_from_table

@@ -1,4 +1,4 @@
-"""Settings and plans from names, as a person writes them."""
+"""Makes settings and plans from the names and texts that a user writes."""
 
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ def make_setting(
     calibration: Calibration | Path | str | None = None,
     **job_fields: Any,
 ) -> Setting:
-    """Returns the setting that strategies are priced in.
+    """Returns the setting (model, cluster, job, calibration) in which strategies are priced.
 
-    ``model`` is a name of the catalogue or a path to a config.json. ``cluster`` is such as "v5p:16x20x28" or
+    ``model`` is a name of the catalogue or a path to a config.json. ``cluster`` is a text like "v5p:16x20x28" or
     "h100:8x256". ``batch`` is in tokens ("4Mi", 4194304) or sequences ("1024seq") a step, ``seq_len`` in tokens
     ("4Ki", 4096). ``calibration`` is a `Calibration`, the path to one, or "datasheet"; the default is the chip's fitted
     rates, and "cpu:N" measures this machine once. ``job_fields`` are further fields of `Job`. Raises InputError for
@@ -55,7 +55,7 @@ def make_setting(
 
 
 def derive(model: str | Path | Model, strategy: Strategy | None = None, *, optimizer: str = "adamw") -> Derived:
-    """Returns the local ops and collectives of one training step; without a strategy, those on one device.
+    """Returns the local ops and collectives of one training step; without a strategy, of a step on one device.
 
     Raises CannotRunError for a mesh that does not divide the model's heads, widths or experts.
     """
@@ -67,10 +67,9 @@ def derive(model: str | Path | Model, strategy: Strategy | None = None, *, optim
 
 
 def plan_of(setting: Setting, strategy: Strategy) -> Plan:
-    """Returns the plan of a strategy in its setting, checked and predicted; on a torus with its placement, which the
-    program follows.
+    """Returns the plan of a strategy, with its prediction and, on a torus, the placement of axes that programs follow.
 
-    Raises CannotRunError, which names the broken rule, for a strategy that does not run.
+    Raises CannotRunError, which names the broken rule, for a strategy that cannot run.
     """
     require_legal(setting, strategy)
     price = price_strategy(setting, strategy)
@@ -80,7 +79,8 @@ def plan_of(setting: Setting, strategy: Strategy) -> Plan:
 
 
 def changed_plan(plan: Plan, **changes: Any) -> Plan:
-    """Returns the plan with parts changed (``strategy=``, ``job=``, ...), checked and predicted again by `plan_of`."""
+    """Returns the plan with some fields replaced (``strategy=``, ``job=``, ...), checked and predicted by `plan_of`.
+    Raises InputError for a name that is no field, for ``predicted`` and for ``version``."""
     field_names = set(Plan.__struct_fields__) - {"predicted", "version"}
     if unknown := set(changes) - field_names:
         raise InputError(f"{min(unknown)!r} is no part of a plan that can change.{nearest(min(unknown), field_names)}")

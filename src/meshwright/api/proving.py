@@ -22,19 +22,18 @@ if TYPE_CHECKING:
     from meshwright.verify.proof import Proof
 
 PROGRAM = "meshwright.api.compiling"
-"""The module that compiles, in a process of its own."""
+"""Module that compiles steps; runs as a separate process."""
 
 TIMEOUT_S = 600.0
 
 
 class ProofOptions(Checked, frozen=True, kw_only=True):
-    """How a step is compiled.
+    """Options for compiling a step.
 
     ``depth`` is "lower" (do all sizes divide and agree), "partition" (memory and collectives, takes seconds) or "full".
-    ``form`` "gspmd" compiles the shardings as constraints, so that the compiler's collectives stand beside the derived.
-    ``platform`` is the compiler, by default the cluster's own. ``settings`` are those of training by name. The folder
-    ``keep`` gets what the compiler wrote. ``asked`` is the name by which the user asked for the step: "" for the job's.
-    """
+    ``form`` "gspmd" compiles shardings as constraints, to compare the compiler's choice of collectives with the derived
+    ones. ``platform`` is the compiler, by default the cluster's. ``settings`` are training settings by name. The folder
+    ``keep`` gets the compiler's files. ``asked`` is the step's name in the proof, "" for the kind of the job."""
 
     depth: Depth = "partition"
     form: Form = "shard_map"
@@ -49,11 +48,11 @@ USUAL = ProofOptions()
 
 
 def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> "Proof":
-    """Compiles the real step of a strategy for its chips, which need not be there, and compares it with the derivation.
+    """Compiles the real step of a strategy for its chips, which may be absent, and compares it with the derivation.
 
     Returns a `verify.proof.Proof`; if the step does not partition or does not fit, ``proof.runs`` is False and
-    ``proof.refusal`` says why. Of islands the step of one is proved, and ``proof.exchange`` lists what they exchange.
-    Raises InputError if the strategy is not for these chips.
+    ``proof.refusal`` says why. For islands, it proves the step of one; ``proof.exchange`` lists what they exchange.
+    Raises InputError if the mesh has another number of devices than the cluster.
     """
     from meshwright.verify.exchange import exchange_proof
     from meshwright.verify.proof import prove
@@ -69,7 +68,7 @@ def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions =
 def prove_service(
     plan: ServicePlan, phases: Sequence[GenerationPhase] = PHASES, options: ProofOptions = USUAL
 ) -> "Mapping[GenerationPhase, Proof]":
-    """Proves the steps of a planned service one after the other, each on one engine's part of the cluster.
+    """Returns the proof of each phase's step of a planned service, for the chips of one engine.
 
     Raises CannotRunError for weights in fp4.
     """
@@ -87,7 +86,8 @@ def prove_service(
 
 
 def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> Request:
-    """Returns the `verify.request.Request` of a strategy; ``order`` has the chips in the order of its placement."""
+    """Returns the request to compile a strategy's step, with chips in the order of its placement. Raises InputError if
+    the mesh has another size than the cluster, and for form "gspmd" of a step that does not train."""
     from meshwright.train.settings import program_options, settings_from_table
 
     cluster, job = setting.cluster, setting.job
@@ -98,8 +98,8 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
             f"Give axes whose product is {cluster.num_chips}, or a cluster of {strategy.num_chips}."
         )
     if options.form == "gspmd" and not job.trains:
-        raise InputError(f"the GSPMD form is of a training step, and this is a {job.kind} step. Leave the form out.")
-    # to lower, the cluster's own target needs no compiler
+        raise InputError(f"the GSPMD form needs a training step, and this is a {job.kind} step. Leave the form out.")
+    # lowering for the cluster's own platform needs no compiler
     platform = options.platform
     native = target_of(cluster, only_lower=True) if options.depth == "lower" and platform != "cpu" else None
     target = native if native and platform in (None, native.platform) else usable_target(cluster, wanted=platform)

@@ -15,18 +15,18 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.efficiency import fitted_calibration
 
 DATASHEET = "datasheet"
-"""The word that is given in place of a calibration file for data-sheet rates, whatever has been fitted."""
+"""Value of a ``calibration`` argument that selects data-sheet rates, even for a chip with fitted rates."""
 
 
 def rates_for(
     cluster: Cluster, calibration: Path | None, *, fitted: bool = False, measures: bool = True
 ) -> Calibration | None:
-    """Returns the calibration of a file if one is given; for ``cpu:N`` this machine's rates; else None, the data sheet.
+    """Returns the rates of a file if one is given; for ``cpu:N`` this machine's; else None, which means the data sheet.
 
-    With ``fitted`` the chip's fitted numbers, if it has any, replace the data sheet, unless "datasheet" is given; verbs
-    that predict a whole step use it. This machine is measured the first time (a minute or two), and its rates are kept
-    in the cache folder; without ``measures`` what is kept is returned, or None. Raises InputError for a calibration of
-    another chip or number of devices. The rates of islands are those of one.
+    With ``fitted`` the chip's fitted rates, if it has any, replace None, unless ``calibration`` is "datasheet". This
+    machine is measured at the first call (a minute or two), and its rates stay in the cache folder; without
+    ``measures`` only rates in the cache folder are returned, or None. A cluster of islands has the rates of one. Raises
+    InputError for a file of another chip or number of emulated devices, and for "datasheet" with ``cpu:N``.
     """
     cluster = cluster.island
     if str(calibration) == DATASHEET:
@@ -57,9 +57,9 @@ def rates_for(
 
 
 def _kept(path: Path) -> Calibration | None:
-    """Returns the rates that were kept; None if there are none, or if the file was changed or lacks some rates.
+    """Returns the rates of the file; None if there is no file, or if it was edited, is damaged or lacks some rates.
 
-    They have no ``host`` if measuring was ended before a training step was measured.
+    The rates have no ``host`` if measuring stopped before a training step was measured.
     """
     try:
         rates = None if not path.exists() or read_toml(path).is_changed else load_calibration(path)
@@ -72,8 +72,8 @@ def _kept(path: Path) -> Calibration | None:
 def measure(cluster: Cluster, *, keep: Path, begun: Calibration | None = None) -> Calibration:
     """Measures this machine as ``cluster``, writes the rates to ``keep`` and returns them.
 
-    The rates of products, memory and collectives are written as soon as they are known, before those of a training
-    step; with ``begun``, which has them, only a training step is measured.
+    Rates of products, memory and collectives are measured and written first, then rates of the host, from a training
+    step. With ``begun``, which already has the first ones, only the training step is measured.
     """
     require("run", f"measuring this machine as {cluster.short_name}")
     from meshwright.bench.machine import measure_machine, with_host_rates

@@ -1,4 +1,4 @@
-"""Runs of plans on the devices at hand: training, and text from trained or published models."""
+"""Runs plans on the devices of this process: trains, and generates text with trained or published models."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +30,12 @@ def run_training(
     resume: Path | str | None = None,
     on_step: "OnStep | None" = None,
 ) -> "TrainResult | None":
-    """Trains by a plan on the devices of this process, or of all processes that were launched together.
+    """Trains the model of a plan on the devices of this process, or of all processes that were launched together.
 
-    ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``; ``weights`` are by default the
-    plan's, and ``learning_rate`` a lower one if there are weights. The run writes a new folder under ``runs``, or
-    continues in the folder ``resume``. As one of several islands (`launch --elastic`) this process trains with the
-    others, and None is returned in those that do not lead. Raises CannotRunError if the devices are not the plan's.
+    ``settings`` are training settings by name: ``{"steps": 20, "data": "text.jsonl"}``; ``weights`` are by default the
+    plan's, and with weights the default ``learning_rate`` is a lower one. The run writes a new folder under ``runs``,
+    or continues in the folder ``resume``. Under `launch --elastic` this process trains as one of several islands.
+    Raises CannotRunError if the devices do not fit the plan.
     """
     require_runnable(plan.model)
     identity = find_identity()
@@ -78,10 +78,10 @@ def run_training(
 
 
 def island_plan(plan: Plan, count: int) -> Plan:
-    """Returns the plan of one island: of those that the plan has, however many are there, or of ``count`` parts of its
-    axis ``data``.
+    """Returns the plan of one island: if the plan has islands, of one of these, whatever ``count``; else of one of
+    ``count`` parts of its axis ``data``, on emulated devices only.
 
-    Raises InputError where the plan does not divide into them.
+    Raises InputError if ``data`` or the batch does not divide by the number of islands.
     """
     strategy, cluster, job = plan.strategy, plan.cluster, plan.job
     data, num_islands = strategy.mesh.get("data", 1), strategy.num_islands
@@ -104,9 +104,9 @@ def island_plan(plan: Plan, count: int) -> Plan:
 
 
 def require_devices(plan: Plan) -> None:
-    """Joins the other processes, emulates devices if the plan is for them, and counts the devices.
+    """Connects the processes that were launched together, emulates devices for ``cpu:N``, and checks the devices.
 
-    Raises CannotRunError if they are not those of the plan, and for a plan that assumes other software.
+    Raises CannotRunError if they do not fit the plan, and for a plan that assumes other software.
     """
     require_runnable_assumptions(plan.assumptions)
     from meshwright.parallel.mesh import emulate_devices
@@ -140,8 +140,8 @@ def require_devices(plan: Plan) -> None:
 
 
 class TextOptions(EngineOptions, frozen=True, kw_only=True):
-    """How text is generated: by the likeliest tokens (``sampling`` takes a `Sampling`), on an engine that has room for
-    all prompts unless the options say more. Without ``max_tokens`` a text has `USUAL_TOKENS`, or those that fit."""
+    """Options of `generate_text`. ``sampling`` is a `Sampling`, None takes the likeliest tokens. ``max_tokens`` None
+    generates `USUAL_TOKENS`, or as many as the model's positions allow. Unset engine options fit the prompts."""
 
     max_tokens: int | None = None
     sampling: Any = None
@@ -152,9 +152,9 @@ AS_TRAINED, BETWEEN = TextOptions(), " => "
 
 
 class GeneratedText(msgspec.Struct, frozen=True, kw_only=True):
-    """The continuation of each prompt as text; ``generated`` has tokens and times, see `serve.offline.generate`, and
-    ``opened_s`` is the time until the engine was there, with its programs compiled. ``between`` is printed before a
-    text that does not go on from its prompt, as an encoder reads that."""
+    """Continuation of each prompt as text. ``generated`` has tokens and times, see `serve.offline.generate`;
+    ``opened_s`` is the seconds until the model was loaded and compiled. ``between`` separates a prompt from its text if
+    the model has an encoder, so that the text does not continue the prompt; else it is ""."""
 
     model: str
     mesh: dict[str, int]
@@ -172,11 +172,11 @@ def generate_text(
     on_text: Callable[[int, str], None] | None = None,
     on_loaded: Callable[[str], None] | None = None,
 ) -> GeneratedText:
-    """Returns the texts that continue prompts, without these, by the model of a folder: a finished run, or config.json
-    with safetensors files.
+    """Returns the continuation of each prompt, without the prompt, by the model of a folder: a finished run, or
+    config.json with safetensors files.
 
-    ``on_text`` gets the number of a prompt and the next piece of its text as soon as it exists; ``on_loaded`` gets
-    lines about the loaded model. Raises InputError for prompts that the model has too few positions for.
+    ``on_text`` gets the index of a prompt and the next piece of its text as soon as it exists; ``on_loaded`` gets
+    lines about the loaded model. Raises InputError if a prompt and its new tokens exceed the model's positions.
     """
     from meshwright.serve.drawing.sampling import LIKELIEST
     from meshwright.serve.model_folder import TextStream, open_model
@@ -194,7 +194,7 @@ def generate_text(
     num_new = max(1, min(USUAL_TOKENS, room)) if options.max_tokens is None else options.max_tokens
     requests = as_requests(prompt_ids, max_tokens=num_new, sampling=sampling, end_tokens=source.end_tokens)
     num_in = max(len(bounds.resolved(request).prompt) for request in requests)
-    if num_in + num_new > max_positions:  # beyond its positions the model would not write text
+    if num_in + num_new > max_positions:  # beyond its positions the model would write nonsense
         raise InputError(
             f"a prompt of {counted(num_in, 'token')} and {num_new:,} more need {num_in + num_new:,} positions, but "
             f"{source.model.name} has {max_positions:,}. Shorten the prompt, or use a smaller max_tokens."

@@ -1,4 +1,4 @@
-"""The step of a server: its prices, and an engine that is profiled while its sequences decode."""
+"""A server's steps: their prices, and an engine whose decode steps are profiled."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,8 +27,8 @@ from meshwright.spec.strategy import Strategy
 
 
 def step_prices(engines: Sequence[Engine]) -> StepPrices:
-    """Returns what prices the steps of like engines, with the rates of their devices: those kept of this machine, else
-    the chip's own. Peaks are those of a device of each engine together."""
+    """Returns the `StepPrices` of equal engines, with this machine's measured rates from the cache folder, or the
+    chip's rates; without rates if none are known. Peaks are one device's times the number of engines."""
     step = engines[0].packed
     prices = StepPrices(step.model, step.strategy, step.derived)
     with suppress(UserError):  # a chip that is not catalogued, or whose rates lack a dtype
@@ -42,10 +42,10 @@ def step_prices(engines: Sequence[Engine]) -> StepPrices:
 
 
 class ServedDecode:
-    """Steps of an engine whose requests all decode and have the job's length after ``num_steps`` of them.
+    """Profiles an engine whose requests all decode; prompts are ``num_steps`` + 2 tokens shorter than the job's length.
 
-    Each dispatches a step, reads the tokens of the one before, and waits. Raises InputError for sequences of too few
-    positions, CannotRunError for several processes.
+    Each engine step dispatches a program, reads the tokens of the step before, and waits. Raises InputError if the
+    job's length is at most ``num_steps`` + 2, CannotRunError for several processes.
     """
 
     def __init__(self, setting: Setting, strategy: Strategy, num_steps: int) -> None:
@@ -65,7 +65,7 @@ class ServedDecode:
         self.step = PackedStep(setting.model, strategy, max_len=job.seq_len, max_seqs=job.batch_seqs, storage=storage)
 
     def begin(self, seed: int) -> None:
-        """Runs random prompts until each has its first token."""
+        """Makes an engine with random weights, and prefills random prompts until each has its first token."""
         limits = SchedulerLimits(
             policy="interleaved",  # none decodes before all prompts are in the cache
             max_requests=self.job.batch_seqs,
@@ -84,14 +84,14 @@ class ServedDecode:
             started_numbers |= {output.number for output in self.engine.step()}
 
     def compile(self) -> jax.stages.Compiled:
-        """Returns the program of a step in which all requests decode."""
+        """Returns the compiled program of a step in which all requests decode."""
         decode_shapes = (shape for shape in self.engine.shapes() if shape.longest == 1)
         return self.step.compiled(next(shape for shape in decode_shapes if shape.rows >= self.job.batch_seqs))
 
     def advance(self, compiled: jax.stages.Compiled) -> None:
-        """Runs a step of the engine; until it has ended, so that all of it is in one window of the trace."""
+        """Runs one engine step and waits for its end, so that one window of the trace has all of it."""
         jax.block_until_ready((self.engine.step(), self.engine._cache))
 
     def owners(self) -> list[Owner]:
-        """Returns weights and pages with their bytes on one device."""
+        """Returns weights and cache pages, with their bytes on one device."""
         return held_owners(self.step)

@@ -1,1 +1,1 @@
-"""Where the time of a real step goes, beside its prediction."""
+"""Profiles a real step: its time by part, kind of work and derived step, next to the prediction."""

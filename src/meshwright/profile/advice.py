@@ -21,7 +21,7 @@ SMALL_SHARE = 0.02
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """A term, its measured less predicted seconds, and what to change."""
+    """Advice on one term of a step; ``difference_s`` is measured minus predicted seconds, ``text`` what to change."""
 
     term: str
     difference_s: float
@@ -29,7 +29,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdviceCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A profile and the plan behind it, from which advice is made."""
+    """Inputs of `advise`: the comparison and times of a profile, and the job, strategy and rates of its plan."""
 
     comparison: ProfileComparison
     times: StepTimes
@@ -51,7 +51,7 @@ class AdviceCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advise(case: AdviceCase) -> tuple[Advice, ...]:
-    """Returns advice on the worst terms; empty if all are close to their prediction."""
+    """Returns advice on the `MAX_LINES` terms furthest from prediction, if off by `SMALL_SHARE` of the step or more."""
     step_s = case.times.mean.total_s
     return tuple(
         Advice(term=row.name, difference_s=row.difference_s, text=_line(row, case))
@@ -117,13 +117,13 @@ def _products(row: TimeRow, case: AdviceCase) -> str:
 
 
 def _rate(row: TimeRow, case: AdviceCase) -> float:
-    """Returns the measured FLOP/s per device of a kind of work."""
+    """Returns the measured FLOP/s per device of a row's kind of work; 0 if unknown."""
     class_row = case.of_class(row.name)
     return class_row.flops / row.measured_s if class_row and row.measured_s else 0.0
 
 
 def _fewer_flops(case: AdviceCase) -> str:
-    """Returns the change that avoids products that were not derived."""
+    """Returns the change to advise against FLOPs of products beyond the derived ones."""
     if any(name.endswith("=dispatch") for name in case.expected):
         return "a bound on the slots of experts (strategy.capacity_factor) leaves fewer empty ones"
     if case.strategy.mesh.get("pipeline", 1) > 1:
@@ -132,7 +132,7 @@ def _fewer_flops(case: AdviceCase) -> str:
 
 
 def _larger(case: AdviceCase) -> str:
-    """Returns the change that gives each product more rows."""
+    """Returns the change to advise that gives each product more rows."""
     num_microbatches = case.strategy.num_microbatches
     if num_microbatches > 1:
         return f"fewer microbatches (num_microbatches={num_microbatches // 2}, now {num_microbatches})"
@@ -169,8 +169,8 @@ def _memory(row: TimeRow, case: AdviceCase) -> str:
     rate = float(case.rates.chip.hbm_bytes_per_s)
     measured_rate = traffic / measured_s if measured_s else 0.0
     text = (
-        f"moves {format_bytes(traffic)} a device where {format_bytes((row.predicted_s or 0.0) * rate)} take as long as "
-        f"predicted, at {format_bytes(measured_rate)}/s of {format_bytes(rate)}/s"
+        f"moves {format_bytes(traffic)} a device; {format_bytes((row.predicted_s or 0.0) * rate)} fit into the time "
+        f"predicted; it ran at {format_bytes(measured_rate)}/s, the rates say {format_bytes(rate)}/s"
     )
     if measured_rate < rate / 2:
         return f"{text}: its kernels are small or strided; {_larger(case)} makes them larger"
@@ -178,7 +178,7 @@ def _memory(row: TimeRow, case: AdviceCase) -> str:
     longest_text = f"; the longest is {longest_op.name} ({longest_op.step})" if longest_op else ""
     if case.strategy.state == "fp32" and not case.comparison.shares_cores:
         return f"{text}{longest_text}: strategy.state=bf16-adam halves the bytes"
-    return f"{text}{longest_text}: the compiler passes over arrays more often than derived, where a fusion ends"
+    return f"{text}{longest_text}: the compiler reads arrays more often than derived, once for each fusion"
 
 
 def _overhead(row: TimeRow, case: AdviceCase) -> str:

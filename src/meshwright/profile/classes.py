@@ -1,4 +1,4 @@
-"""Kinds of work by which a profile sums seconds, of instructions and of derived steps."""
+"""Classifies instructions and derived steps by kind of work, for the sums of a profile."""
 
 from typing import Literal, get_args
 
@@ -22,15 +22,15 @@ _MOVES = frozenset(
      "dynamic-update-slice", "concatenate", "pad", "parameter", "constant", "tuple", "get-tuple-element", "broadcast",
      "convert", "reverse", "async-start", "async-update", "async-done")
 )  # fmt: skip
-"""Opcodes that only move data. Beside them, ``_OFFSETS`` on scalars compute offsets."""
+"""Opcodes that only move data. Opcodes of ``_OFFSETS`` on scalars count as moves too: they compute offsets."""
 _OFFSETS = frozenset(("add", "subtract", "multiply", "compare", "select", "clamp", "maximum", "minimum", "and", "or"))
 _COLLECTIVES = (*KINDS, "send", "recv")
 OUTSIDE = "outside the steps"
-"""Part of a step for instructions without a label."""
+"""Name of the part that sums instructions without a step label."""
 
 
 def part_name(block: str, phase: str) -> str:
-    """Returns ``layer backward``; for the blocks ``optimizer`` and ``update`` their name alone."""
+    """Returns block and phase, ``layer backward``; for the blocks ``optimizer`` and ``update`` only the block."""
     return block if block in ("optimizer", "update") else f"{block} {phase}"
 
 
@@ -45,7 +45,7 @@ def is_collective(one: Instruction) -> bool:
 
 
 def class_of(module: Module, one: Instruction, label: StepLabel | None) -> OpClass:
-    """Returns the class of an instruction, by its own operations if they decide it, else by its derived step."""
+    """Returns an instruction's kind of work, from its operations where they decide, else from its derived step."""
     if is_collective(one):
         return "collective"
     kind = class_of_op(label.op) if label else "elementwise"
@@ -63,7 +63,7 @@ def class_of(module: Module, one: Instruction, label: StepLabel | None) -> OpCla
 
 
 def class_of_op(op: str) -> OpClass:
-    """Returns the class of a derived step: the group of its op, or "collective"."""
+    """Returns the kind of work of a derived step's op: "collective", "optimizer", or the op's group."""
     if op in COLLECTIVES:
         return "collective"
     return "optimizer" if op == "optimizer" else step_kinds()[op].group

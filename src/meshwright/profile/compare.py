@@ -13,7 +13,7 @@ from meshwright.profile.hlo import TracedProgram
 from meshwright.profile.times import StepTimes, shared_seconds
 
 NOTHING = "nothing runs"
-"""Term of the time in which no device works."""
+"""Name of the term for time in which no device works."""
 
 
 class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of work, averaged over steps and devices; ``wall_s`` is its share of the wall time in seconds."""
+    """Sums over instructions of one kind of work, means per step and device; seconds as in `OpTime`."""
 
     kind: OpClass
     own_s: float
@@ -55,9 +55,9 @@ class ProductRow(msgspec.Struct, frozen=True, kw_only=True):
 class ProfileComparison(msgspec.Struct, frozen=True, kw_only=True):
     """All tables of a profile; rows are sorted by absolute difference, largest first.
 
-    ``terms`` are kinds of work, with collectives by mesh axes. If ``shares_cores``, measured seconds are those of the
-    whole machine (`shared_seconds`) and terms sum to the step; otherwise they are those of a mean device, each
-    instruction by itself.
+    ``terms`` are kinds of work, with collectives by mesh axes. If ``shares_cores``, measured seconds are the whole
+    machine's (`shared_seconds`) and terms sum to the step; otherwise they are sums of the instructions' durations, mean
+    per device, which may overlap.
     """
 
     predicted: Partition
@@ -72,7 +72,7 @@ class ProfileComparison(msgspec.Struct, frozen=True, kw_only=True):
 def compare_times(
     trace: DeviceTrace, program: TracedProgram, times: StepTimes, predicted: Breakdown
 ) -> ProfileComparison:
-    """Makes all tables of a profile."""
+    """Returns all tables of a profile from its trace, program, measured times and predicted breakdown."""
     shares_cores = trace.platform == "cpu"
     seconds_by_op = shared_seconds(trace, program) if shares_cores else {op.name: op.own_s for op in times.ops}
     cost_by_step = predicted.steps
@@ -110,7 +110,7 @@ def compare_times(
 
 
 def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
-    """Returns ``contraction``, or ``collectives over fsdp``; ``collectives besides`` if no derived step matches."""
+    """Returns a term's name: the kind of work, or ``collectives over fsdp``, ``collectives besides`` without axes."""
     if kind != "collective":
         return kind
     return f"collectives over {' and '.join(axes)}" if axes else "collectives besides"
@@ -138,7 +138,7 @@ def _classes(times: StepTimes) -> tuple[ClassRow, ...]:
 
 
 def _float32(times: StepTimes, program: TracedProgram) -> tuple[ProductRow, ...]:
-    """Returns the products of float32 operands, longest first. Products in one fusion each have all of its seconds."""
+    """Returns the products of float32 operands, longest first. Each product in a fusion gets all of its seconds."""
     product_rows = []
     for op in times.ops:
         for product in program.products.get(op.name, ()):

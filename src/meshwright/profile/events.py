@@ -1,4 +1,4 @@
-"""Reads from a profiler trace when each instruction of a compiled program ran, on which device, in which step.
+"""Reads a profiler trace: when each instruction of a compiled program ran, on which device, in which step.
 
 The profiler writes planes of lines of events (XSpace). On CPU instructions are events on the threads of the host plane,
 and each event names its device. On GPU each stream of a device is a line. On TPU one line has the instructions and one
@@ -21,7 +21,7 @@ from meshwright.profile.hlo import TracedProgram
 TracePlatform = Literal["cpu", "gpu", "tpu"]
 
 MOST_FOREIGN = 0.02
-"""Share of a trace's instructions that the text of their program may lack."""
+"""Largest share of a trace's instructions that may be missing from the program's text."""
 STEP = "meshwright_step"
 """Name of the annotation around a profiled step."""
 STEP_END = "meshwright_step_end"
@@ -86,15 +86,15 @@ class DeviceTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def newest_trace(folder: Path) -> Path:
-    """Returns the newest trace under a folder."""
+    """Returns the newest trace file under a folder. Raises InputError if there is none."""
     trace_paths = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
     if not trace_paths:
-        raise InputError(f"{folder} holds no trace (*{SUFFIX}). Give a folder that jax.profiler.trace wrote.")
+        raise InputError(f"{folder} has no trace (*{SUFFIX}). Give a folder that jax.profiler.trace wrote.")
     return trace_paths[-1]
 
 
 def load_trace(path: Path, program: TracedProgram) -> DeviceTrace:
-    """Reads the events of a program from a trace. Raises InputError if it cannot be read, or has none of them."""
+    """Reads a program's events from a trace file. Raises InputError if it cannot be read or has no such events."""
     from jax.profiler import ProfileData
 
     if not path.is_file():
@@ -110,7 +110,7 @@ def load_trace(path: Path, program: TracedProgram) -> DeviceTrace:
 
 
 def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) -> DeviceTrace:
-    """Reads the events of a program from the planes of a trace. Raises InputError if there are none."""
+    """Reads a program's events from a trace's planes. Raises InputError if it has none, or is of another program."""
     device_planes = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
     host_planes = [plane for plane in planes if plane.name.startswith("/host:CPU")]
     host = _Host(program)
@@ -147,8 +147,8 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
 
 
 def _device_events(plane: Any, device: int, gpu: bool, program: TracedProgram, foreign: set[str]) -> Iterator[OpEvent]:
-    """Yields the events on one accelerator; the instruction is empty if neither statistics, text nor kernel name it,
-    and is added to ``foreign`` if a statistic names it as the program's."""
+    """Yields the events of one accelerator; ``op`` is "" if neither statistics, event name nor kernel name matches an
+    instruction. Instructions that statistics attribute to the program, but its text lacks, are added to ``foreign``."""
     stream_lines = [line for line in plane.lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
     if gpu:
         stream_lines = [line for line in stream_lines if line.name.startswith("Stream")] or stream_lines
@@ -164,7 +164,7 @@ def _device_events(plane: Any, device: int, gpu: bool, program: TracedProgram, f
 
 
 class _Host:
-    """Reads the threads of the host: steps, and on CPU the instructions."""
+    """Collects from the host's threads the windows of steps and, on CPU, the events of instructions."""
 
     def __init__(self, program: TracedProgram) -> None:
         self.program = program
@@ -194,7 +194,7 @@ class _Host:
             self.events += _with_waits(events, waits)
 
     def _add(self, event: Any, window: Window, lane: str, line_index: int, events: list[tuple[OpEvent, bool]]) -> None:
-        """Adds the event of an instruction, unless it is from another program or the program lacks it."""
+        """Adds the event of an instruction; ignores other programs', and adds to ``foreign`` what the text lacks."""
         stat_by_name = dict(event.stats)
         module = self.program.module.name
         if "hlo_op" not in stat_by_name or stat_by_name.get("hlo_module", module) != module:
@@ -215,7 +215,7 @@ class _Host:
     def windows(
         self, events: Sequence[OpEvent]
     ) -> tuple[tuple[Window, ...], Literal["annotations", "marks", "runs", "none"]]:
-        """Returns the steps, and how they were found."""
+        """Returns the windows of the steps, and how they were found."""
         if self.steps:
             return tuple(sorted(self.steps)), "annotations"
         mark_ends_s = sorted(self.marks)
@@ -227,7 +227,7 @@ class _Host:
 
 
 def _with_waits(flagged_events: Sequence[tuple[OpEvent, bool]], waits: Sequence[Window]) -> list[OpEvent]:
-    """Returns the events, with each collective's waits on the same thread."""
+    """Returns the events of a thread; collectives get the waits that lie inside them."""
     waits = sorted(waits)
     starts_s, waited_events = [wait.start_s for wait in waits], []
     for event, can_wait in flagged_events:

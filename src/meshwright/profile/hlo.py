@@ -35,14 +35,14 @@ class InstructionFact(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def part(self) -> str:
-        """Block and phase, ``layer backward`` or ``optimizer``; `OUTSIDE` without a derived step."""
+        """Name of the part of the step, ``layer backward`` or ``optimizer``; `OUTSIDE` without a derived step."""
         if self.label is None:
             return OUTSIDE
         return part_name(self.label.block, self.label.phase)
 
     @property
     def step(self) -> str:
-        """The derived step; without one, the JAX operation."""
+        """Label of the derived step; without one, `OUTSIDE` and the JAX operation."""
         return str(self.label) if self.label else f"{OUTSIDE}: {self.source}"
 
 
@@ -62,7 +62,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def by_kernel(self) -> dict[str, str]:
-        """Instructions by the names of their GPU kernels, which have no dots or dashes."""
+        """Instructions by the names of their GPU kernels, which have underscores for dots and dashes."""
         return {name.replace(".", "_").replace("-", "_"): name for name in self.instructions}
 
     def fact(self, name: str) -> InstructionFact:
@@ -88,12 +88,12 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         return {}
 
     def is_work(self, name: str) -> bool:
-        """True unless the instruction only runs others, whose events its own event contains."""
+        """False for an instruction that only runs other ones, like a loop: its event contains theirs."""
         return self.instructions[name].opcode not in CONTAINERS
 
     @cached_property
     def products(self) -> dict[str, tuple[Instruction, ...]]:
-        """Matrix products by the instruction that executes them, itself or fused."""
+        """Matrix products by the name of the instruction that executes them, directly or in its fusion."""
         workers = [instruction for instruction in self.module if instruction.opcode not in CONTAINERS]
         fused_names = {name for caller in workers for _, name in caller.called}
         products_by_name = {i.name: self._products(i) for i in workers if i.computation not in fused_names}
@@ -109,7 +109,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
     def hbm_bytes(self, name: str) -> float:
         """Returns the bytes of operands and result of one execution: its memory traffic, if each moves once.
 
-        With a slice each operand counts at most as the result; a result updated in place counts as the update.
+        With a slice, operands count at most the result's bytes; an update in place counts twice the update's bytes.
         """
         op = self.instructions[name]
         if op.opcode in _FREE:
@@ -152,6 +152,6 @@ def parse_program(text: str, *, ridge: float = 1.0, source: str = "the program")
 
 
 def load_program(path: Path) -> TracedProgram:
-    """Reads the program in a file. Raises InputError if it cannot be read."""
+    """Parses the text of a compiled program in a file. Raises InputError if it cannot be read or is another text."""
     text = read_text(path, "Give a text of compiled.as_text().", most=MOST_PROGRAM)
     return parse_program(text, source=str(path))

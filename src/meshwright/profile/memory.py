@@ -73,7 +73,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampler:
-    """Samples memory in a thread of its own until it is closed."""
+    """Samples memory in a background thread until it is closed."""
 
     def __init__(self, *, every_s: float = EVERY_S) -> None:
         self.every_s = every_s
@@ -100,7 +100,7 @@ class Sampler:
             self._thread.join()
 
     def mark(self, text: str) -> None:
-        """Marks the start of a part of the run."""
+        """Records that a part of the run, named ``text``, starts now."""
         self.marks.append(MemoryMark(time.perf_counter() - self._start_s, text))
 
     def _run(self) -> None:
@@ -157,7 +157,7 @@ def temporary_owners(program: TracedProgram) -> tuple[list[Owner], float]:
 def _peak(program: TracedProgram, computation: str, known_peaks: dict[str, dict[str, float]]) -> dict[str, float]:
     """Returns the live results at a computation's peak, in the compiler's schedule: instruction -> bytes.
 
-    ``known_peaks`` gets those of the computations inside, each found once.
+    ``known_peaks`` caches the result of each computation.
     """
     if computation in known_peaks:
         return known_peaks[computation]
@@ -186,7 +186,7 @@ def _peak(program: TracedProgram, computation: str, known_peaks: dict[str, dict[
 
 
 def _roots(module: Module, body: Sequence[Instruction]) -> dict[str, set[str]]:
-    """Maps each instruction to those whose arrays its result aliases; to none for parameters and constants."""
+    """Maps each instruction to the instructions whose arrays its result has; to none for parameters and constants."""
     roots_of: dict[str, set[str]] = {}
     for instruction in body:
         # an update of a slice, and a fusion that ends in one, overwrites an operand

@@ -26,9 +26,9 @@ HLO_FILE = "program.hlo.txt"
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a profiled run: files in a folder, and seconds on the host's clock.
 
-    ``step_s`` are the later warm-up steps, without the profiler, ``profiled_s`` those with it. ``cores`` is the mean
-    number of busy CPU cores in the latter, and ``host_s`` the CPU time that the thread which dispatches steps takes for
-    each; None if they were not measured.
+    ``step_s`` has the seconds of the last half of the warm-up steps, ``profiled_s`` of the steps under the profiler. In
+    these ``cores`` is the mean number of busy CPU cores, and ``host_s`` the CPU time per step of the thread that
+    dispatches steps; None if they were not measured.
     """
 
     trace: Path
@@ -41,7 +41,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def warmup_steps() -> int:
-    """Returns the number of warm-up steps."""
+    """Returns the default number of warm-up steps on the backend."""
     return CPU_WARMUP_STEPS if jax.default_backend() == "cpu" else WARMUP_STEPS
 
 
@@ -76,7 +76,7 @@ class TracedSteps:
         return len(self.warm_s) + len(self.profiled_s)
 
     def step_done(self, step_s: float) -> None:
-        """Counts a finished step, and starts or stops the profiler when it is time."""
+        """Counts a finished step; starts the profiler after the last warm-up step, stops it after ``steps`` more."""
         if self._trace:
             self.profiled_s.append(step_s)
             _mark_end(self.done)
@@ -94,7 +94,7 @@ class TracedSteps:
                 _mark_end(self.done)
 
     def close(self) -> None:
-        """Stops tracing and sampling, and keeps what was traced."""
+        """Stops tracing and sampling; records the busy cores and the host's seconds per step."""
         if self._trace:
             wall_s, busy_s, own_s = (now_s - began_s for now_s, began_s in zip(_clocks(), self._began, strict=True))
             self.cores, self.host_s = busy_s / wall_s, own_s / max(len(self.profiled_s), 1)
@@ -103,7 +103,7 @@ class TracedSteps:
         self.sampler.close()
 
     def recording(self, step: TrainStep, job: Job) -> Recording:
-        """Returns the recording. Compiles the step again for its text, from the cache of compiled programs."""
+        """Returns the recording; compiles the step again for its text. Raises InputError if no step was profiled."""
         if not self.profiled_s:
             raise InputError(f"the run ended after {self.done} steps, before one was profiled. Give it more --steps.")
         return self.recorded(Training(step, job), step.lower(job.batch_seqs, job.seq_len).compile())
@@ -156,12 +156,12 @@ def record_steps(subject: Subject, *, folder: Path, steps: int, warmup: int) -> 
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Returns seconds on the wall's clock, of the process and of the thread."""
+    """Returns wall-clock seconds, and CPU seconds of the process and of this thread."""
     return time.perf_counter(), time.process_time(), time.thread_time()
 
 
 def traced(folder: Path) -> AbstractContextManager[None]:
-    """Traces everything inside into the folder; without the Python tracer, which would slow the host down."""
+    """Context in which JAX writes a trace to the folder, without the Python tracer, which would slow the host down."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     return jax.profiler.trace(folder, profiler_options=options)

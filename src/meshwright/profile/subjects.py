@@ -1,4 +1,4 @@
-"""The steps that run under the profiler: training and prefill, with one interface of four methods."""
+"""Steps that run under the profiler, training and prefill, and their interface `Subject`."""
 
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from meshwright.spec.job import Job
 
 
 def random_rows(step: TrainStep, job: Job, *, seed: int) -> dict[str, np.ndarray]:
-    """Returns a batch of random tokens, each the label of the one before; an encoder gets random tokens or features."""
+    """Returns a batch of random tokens with next tokens as labels, and an encoder's random tokens or features."""
     vocab_size, encoder = step.model.vocab_size, step.model.encoder
     token_rows = _random_tokens(vocab_size, (job.batch_seqs, job.seq_len + 1), seed)
     array_by_name = {"tokens": token_rows[:, :-1], "labels": token_rows[:, 1:]}
@@ -32,14 +32,14 @@ def _random_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> np.nda
 
 
 class Training:
-    """A training step, always on the same batch."""
+    """A training step for the profiler, always on the same random batch."""
 
     def __init__(self, step: TrainStep, job: Job) -> None:
         self.step, self.job = step, job
         self._given: tuple[Any, ...] = ()
 
     def begin(self, seed: int) -> None:
-        """Makes the state and random tokens, on their devices."""
+        """Makes the training state and a batch of random tokens on the devices."""
         self._given = self.step.init(seed), self.step.place(random_rows(self.step, self.job, seed=seed))
         jax.block_until_ready(self._given)
 
@@ -64,7 +64,7 @@ class Training:
 
 
 class Prefill:
-    """A step with all rows of random prompts of full length."""
+    """A server's step for the profiler that prefills random prompts of the job's length."""
 
     def __init__(self, step: PackedStep, job: Job) -> None:
         self.step, self.job = step, job
@@ -110,7 +110,7 @@ def held_owners(step: HeldArrays) -> list[Owner]:
 
 
 class Subject(Protocol):
-    """A step of a job with its state and inputs."""
+    """A step that runs under the profiler, with its state and inputs."""
 
     def begin(self, seed: int) -> None: ...
     def compile(self) -> jax.stages.Compiled: ...

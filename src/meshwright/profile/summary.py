@@ -1,4 +1,4 @@
-"""Summarises a trace of a plan's step, each figure beside its prediction."""
+"""Summarises a trace of a plan's step, each figure with its prediction."""
 
 import os
 import statistics
@@ -26,7 +26,7 @@ SAME_FLOPS = 0.02
 """Relative difference of FLOPs between program and derivation above which a note says so."""
 
 OTHER_WEIGHTS = 2.5
-"""Times by which the weights on a device differ from the plan's in a program that is not the plan's."""
+"""A program is not the plan's if its weights on a device differ from the plan's by this factor or more."""
 SLOWER = 1.2
 """Slowdown of steps under the profiler above which a note says so."""
 ENOUGH_CORES = 0.75
@@ -73,7 +73,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     def missed(self) -> tuple[ProductRow, ...]:
         """Products of float32 operands that run below the full rate of the matrix units.
 
-        A TPU rounds operands to bfloat16 unless more precision is asked for, and then multiplies three or six times; a
+        A TPU rounds operands to bfloat16 unless more precision is requested, and then multiplies three or six times; a
         GPU takes TF32 by default, at half of the rate of bfloat16; a CPU has no such units.
         """
         if self.platform == "gpu":
@@ -87,7 +87,7 @@ def analyse(
 ) -> Profile:
     """Makes a profile from a trace and the traced program's text; memory and warm steps are from a recording.
 
-    The step is that of the plan's job; ``storage`` is for prefill and decode steps. Raises InputError for files that
+    The traced step is of the plan's job; ``storage`` is for prefill and decode steps. Raises InputError for files that
     cannot be read, or are of different programs.
     """
     program = load_program(hlo)
@@ -149,7 +149,7 @@ def _temporaries(program: TracedProgram) -> MemoryProfile:
 
 
 def _require_same(hlo: Path, program: TracedProgram, priced: PricedStrategy, num_chips: int) -> None:
-    """Raises InputError for a program of another number of devices, or with other weights on each, than a plan's."""
+    """Raises InputError if a program's devices or its bytes of weights per device do not fit the plan."""
     module = program.module
     parameters = module.computations[module.entry].parameters.values()
     held_bytes = sum(shape.num_bytes for param in parameters if "params[" in param.op_name for shape in param.shapes)
@@ -165,7 +165,7 @@ def _require_same(hlo: Path, program: TracedProgram, priced: PricedStrategy, num
 def _warnings(
     profiled_s: float, step_s: float, trace: DeviceTrace, recording: Recording | None, mfu: float | None = None
 ) -> Iterator[str]:
-    """Notes an MFU above 100%, steps that the profiler slowed down, how busy emulated devices kept the machine."""
+    """Yields notes on an MFU above 100%, on steps that the profiler slowed down, and on busy cores of the machine."""
     if mfu is not None and mfu > 1:
         yield (
             f"An MFU of {mfu:.0%} is impossible: the trace, the program and the plan do not belong together, or the "

@@ -3,15 +3,15 @@
 Every instant of a step on a device belongs to one of five parts, which sum to the whole:
 
 - compute: an instruction runs whose FLOPs at the chip's rate take longer than its bytes through memory;
-- memory-bound: none of those, and one runs whose bytes take longer;
+- memory-bound: no such instruction runs, and one whose bytes take longer does;
 - exposed communication: only collectives run, so that nothing hides them;
 - overhead: nothing runs, before the first instruction of the step (the host prepares and launches it), in a gap of at
   most ``LAUNCH_GAP_S`` between two (launches, the end of a loop's iteration), or after the last one (the host reads
   results);
-- idle: nothing runs for longer than that, or in all of the step: the device waits.
+- idle: nothing runs in a longer gap, or in all of the step: the device waits.
 
-Each instruction has two times: its own seconds, and its part of the wall time: the running instructions of an
-instant's part share the instant, and others (a collective beside compute) get nothing of it.
+Each instruction has two times: its duration, and its part of the wall time. Running instructions of the part that an
+instant belongs to share the instant equally; other ones (a collective during compute) get nothing of it.
 """
 
 from collections import defaultdict
@@ -34,8 +34,8 @@ _ORDER: tuple[Bound, ...] = ("compute", "memory", "communication")
 
 
 class OpTime(msgspec.Struct, frozen=True, kw_only=True):
-    """One instruction, averaged over steps and devices: its kind and derived step, executions, seconds by itself, its
-    part of the wall time, and for a collective the seconds in which it waited for other devices."""
+    """One instruction, averaged over steps and devices: ``count`` executions, ``own_s`` the sum of their durations,
+    ``wall_s`` its part of the wall time, ``waited_s`` the seconds in which a collective waited for other devices."""
 
     name: str
     kind: OpClass
@@ -49,8 +49,8 @@ class OpTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of the steps; ``communication_s`` is the mean per step and device, hidden or not, and ``hidden_s`` the part
-    of it in which the same device runs other instructions."""
+    """Times of a trace; ``communication_s`` is the mean per step and device, hidden or not, and ``hidden_s`` the part
+    of it in which the same device computes or moves memory."""
 
     mean: Partition
     devices: dict[int, Partition]
@@ -70,7 +70,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def segments(spans: Iterable[tuple[float, float, What]], window: Window) -> Iterator[tuple[Window, list[What]]]:
-    """Splits a window at every start and end of a span; yields each segment in order with the spans that cover it."""
+    """Splits a window at every start and end of a span; yields each segment in order with the names of its spans."""
     edges: list[tuple[float, bool, int]] = []
     span_names: list[What] = []
     for start_s, end_s, name in spans:
@@ -96,7 +96,7 @@ def segments(spans: Iterable[tuple[float, float, What]], window: Window) -> Iter
 
 
 class _Sums:
-    """Sums over the steps of all devices."""
+    """Running sums of times over the steps of all devices."""
 
     def __init__(self, program: TracedProgram) -> None:
         self.program = program
@@ -145,7 +145,7 @@ class _Sums:
         )
 
     def ops(self, shares: int) -> tuple[OpTime, ...]:
-        """Returns the mean times of every instruction, most wall time first."""
+        """Returns each instruction's sums over ``shares``, the steps times devices; most wall time first."""
         op_times = []
         for op in self.wall_s.keys() | self.own_s.keys():
             op_fact, mean_count = self.program.fact(op), self.count[op] / shares
@@ -213,8 +213,8 @@ def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: Trace
 def shared_seconds(trace: DeviceTrace, program: TracedProgram) -> dict[str, float]:
     """Returns the machine's seconds per step for each instruction, if emulated devices share its cores.
 
-    A device that computes alone while the others wait uses all cores, and devices that compute together a part each, so
-    the durations of single events say little. A step takes as long as the machine needs for the work of all devices,
+    A device that computes while all other devices wait uses all cores, and devices that compute together a part each,
+    so the durations of single events say little. A step takes as long as the machine needs for the work of all devices,
     and a calibration with all devices busy predicts that. Therefore every instant of a step is divided equally among
     the instructions that work on any device. Waiting in a collective is not work; instants without work count for no
     instruction.
@@ -229,7 +229,7 @@ def shared_seconds(trace: DeviceTrace, program: TracedProgram) -> dict[str, floa
 
 
 def working(event: OpEvent) -> Iterator[tuple[float, float]]:
-    """Yields the spans in which an event does not wait."""
+    """Yields the spans (start, end) of an event in which it does not wait for other devices."""
     begin_s = event.start_s
     for start_s, end_s in event.waits:
         if start_s > begin_s:

@@ -1,1 +1,1 @@
-"""Services under load, priced step by step as the clock of their scheduler, and fleets that train while parts fail."""
+"""Simulates services under load, with the cost model as their scheduler's clock, and training fleets that fail."""

@@ -26,18 +26,17 @@ PAGE_LEN = 16
 """Positions of a page, as in vLLM."""
 
 TOKEN_BUDGET = 8192
-"""Most tokens of one step on a device with sequences of its own, those that are prefilled and one of each sequence that
-decodes: as vLLM's server has on chips of 70 GB and more (vllm/engine/arg_utils.py)."""
+"""Most tokens of a step (prefilled ones, and one per decoding sequence) for each shard of the sequences, as in vLLM's
+server on chips of 70 GB and more (vllm/engine/arg_utils.py)."""
 
 
 class PricedClock(Clock):
-    """Seconds of the steps of one engine, by the cost model.
+    """Prices the steps of one engine by the cost model.
 
-    A step is the one that serves, with a row of each request that decodes, at their mean cache, and the rows of prompts
-    of at most ``prompt_len``, behind what is known of them; beside an encoder these are sources of that length, and
-    caches have them too. Where devices have sequences of their own, prompts are
-    spread over them. With ``num_shards`` above 1 the requests are those of one of so many replicas of attention, all of
-    which do the same.
+    Decoding requests have one row each, and caches of their mean length; prefilled tokens are prompts of at most
+    ``prompt_len`` tokens after their cached part. With an encoder prefill encodes sources of ``prompt_len``, which
+    caches include. Without ``decodes`` decoding costs 0 s. Where sequences are split over devices, each device has as
+    many prompt rows as the busiest. Requests are counted for one of ``num_shards`` equal replicas of attention.
     """
 
     def __init__(
@@ -59,10 +58,10 @@ class PricedClock(Clock):
         seq_shards, num_seqs = sequence_shards(self._strategy), np.maximum(num_decoding, 1)
         decode_seqs = LikeSequences(np.maximum(num_seqs * self._num_shards, seq_shards), 1.0, num_cached / num_seqs)
         prompt_len, num_rows = np.clip(num_prefilled, 1, self._prompt_len), np.maximum(num_prefilled, 1)
-        # as many on every device as on the one that has most
+        # every device has as many rows as the busiest one
         padded_rows = np.maximum(seq_shards * np.minimum(num_rows, self._prompt_len), num_rows)
         prompt_seqs = LikeSequences(padded_rows / prompt_len, prompt_len, np.maximum(past - (prompt_len - 1) / 2, 0.0))
-        if self._setting.model.encoder:  # its sources are read in programs of their own; tokens of one are like others
+        if self._setting.model.encoder:  # its sources run in programs of their own
             source = self._prompt_len
             source_s = self._seconds("prefill", LikeSequences(padded_rows / source, 1.0, 0.0, source))
             num_before = np.maximum(decode_seqs.before - source, 0.0)
@@ -77,7 +76,7 @@ class PricedClock(Clock):
         return np.where(num_prefilled > 0, self._seconds("prefill", *sequences), decode_only_s)
 
     def _seconds(self, phase: str, *sequences: LikeSequences) -> Number:
-        """Returns the seconds of a step with some sequences, whose numbers may be arrays."""
+        """Returns the seconds of a step of ``phase`` with the given sequences, whose fields may be arrays."""
         setting, strategy = replace(self._setting, job=Job(kind=phase, batch_seqs=1, seq_len=1)), self._strategy
         derived = setting.derived(strategy)
         rates = setting.step_rates(strategy, strategy_placements(setting.cluster, strategy)[:1], derived)
@@ -95,11 +94,11 @@ def service_traffic(
     at_once: bool = False,
     seed: int = 0,
 ) -> RequestTraffic:
-    """Returns requests that arrive at random (Poisson) for ``duration_s``, or as many ``at_once``, for a client that
-    keeps a number of them on their way.
+    """Returns requests with Poisson arrivals at ``requests_per_s`` for ``duration_s``; with ``at_once`` as many on
+    average, all at time 0, for a client of fixed concurrency.
 
-    ``lengths`` of prompts and outputs are as `parse_lengths` reads them, None for the service's own. Raises InputError
-    for a rate or a duration that is not positive.
+    ``lengths`` are texts of prompt and output lengths for `parse_lengths`; None takes the service's mean length. Raises
+    InputError for a rate or a duration that is not positive.
     """
     if not (duration_s > 0 and requests_per_s > 0):
         raise InputError(f"simulating {duration_s} s at {requests_per_s} requests/s: both must be above 0.")
@@ -122,25 +121,24 @@ def simulate_service(
     concurrency: float = np.inf,
     spans: bool = False,
 ) -> ServingRecord:
-    """Returns what happens to traffic; see `service_targets` for its summary.
+    """Simulates ``traffic`` on a planned service and returns the times of its requests and steps.
 
-    The client has at most ``concurrency`` requests on their way, and sends the next when one ends.
-
-    Engines that do both phases follow the ``policy``, those of pools always prefill in chunks, at most `TOKEN_BUDGET`
-    tokens a step, or a whole prompt on each device that has sequences of its own. They hold at most as many sequences
-    as the plan; those that decode have pages in all of the memory. With pools a finished prompt waits for its transfer.
-    ``spans`` keeps who held which slot. Raises InputError for another policy than chunks with pools, for a request that
-    is too long for an engine, and for a service with known parts of prompts or with drafts.
-    """
+    The client has at most ``concurrency`` requests in flight, and sends the next when one ends. Engines that prefill
+    and decode follow ``policy``; engines of separate pools prefill in chunks. A step has at most `TOKEN_BUDGET` tokens
+    per shard of the sequences, or a whole prompt if several shards; a planned chunk length replaces that. Engines have
+    at most the planned number of sequences; engines that decode use all free memory for cache pages. With pools a
+    finished prompt waits for the transfer of its cache. ``spans`` records which request had which slot. Raises
+    InputError for a policy other than "chunked" with pools, for a request longer than an engine's cache, and for
+    services with prefix hits or drafts."""
     service = result.service
     if service.prefix_share:
         raise InputError(
-            "services with known parts of prompts are not simulated in this version. Leave out --prefix-hits."
+            "services with cached prefixes of prompts are not simulated in this version. Leave out --prefix-hits."
         )
     if service.speculation:
         raise InputError("services with drafts are not simulated in this version. Leave out --accept.")
     if plan.has_pools and policy != "chunked":
-        raise InputError(f"engines of pools do one phase each, so the policy {policy!r} is not for them.")
+        raise InputError(f"policy {policy!r} needs engines that prefill and decode, not pools. Give 'chunked'.")
 
     pool_of = partial(_replicas, result, plan, traffic, policy)
     if not plan.has_pools:
@@ -159,13 +157,13 @@ def _replicas(
     *,
     decodes: bool = True,
 ) -> ReplicaPool:
-    """Returns the engines of a pool with their limits and their clock. Raises InputError for a request that is too long
-    for one."""
+    """Returns a pool's engines with their scheduler limits and clock. Raises InputError if a request of ``traffic`` is
+    longer than an engine's cache."""
     service = result.service
     max_seqs, pages_per_request = max(pool.batch_seqs, plan.generate.batch_seqs), -(-service.max_len // PAGE_LEN)
     prompt_tokens = pool.batch_seqs * service.prompt_len * (not decodes)
     num_shards = sequence_shards(pool.strategy)
-    # devices with sequences of their own prefill whole prompts, each its own
+    # each shard of the sequences prefills whole prompts
     max_tokens = num_shards * (TOKEN_BUDGET if num_shards == 1 else max(TOKEN_BUDGET, service.prompt_len))
     token_budget = plan.chunk_len + max_seqs if plan.chunk_len else max(max_tokens, prompt_tokens, max_seqs + 1)
     fills_memory = decodes and np.isfinite(plan.predicted.free_bytes)
@@ -180,7 +178,7 @@ def _replicas(
             f"the longest request has {longest_len:,} tokens, but the caches of an engine have room for "
             f"{limits.num_pages * PAGE_LEN:,}. Simulate shorter requests, or plan for longer ones."
         )
-    # a static batch prefills all its prompts in one step, interleaved at least one whole
+    # most prefill tokens of a step: all prompts of a static batch, a whole prompt if interleaved
     max_prompt_len = int(traffic.prompt.max())
     max_prefill_tokens = {"static": max_seqs * max_prompt_len, "interleaved": max_prompt_len, "chunked": 0}[policy]
     clock_limits = (max_seqs, limits.num_pages * PAGE_LEN, max(limits.token_budget, max_prefill_tokens), longest_len)
@@ -191,5 +189,5 @@ def _replicas(
 
 
 def service_targets(service: Service) -> LatencyTargets:
-    """Returns the targets that `ServingRecord.summary` counts by; one that is open is always met."""
+    """Returns the TTFT and TPOT targets of a service for `ServingRecord.summary`; a missing target is infinite."""
     return LatencyTargets(ttft_s=service.ttft_s or np.inf, tpot_s=service.tpot_s or np.inf)

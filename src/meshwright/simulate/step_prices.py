@@ -24,8 +24,8 @@ from meshwright.spec.strategy import Strategy
 
 
 class StepPrices:
-    """Prices steps of a packed program, ``derived`` from a model under a strategy. Their seconds are those of
-    ``clock``; without it the rates of the devices are not known, and the peaks are 0."""
+    """Prices the steps of a server's packed program, ``derived`` from a model under a strategy. ``clock`` gives their
+    seconds; it is None, and the peaks per device are 0, until `set_rates`."""
 
     clock: Clock | None = None
     peak_flops_per_s = peak_bytes_per_s = 0.0
@@ -34,8 +34,8 @@ class StepPrices:
         self.model, self.strategy, self.derived = model, strategy, derived
 
     def set_rates(self, cluster: Cluster, calibration: Calibration | None, storage: Storage) -> None:
-        """Takes the rates of a cluster, but beside an encoder, whose sources steps do not count. Raises InputError if
-        they lack a dtype of the strategy."""
+        """Sets clock and peaks from the rates of a cluster; does nothing for models with an encoder, whose sources `of`
+        does not count. Raises InputError if the rates lack a dtype of the strategy."""
         if self.model.encoder:
             return
         base_storage = replace(storage, adapters=0)
@@ -45,11 +45,11 @@ class StepPrices:
         self.peak_bytes_per_s = float(cluster.chip.hbm_bytes_per_s or rates.chip.hbm_bytes_per_s)
 
     def of(self, steps: ArrayLike) -> NDArray[np.float64]:
-        """Returns, for steps of which each is a row, their seconds, and of one device the bytes of weights and of the
-        cache that are read, and the FLOPs.
+        """Returns for each row of ``steps`` the seconds (NaN without rates), and per device the bytes of weights that
+        are read, the bytes of the cache that are read, and the FLOPs.
 
-        Columns of ``steps`` are rows that decode, the cached tokens that they read, tokens that are prefilled, pairs of
-        one of these and a token up to it, positions that sequences have in the cache, and rows with logits.
+        Columns of ``steps``: decode rows, cached tokens that these read, prefill tokens, (query, key) pairs of
+        prefill attention, cached positions of all sequences, and rows with logits.
         """
         num_decoded, num_cached, num_prefilled, num_pairs, num_positions, num_outputs = np.transpose(steps)
         seconds = np.full(len(num_decoded), np.nan)
@@ -73,7 +73,7 @@ class StepPrices:
                 uncached_arrays = [array for array in (*step.inputs, *step.results) if "Pl" not in array.dims]
                 kv_bytes = kv_bytes + num_runs * (op_hbm_bytes(step, sizes) - sizes.total(*uncached_arrays))
             flops = flops + num_runs * op_flops(step, sizes)
-            if kind_of(step).group != "embedding":  # which reads a few rows of its table
+            if kind_of(step).group != "embedding":  # an embedding reads only a few rows of its table
                 weight_bytes = weight_bytes + num_runs * (
                     sizes.total(*(array for array in step.inputs if array.name in w_names)) - unread_bytes(step, sizes)
                 )

@@ -1,1 +1,1 @@
-"""A fleet that trains while its parts fail: what is kept of its time under several policies, and what is lost."""
+"""Simulates a training fleet whose parts fail: the time kept and lost under several recovery policies."""

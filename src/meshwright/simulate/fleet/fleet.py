@@ -1,4 +1,4 @@
-"""A fleet, its faults, and the rule by which it saves."""
+"""Training fleets, randomly drawn faults, and the number of steps between checkpoints by a rule."""
 
 import math
 import re
@@ -17,11 +17,10 @@ POLICIES: tuple[FleetPolicy, ...] = get_args(FleetPolicy)
 
 
 class TrainingFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """``num_replicas`` equal parts of a cluster, and ``spares``, a share of its hosts, beside it.
+    """A cluster that trains as ``num_replicas`` equal replicas, with ``spares`` times ``num_hosts`` spare hosts.
 
-    ``step_s`` is a step without faults. A checkpoint follows every ``checkpoint_steps``; ``memory`` copies states to
-    neighbours every ``memory_steps``, `disk_steps` at most, ``diloco`` makes an outer step every ``outer_every``.
-    """
+    ``step_s`` is a step without faults. Policy "stop" saves every ``checkpoint_steps``, "memory" copies states to
+    neighbours every ``memory_steps`` (at most `disk_steps`), "diloco" makes an outer step every ``outer_every``."""
 
     num_chips: int
     num_hosts: int
@@ -36,22 +35,22 @@ class TrainingFleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_spares(self) -> int:
-        """Hosts that wait to take a place."""
+        """Number of idle spare hosts that can replace lost ones; rounded up."""
         return math.ceil(self.spares * self.num_hosts)
 
     @property
     def disk_steps(self) -> int:
-        """Steps between saves to disk of policies that need none to recover."""
+        """Steps between saves to disk, one per ``times.disk_s``, of policies that recover without them."""
         return max(1, round(self.times.disk_s / self.step_s))
 
     @property
     def mtbf_s(self) -> float:
-        """Mean seconds between faults that stop something."""
+        """Mean seconds between faults of the whole fleet, stragglers left out."""
         return self.rates.mtbf_s(self.num_chips, self.num_hosts)
 
 
 class Fault(NamedTuple):
-    """A fault at ``time_s`` in one replica; wrong numbers are noticed then, and came ``latent_s`` before."""
+    """A fault of one replica and host. A "corruption" is noticed at ``time_s`` and began ``latent_s`` earlier."""
 
     time_s: float
     replica: int
@@ -61,7 +60,7 @@ class Fault(NamedTuple):
 
 
 def drawn_faults(fleet: TrainingFleet, duration_s: float, seed: int) -> list[Fault]:
-    """Returns faults at random times (Poisson) in order, by component and on any host."""
+    """Returns random faults sorted by time: Poisson arrivals at each component's rate, on uniformly drawn hosts."""
     random, kinds = np.random.default_rng(seed), [component.kind for component in fleet.rates.components]
     hourly = np.array(fleet.rates.per_hour(fleet.num_chips, fleet.num_hosts))
     count = random.poisson(hourly.sum() * duration_s / 3600)
@@ -75,7 +74,8 @@ def drawn_faults(fleet: TrainingFleet, duration_s: float, seed: int) -> list[Fau
 
 
 def checkpoint_steps(rule: str, *, step_s: float, save_s: float, mtbf_s: float) -> int:
-    """Returns the steps between checkpoints of a rule: auto (the exact optimum), young, daly, 30steps or 600s."""
+    """Returns the steps between checkpoints by ``rule``: auto (the optimum), young, daly, 30steps or 600s. Raises
+    InputError for another rule."""
     if match := re.fullmatch(r"([1-9]\d{0,8})\s*steps?", rule):
         return int(match[1])
     if rule in ("auto", "exact"):

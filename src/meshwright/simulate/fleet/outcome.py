@@ -1,4 +1,4 @@
-"""What policies keep of a fleet's time: over seeds with random faults, or with the faults of a real run."""
+"""Goodput and uptime of a fleet under recovery policies: over seeds of random faults, or for a given list of faults."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from meshwright.spec.faults.rates import KINDS
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """The mean over seeds, and their 5th and 95th percentile."""
+    """Mean, 5th and 95th percentile of a figure over seeds."""
 
     mean: float
     p5: float
@@ -27,11 +27,11 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one policy makes of ``faults`` (their mean number).
+    """The result of one policy over seeds; ``faults`` is the mean number of faults.
 
-    ``goodput`` is the share of the time that is work kept, ``uptime`` that in which steps run, kept or not, or are
-    saved. ``seconds`` are those of the whole fleet by `WORDS`, and ``trained`` is of the first seed.
-    """
+    ``goodput`` is the fraction of time spent on steps whose work is kept; ``uptime`` also counts steps whose work is
+    lost, and saves. ``seconds`` are the fleet's mean seconds by category (`WORDS`); ``trained`` are the spans in which
+    steps ran with the first seed."""
 
     policy: FleetPolicy
     faults: float
@@ -44,7 +44,7 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def simulate_fleet(
     fleet: TrainingFleet, policies: Sequence[FleetPolicy], *, duration_s: float, seeds: int
 ) -> list[PolicyOutcome]:
-    """Returns the outcome of each policy with the same random faults, which differ by seed."""
+    """Returns the outcome of each policy over ``seeds`` draws of random faults; all policies get the same draws."""
     draws = [drawn_faults(fleet, duration_s, seed) for seed in range(seeds)]
     return [_outcome(fleet, policy, draws, duration_s) for policy in policies]
 
@@ -52,9 +52,9 @@ def simulate_fleet(
 def simulate_faults(
     fleet: TrainingFleet, policy: FleetPolicy, faults: Sequence[Fault], *, duration_s: float
 ) -> PolicyOutcome:
-    """Returns the outcome of faults that are known, such as those injected into a real run.
+    """Returns the outcome of one policy for a given list of faults, for instance faults injected into a real run.
 
-    Raises InputError for a fault of an unknown kind, before the start, or in a replica that the fleet does not have.
+    Raises InputError for a fault of an unknown kind, at a negative time, or in a replica that the fleet does not have.
     """
     for fault in faults:
         if fault.kind not in KINDS or fault.time_s < 0 or not 0 <= fault.replica < fleet.num_replicas:

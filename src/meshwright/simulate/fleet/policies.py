@@ -1,4 +1,4 @@
-"""What a fleet does about faults: every policy from a list of faults to the seconds of the fleet by word."""
+"""Recovery policies of a fleet: each turns a list of faults into the fleet's seconds by category (`WORDS`)."""
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
@@ -20,7 +20,7 @@ from meshwright.simulate.fleet.run import (
 )
 
 Trained = list[tuple[float, float, float]]
-"""(from, to, share of the fleet) in which steps were made."""
+"""(start, end, share of the fleet) of each span of seconds in which steps ran."""
 
 
 def run_policy(
@@ -30,10 +30,10 @@ def run_policy(
     duration_s: float,
     trained: Trained | None = None,
 ) -> list[float]:
-    """Returns the seconds of the whole fleet by `WORDS`, which add up to ``duration_s``; fills ``trained`` if given.
+    """Returns the fleet's seconds in each category of `WORDS`; they sum to ``duration_s``. Fills ``trained`` if given.
 
-    ``faults`` are in order of time. Steps begin at once; work that is not yet saved at the end counts.
-    """
+    ``faults`` are sorted by time; faults from ``duration_s`` on are ignored. Steps begin at time 0; work that is
+    unsaved at the end counts as work."""
     happened = [fault for fault in faults if fault.time_s < duration_s]
     run_all = _elastic if policy == "elastic" else _apart
     runs = run_all(fleet, policy, happened, duration_s, trained)
@@ -41,14 +41,15 @@ def run_policy(
 
 
 class _Spares:
-    """Hosts that wait, and those that come back from a reboot or a repair."""
+    """Times at which spare hosts become available; a rebooted or repaired host becomes a spare."""
 
     def __init__(self, fleet: TrainingFleet) -> None:
         self._times, self._returns = fleet.times, [0.0] * fleet.num_spares
         heapify(self._returns)
 
     def wait_s(self, fault: Fault) -> float:
-        """Returns the seconds until a host takes the place of the one that a fault takes; 0 for other faults."""
+        """Returns the seconds from noticing a lost host until a spare is available, and reserves that spare; 0 for
+        faults that lose no host."""
         if fault.kind not in ("host", "reboot"):
             return 0.0
         noticed_at_s = fault.time_s + self._times.noticed_s(fault.kind)
@@ -58,14 +59,15 @@ class _Spares:
 
 
 def _start(fleet: TrainingFleet, fault: Fault, wait_s: float, restore_s: float) -> Phases:
-    """Returns what passes between a fault and the first step after it."""
+    """Returns the phases, (category, seconds), between a fault and the first step after it; none has 0 seconds."""
     times, found_s = fleet.times, fleet.times.found_s(fault.kind)
     seconds = {RECOVERY: found_s + wait_s, INIT: times.init_s, PREP: times.prep_s, STARTUP: times.startup_s}
     return [(word, s) for word, s in {**seconds, RESTORE: restore_s, DATA: times.data_s}.items() if s > 0]
 
 
 def _keep_going(fleet: TrainingFleet, run: FleetRun, fault: Fault) -> bool:
-    """True for a fault that loses no progress, which passes here: a straggler, or a stop on purpose after a save."""
+    """Returns True after applying a fault that loses no work: a straggler slows the run down, a planned stop saves
+    first. Returns False and does nothing for other faults."""
     times = fleet.times
     if fault.kind not in ("straggler", "planned"):
         return False
@@ -79,7 +81,7 @@ def _keep_going(fleet: TrainingFleet, run: FleetRun, fault: Fault) -> bool:
 def _apart(
     fleet: TrainingFleet, policy: FleetPolicy, faults: Sequence[Fault], duration_s: float, trained: Trained | None
 ) -> list[FleetRun]:
-    """Returns runs that stop by themselves: the whole fleet, from disk or memory, or every island of ``diloco``."""
+    """Returns the runs that stop independently: the whole fleet's ("stop", "memory"), or each island's ("diloco")."""
     times, spares = fleet.times, _Spares(fleet)
     num_runs = fleet.num_replicas if policy == "diloco" else 1
     steps = {"stop": fleet.checkpoint_steps, "memory": fleet.memory_steps, "diloco": fleet.outer_every}[policy]
@@ -97,13 +99,11 @@ def _apart(
         if _keep_going(fleet, run, fault):
             continue
         restore_s, to_disk = times.restore_s if policy == "stop" else times.copy_s, policy == "stop"
-        if policy == "memory" and fault.kind in (
-            "host",
-            "reboot",
-        ):  # the neighbour has the state unless it was lost just now
+        # a neighbour has a copy of the state, unless it was lost too since the last recovery
+        if policy == "memory" and fault.kind in ("host", "reboot"):
             to_disk = bool(run.lost_hosts & {(fault.host + side) % fleet.num_hosts for side in (-1, 1)})
             run.lost_hosts.add(fault.host)
-        elif policy == "memory":  # memory has the last state alone
+        elif policy == "memory":  # memory has only the latest state, which is wrong
             to_disk = fault.kind == "corruption"
         elif policy == "diloco" and num_runs > 1:
             to_disk = all(other.ready_s > fault.time_s for other in runs if other is not run)
@@ -113,7 +113,7 @@ def _apart(
         run.lose(lost)
         if to_disk and policy != "stop":
             restore_s = times.restore_s
-            for each in runs:  # all that was trained since the last checkpoint on disk
+            for each in runs:  # loses all work since the last checkpoint on disk
                 each.lose(each.spent[WORK] % (times.disk_s * each.share))
         run.stop(_start(fleet, fault, spares.wait_s(fault), restore_s))
     for run in runs:
@@ -124,10 +124,10 @@ def _apart(
 def _elastic(
     fleet: TrainingFleet, policy: FleetPolicy, faults: Sequence[Fault], duration_s: float, trained: Trained | None
 ) -> list[FleetRun]:
-    """Returns the run of the replicas that live, and for each one that was lost the time until it was back.
+    """Returns the run of the live replicas, and a run for each period in which a replica was down.
 
-    All wait until a loss is noticed and a new group stands, and lose the step in flight; a replica comes back with a
-    state that it copies from another, at once where it lost its connections alone.
+    After a fault all replicas wait until it is noticed and they have regrouped, and lose the step in flight. A replica
+    returns with a state copied from a live one, without a restart if it only lost its connections.
     """
     times, spares, num_replicas = fleet.times, _Spares(fleet), fleet.num_replicas
     work_s = fleet.disk_steps * fleet.step_s

@@ -1,4 +1,4 @@
-"""The time of a synchronous run, or of one part of a fleet, by what it was spent on."""
+"""Seconds of a synchronous run, or of one island or replica of a fleet, by category."""
 
 from collections import deque
 
@@ -6,33 +6,33 @@ WORDS = (
     *("productive", "checkpoint_save", "checkpoint_restore", "wasted_progress", "infrastructure_recovery"),
     *("device_init", "training_prep", "program_startup", "data_loading", "other"),
 )
-"""What time is spent on, in the words of ml-goodput-measurement; ``other`` is stragglers, groups and outer steps."""
+"""Categories of time, named as in ml-goodput-measurement; ``other`` is stragglers, regrouping and outer steps."""
 WORK, SAVE, RESTORE, WASTED, RECOVERY, INIT, PREP, STARTUP, DATA, OTHER = range(len(WORDS))
 
 Phases = list[tuple[int, float]]
-"""(word, seconds) that pass before work goes on."""
+"""(index in `WORDS`, seconds) of each phase before steps resume."""
 
 
 class FleetRun:
-    """Cycles of ``work_s`` of steps, ``save_s`` and an ``outer_s`` that keep them, on a ``share`` of the fleet.
+    """A run on the fraction ``share`` of a fleet, in cycles: ``work_s`` seconds of steps, then ``save_s`` to save them
+    and ``outer_s`` of an outer step.
 
-    ``spent`` has seconds by word, those of the whole fleet.
-    """
+    ``spent`` has the seconds by category, multiplied by ``share``."""
 
     def __init__(self, work_s: float, save_s: float, share: float, outer_s: float = 0.0) -> None:
         self.work_s, self.cycle_s, self.share = work_s, work_s + save_s + outer_s, share
         self.outer_share = outer_s and outer_s / (save_s + outer_s)
         self.spent = [0.0] * len(WORDS)
         self.now = self.offset = self.unsaved = self.ready_s = 0.0
-        self.slow_until_s = self.slow_loss = 0.0  # until then, of all time in which work goes on
+        self.slow_until_s = self.slow_loss = 0.0  # a straggler takes slow_loss of the time until then
         self.phases: Phases = []
         self.lost_hosts: set[int] = set()
         self.trained: list[tuple[float, float, float]] | None = None
-        # (time, offset, work, of it unsaved) at each return to full speed: what was saved before wrong numbers came
+        # (time, offset in the cycle, work, unsaved work) at each return to full speed, for `saved_at`
         self._returns: deque[tuple[float, float, float, float]] = deque([(0.0, 0.0, 0.0, 0.0)], maxlen=256)
 
     def settle(self, time_s: float) -> None:
-        """Accounts the time until ``time_s``, in which no fault happened: first the phases, then cycles."""
+        """Accounts for the seconds up to ``time_s``, in which no fault happens: pending phases first, then cycles."""
         left_s, spent = time_s - self.now, self.spent
         while self.phases and left_s > 0:
             word, phase_s = self.phases[0]
@@ -68,7 +68,7 @@ class FleetRun:
         self.offset = offset
 
     def saved_at(self, time_s: float) -> float:
-        """Returns the work that was kept by an earlier time."""
+        """Returns the seconds of work, multiplied by ``share``, that were saved by an earlier ``time_s``."""
         since, offset, work, unsaved = next(
             (one for one in reversed(self._returns) if one[0] <= time_s), self._returns[0]
         )
@@ -77,14 +77,14 @@ class FleetRun:
         return min(work + kept, self.spent[WORK] - self.unsaved)
 
     def lose(self, seconds: float) -> None:
-        """Turns the last seconds of work into wasted progress."""
+        """Moves the last ``seconds`` of work, or all if there are fewer, to wasted progress."""
         seconds = min(seconds, self.spent[WORK])
         self.spent[WORK] -= seconds
         self.spent[WASTED] += seconds
         self.unsaved = max(0.0, self.unsaved - seconds)
 
     def stop(self, phases: Phases) -> None:
-        """Begins anew from what is kept, after these phases; those that were left are dropped."""
+        """Restarts from the saved state after ``phases``, which replace pending phases."""
         self.offset = self.unsaved = 0.0
         self.phases = phases
         self.ready_s = self.now + sum(seconds for _, seconds in phases)
