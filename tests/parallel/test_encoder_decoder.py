@@ -157,7 +157,7 @@ def test_logits_see_the_whole_row_of_the_encoder_and_nothing_later_of_their_own(
 
 
 def test_what_does_not_run_says_so():
-    with pytest.raises(InputError, match="have one document each"):
+    with pytest.raises(InputError, match="takes one document a row"):
         transformer(T5, ProgramOptions(documents=True))
     with pytest.raises(InputError, match=r"encoder\.length is 0, give a positive number"):
         msgspec.structs.replace(T5, encoder=msgspec.structs.replace(T5.encoder, length=0))

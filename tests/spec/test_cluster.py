@@ -115,7 +115,7 @@ def test_islands_are_equal_clusters_with_an_uplink_each(tmp_path):
 
 
 def test_no_link_for_a_program_joins_islands():
-    with pytest.raises(CannotRunError, match=r"are islands, which have no link.*Name one of them here: cpu:2"):
+    with pytest.raises(CannotRunError, match=r"is several islands.*Name one of them here: cpu:2"):
         place_axes(parse_cluster("4*cpu:2@10Mbit/s"), {"data": 8})
 
 

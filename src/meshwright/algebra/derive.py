@@ -97,7 +97,7 @@ def forward_pass(block: Block, shardings: Shardings) -> Tape:
 def _backward(block: Block, shardings: Shardings, forward: Tape, saved_arrays: list[ShardedArray]) -> Tape:
     """Returns the tape of one block's backward steps, including forward steps that recompute what is not saved."""
     results = [name for name in block.shares if name in shardings.shared]
-    given_arrays = (shardings.shared[name].given for name in results)  # they exist for the layers that read them
+    given_arrays = (shardings.shared[name].given for name in results)  # gathered once for the layers that read them
     tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *saved_arrays, *given_arrays})
     tape.producers = forward.producers
     # later layers have left partial cotangents; this block adds to them

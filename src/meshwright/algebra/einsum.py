@@ -42,7 +42,7 @@ def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
     follow(_reduce)
     follow(_move)
     current_array = steps[-1].result if steps else array
-    # Axes that the target has nowhere go first: they may block the place that another axis must move to.
+    # Axes that the target lacks are gathered first: they may be on the dim that another axis moves to.
     for dim in sorted(array.dims, key=lambda d: not set(target.spread).isdisjoint(_surplus(current_array, target, d))):
         follow(partial(_gather, dim))
         follow(_move)
@@ -110,7 +110,7 @@ def _resolve_conflicts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) 
             continue
         keeps_left, keeps_right = axis in out.axes_of(left_dim), axis in out.axes_of(right_dim)
         lhs_yields = keeps_right if keeps_left != keeps_right else left_dim not in out.dims or right_dim in out.dims
-        # an axis is given up with whatever is minor to it on the same dim
+        # axes that are minor to it on the same dim are given up with it
         if lhs_yields:
             lhs = lhs.resharded({left_dim: lhs.axes_of(left_dim)[: lhs.axes_of(left_dim).index(axis)]})
         else:

@@ -295,7 +295,7 @@ def written(model: Model, text: str, **names: str | bool) -> str:
         "x4": "x2" if not model.layer_scale else "x4" if model.layer_embed_dim else "x3",
         "half": f"{2**-0.5}",
         "vl": "Vl" if model.layer_vocab_size else "V",
-        "activation": "silu" if model.activation == "silu" else "gelu",  # the others stream as many bytes as gelu
+        "activation": "silu" if model.activation == "silu" else "gelu",  # other activations move as many bytes
         "cross_h": "cross_h" if model.pre_norms else "x0",
         "zero": "0" * model.qkv_bias,
         "zero_k": "0" * (model.qkv_bias and model.key_bias),

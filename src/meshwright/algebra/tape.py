@@ -63,7 +63,7 @@ class Shardings:
         variable = self.program.variables[name]
         role, dims = weight_role if variable.role == "weight" else variable.role, variable.dims
         rules = self.strategy.rules(role)
-        # dims of an encoder are split as a decoder's are, and before others where those are
+        # an encoder's dim has the decoder dim's rule, and its position among the rules
         alias_of = {ALIKE[dim]: dim for dim in dims if dim in ALIKE and dim not in rules and ALIKE[dim] not in dims}
         rules = {dim: axes for rule_dim, axes in rules.items() for dim in (alias_of.get(rule_dim, rule_dim), rule_dim)}
         group_rules = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}

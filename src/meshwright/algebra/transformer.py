@@ -50,9 +50,9 @@ class LayerKind(LayerForm, frozen=True, kw_only=True):
     """The layers of one kind, which run one block, whatever their order in the model."""
 
     block: str
-    suffix: str  # of the names of this block's weights
+    suffix: str  # added to the names of this block's weights
     layers: tuple[int, ...]
-    keys: str = ""  # "source": later layers read its keys and values, "shared": it reads those of such a layer
+    keys: str = ""  # "source": later layers read its keys and values, "shared": it reads an earlier layer's
 
 
 @lru_cache(maxsize=256)
@@ -127,7 +127,7 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     With ``mtp_weight`` the loss head is a separate stack, after the layer for the token after the next. Raises
     InputError for documents with an encoder."""
     if model.encoder and options.documents:
-        raise InputError("rows of an encoder and a decoder have one document each. Leave documents out.")
+        raise InputError("a model with an encoder takes one document a row. Leave documents out.")
     role_by_name = {"tokens": "input", "labels": "input", "positions": "position"}
     variables = {name: Variable(name, MASK_DATA[name], "position") for name in mask_data(model, options)}
     variables |= {name: Variable(name, ("B", "T"), role) for name, role in role_by_name.items()}

@@ -220,7 +220,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         """Maps each name of `_links` to its part of ``busy_s - no_comm_s``, the seconds that communication adds."""
         saved_s_by_name = {name: max(0.0, busy_s - self._busy_s({name})) for name in self._links}
         if sum(saved_s_by_name.values()) <= ROUNDING * busy_s:
-            # two links are busy equally long: neither alone shortens the step
+            # two links are busy equally long: freeing only one does not shorten the step
             saved_s_by_name = self._links
         total_s = sum(saved_s_by_name.values())
         return {name: (busy_s - no_comm_s) * s / total_s if total_s else 0.0 for name, s in saved_s_by_name.items()}

@@ -118,7 +118,7 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fsdp_most_chips(self) -> float:
         """Chips up to which FSDP without tensor parallelism is compute-bound; needs `fsdp_alpha`."""
-        num_links = 1 if self.alpha is None else self.num_axes  # that FSDP alone uses at once
+        num_links = 1 if self.alpha is None else self.num_axes  # torus axes that FSDP uses at once
         return float(limits.fsdp_max_chips(self.batch_tokens / self.sparsity, self.fsdp_alpha, num_links))
 
     @property

@@ -88,7 +88,7 @@ def outer_exchange(
     link_bytes = sum(sent_bytes(step, strategy, sizes) for step in derived.outer)
     pcie_bytes_per_s = cluster.chip.pcie_bytes_per_s or PCIE_BYTES_PER_S
     copy_s = 0.0 if cluster.kind == "host" else 2 * chip_values * _WIDE / pcie_bytes_per_s
-    # an addend is added in two reads and a write; numbers are coded once, an island's sums too, and both decoded
+    # adding takes two reads and a write; addends and an island's sums are encoded once each, and both decoded
     state_accesses = 2 * HOST_STATE[sync] + 2 * (HOST_STATE[sync] > 0)
     host_accesses = 3 * (1 - 1 / num_islands) + state_accesses
     coding_s = (1 + 1 / num_islands) / CODED_PER_S + 2 / DECODED_PER_S if is_coded else 0.0

@@ -152,7 +152,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
     """
     fit = rates.chip.efficiency
     is_training = any(block.backward for block in priced.blocks)
-    # an engine has graphs of its steps without parts of prompts alone
+    # engines capture graphs only of steps without parts of prompts
     is_eager = rates.chip.software.is_engine & (np.asarray(sizes.rows_each) > LONGEST_DRAFT)
     # the block whose backward pass sums a gradient: of several (tied embeddings) the first
     owner_by_weight = {weight: block_names[0] for weight, block_names in blocks_of_weights(derived).items()}
@@ -166,7 +166,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         if np.any(is_eager):
             eager_s = partly_hidden(forward_s, _starts_s(block.forward, rates), fit.overlap)
             forward_s = np.where(is_eager, eager_s, forward_s)
-        # layers that run again for each other run in loops of their own
+        # forward reruns for later layers are separate loops
         num_rerun_steps = len(block.again)
         backward_costs = block.backward[num_rerun_steps:]
         backward_s = _pass_s([cost for cost in backward_costs if cost.step.scope != "step"], rates) + copy_back_s
@@ -270,7 +270,7 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[N
     weight_names = {variable.name for variable in derived.program.of_role("weight", "vector")}
     w_bytes = total(sizes.bytes(derived.declared[name]) for name in read_names)
     act_bytes = total(sizes.bytes(array) for array in block.kept if array.name not in weight_names or array in results)
-    # as a backward pass leaves them for each microbatch
+    # gradients after one microbatch, before sums once per step
     grads = {
         array.name: array
         for step in block.backward

@@ -46,12 +46,12 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         if not self.in_lockstep or len({*self.names}) < 2:
             return np.ceil(num_layers / num_runs) * self.chunks
         run_counts, count_indices = np.unique(num_runs, return_inverse=True)
-        # without stages there are as many as the step has, which on a server may be those of one stack
+        # one stage runs all layers of the step; a server's step may have layers of only one stack
         num_in_all = self.names.count(block) if block else num_layers
 
         def in_pattern(num_stages: int) -> int:
             pattern = stage_layers(self.names, num_stages).pattern
-            # one stage also runs layers that are not of the main stack
+            # one stage also runs layers outside the main stack
             return pattern.count(block) if block else len(pattern)
 
         layers_by_count = np.array([in_pattern(int(n)) if n > 1 else num_in_all for n in run_counts])

@@ -131,7 +131,7 @@ def op_sizes(
         grouped=grouped,
         on_gpus=on_gpus,
         by_device=assumptions.dispatch in ("devices", "nodes"),
-        # 8 bits, and a scale of 32 for 128 of them
+        # fp8, with a float32 scale for every 128 numbers
         sent_bytes=1 + 4 / 128
         if assumptions.dispatch == "nodes" and strategy.matmul_dtype == "fp8"
         else STATE_BYTES[strategy.state]["weights"],
@@ -166,7 +166,7 @@ def price_steps(
     """Returns the costs of all steps of a derivation. ``known`` caches costs at the same sizes and rates."""
     known = {} if known is None else known
     num_microbatches = pipeline.microbatches
-    # one program of all stages sums gradients in float32, also those of one microbatch
+    # one program of all stages sums gradients in float32, even of one microbatch
     num_summands = np.where(pipeline.in_lockstep & ~pipeline.is_one, np.maximum(num_microbatches, 2), num_microbatches)
     share_of, blocks_of, kept_of = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
     # gradients of weights as each microbatch leaves them, to be added to the sum of earlier microbatches

@@ -40,7 +40,7 @@ BROKEN = [
     (("F0 B0 F0", "F0 B0"), "device 0, op 3: F0 occurs twice (first at device 0, op 1)"),
     (("F0 B0", "B0 F0"), "device 1, op 1: B0 comes before F0. Write F0 earlier."),
     (("F0 W0 B0", "F0 B0"), "device 0, op 2: W0 comes before B0."),
-    (("F0 B0/1", "F0 B0"), "device 0, op 2: B0/1 cannot run on device 0: microbatch 0 passes no chunk 1 there"),
+    (("F0 B0/1", "F0 B0"), "device 0, op 2: B0/1 cannot run on device 0: microbatch 0 does not pass chunk 1 there"),
     # each device wants the other's second microbatch first
     (("F0 B0 F1 B1", "F0 F1 B0 B1"), "devices wait for each other (device 0 before B0, device 1 before F1)"),
 ]

@@ -43,7 +43,7 @@ def pages_of_window(window: int, page_len: Number, rows: Number = 1) -> Number:
 
 def pages_of_windows(window: int, page_len: int, *, num_seqs: int, num_rows: int) -> int:
     """Returns the most pages that windows of ``num_seqs`` sequences need while a step writes ``num_rows`` rows."""
-    # those that write several rows fill whole pages, and a part of one more each
+    # a sequence that writes several rows fills whole pages, and a part of one more
     return num_seqs * int(pages_of_window(window, page_len)) + num_rows // page_len + min(num_seqs, num_rows // 2)
 
 

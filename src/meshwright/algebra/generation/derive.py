@@ -77,7 +77,7 @@ def derive_generation(
 ) -> Derived:
     """Returns the step of a server, with the mesh ``axes`` whatever their sizes (default: axes of several devices).
     Heads are repeated if the strategy says so. A step has ``prompts`` if its sequences have several rows."""
-    # where positions of a cache are split, heads are gathered for all of them
+    # if positions of a cache are split, each device attends with all heads to its positions
     is_joined = prompts and not strategy.rules("cache").get("S")
     program = generation_program(without_mtp(model), storage, joined=is_joined)
     return derive_forward(program, packed_rows(strategy, prompts=prompts), axes)

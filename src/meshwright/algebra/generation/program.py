@@ -174,7 +174,7 @@ class _Writer:
                     self.ops.append(Op("pick_adapter", (*op.inputs, "adapters"), op.out, attributes))
                 else:
                     self.ops.append(op)
-        shares = () if block.carry else block.shares  # what layers share is in caches
+        shares = () if block.carry else block.shares  # shared keys and values are in caches
         results = {block.result or self.ops[-1].out, *self.outputs, *shares}
         return replace(block, ops=self._needed(results), shares=shares)
 
@@ -257,7 +257,7 @@ class _Writer:
         if self.model.latent_attention:
             wk, wv = maker_of[maker_of[k].inputs[0]].inputs[1], maker_of[v].inputs[1]
             if not self.joined:
-                # queries are multiplied with the keys' projection and attend to latents; that of values follows
+                # queries, multiplied with the keys' projection, attend to latents; the values' projection follows
                 latent_dims = ("B", "T", "N", "Rkv")
                 plain_q = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
                 latent_q = self._add("einsum", (plain_q, wk), Variable("ql", latent_dims, "activation"))
@@ -265,7 +265,7 @@ class _Writer:
                 result = self._add("cached_latent_attention", (latent_q, q, *inputs, *operand_names), array, attributes)
                 self.ops.append(Op("einsum", (result, wv), op.out))
                 return
-            # with the rows of the step queries are multiplied as in training, by keys and values of heads
+            # rows of this step attend to each other as in training, by keys and values of heads
             out = self.variables[op.out]
             fresh_out = self._add("prompt_attention", (q, k, v, "first", "counts"), replace(out, name="of"))
             past_out = self._add("past_latent_attention", (q, *inputs, wk, wv), replace(out, name="op"), attributes)

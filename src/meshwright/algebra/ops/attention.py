@@ -88,7 +88,7 @@ def _layout(tape: Tape) -> tuple[Attention, tuple[ShardedArray, ...]]:
     q, k, v, *operands = tape.inputs
     head_axes = k.axes_of(k.dims[2])
     if q.axes_of(q.dims[2])[: len(head_axes)] == head_axes:
-        # devices beyond those that split kv heads have queries of other positions instead of other heads
+        # axes that split query heads further than kv heads split positions of queries instead
         q = q.resharded({q.dims[1]: q.axes[1] + q.axes[2][len(head_axes) :], q.dims[2]: head_axes})
     for array in (k, v):
         if array.axes_of(array.dims[2]) != q.axes_of(q.dims[2]) or array.axes_of("B") != q.axes_of("B"):
@@ -104,7 +104,7 @@ def _layout(tape: Tape) -> tuple[Attention, tuple[ShardedArray, ...]]:
         q, k, v = (a.resharded({a.dims[1]: (), a.dims[2]: a.axes[2] + position_axes}) for a in (q, k, v))
     else:
         k, v = (array.resharded({positions_of(array): ()}) for array in (k, v))
-    # what a mask reads is whole along positions
+    # inputs of masks are whole along positions
     return details, (q, k, v, *(operand.like(q).resharded({"T": ()}) for operand in operands))
 
 
@@ -133,7 +133,7 @@ def backward(tape: Tape) -> None:
     dout = tape.move(tape.dout, tape.dout.like(q))
     o, lse = _statistics(tape.out, q)
     tape.need(*operands, lse)
-    # where the result is kept, it is kept in the sharding of the product after it
+    # a kept result has the sharding of the product after it
     tape.move(tape.out, o)
     unsummed_axes = tuple(a for a in q.axes_of(positions_of(q)) if a not in keys[0].axes_of(positions_of(keys[0])))
     input_names = [*tape.op.inputs[:3], *(array.name for array in operands[3:] if "B" not in array.dims)]

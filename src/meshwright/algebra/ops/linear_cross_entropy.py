@@ -104,7 +104,7 @@ def backward(tape: Tape) -> None:
             tape.contribute(name, array)
         tape.contribute(tape.op.inputs[0], dx)
         return
-    # of the state's dtype, in which the products that use it run at full rate
+    # in the state's dtype, so that its products run at full rate
     dlogits = head.logits.replace(name="dlogits", dtype="")
     tape.run("logits_backward", (head.logits, *operands), dlogits, details=head.details)
     for name, array in zip(tape.op.inputs[3:], dbias, strict=True):

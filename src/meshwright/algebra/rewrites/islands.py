@@ -70,8 +70,8 @@ def fragment_numbers(forms: Mapping[str, tuple[int, int]], count: int) -> dict[s
     numbers = {name: range(min(count, layers)) for name, (layers, _) in forms.items() if layers}
     for i, (_, name) in enumerate(others, most_layers):
         numbers[name] = range(i % count, i % count + 1)
-    if len(set().union(*numbers.values())) < count:
-        raise InputError(f"outer_fragments={count} is more than this model has layers and other weights. Use fewer.")
+    if (num_full := len(set().union(*numbers.values()))) < count:
+        raise InputError(f"outer_fragments={count}: this model's layers and other weights fill {num_full}. Use fewer.")
     return numbers
 
 

@@ -29,7 +29,7 @@ class SavedSet:
             for name in (name for name in self.names if name not in op_outs):
                 raise InputError(f"remat keeps {name!r}, which is not a result of the program.{nearest(name, op_outs)}")
         elif self.names is not None and strategy.remat == "selective" and "qr" not in program.variables:
-            # without rope or a bias the products themselves enter attention
+            # without rope or a bias, q and k enter attention
             self.names = (*self.names, "q", "k")
 
     def keeps(self, array: ShardedArray, block: Block) -> bool:
@@ -45,7 +45,7 @@ class SavedSet:
         if self.names is None:
             return True
         base_name = array.name.removeprefix(ENCODER).removeprefix(CROSS).removesuffix(FULL)
-        if base_name == "lse":  # attention's backward pass needs it wherever it needs the result
+        if base_name == "lse":  # attention's backward pass needs it together with its result
             return "o" in self.names
         variables = self.shardings.program.variables
         is_declared = array.name in variables and self.shardings.declared(array.name).axes == array.axes

@@ -51,8 +51,8 @@ def weight_updates(derived: Derived) -> dict[str, WeightUpdate]:
     """Maps each weight to its steps of the update."""
     update_by_name = {name: WeightUpdate([], [], []) for name in derived.weights}
     for step in derived.update:
-        name, _, suffix = step.result.name.partition(".")  # the name alone is the weight itself
-        if name in update_by_name:  # else the sum of a loss or of the norm
+        name, _, suffix = step.result.name.partition(".")  # without a suffix it is the weight
+        if name in update_by_name:  # else a sum of the loss or of the gradient norm
             moves_before, update_steps, moves_after = update_by_name[name]
             is_move = step.only_moves and not suffix
             (update_steps if not is_move else moves_after if update_steps else moves_before).append(step)
@@ -134,7 +134,7 @@ def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
             needed_arrays.update(step.inputs)
             input_places.insert(block.num_again, place)
     steps = [block.backward[place] for place in weight_places]
-    # not handed over: results of the second part, declared weights, and inputs of the microbatch
+    # the second part has its own results, declared weights, and the microbatch's inputs
     known_arrays = {array for step in steps for array in step.results}
     known_arrays |= {result.given for result in shared}
     known_arrays |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}

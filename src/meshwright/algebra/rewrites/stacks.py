@@ -33,6 +33,6 @@ def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]])
             arrays = ", ".join(map(str, read_arrays | cotangents))
             raise InputError(f"layers need {name} in several shardings: {arrays}. Split heads and widths alike.")
         given = read_arrays.pop()
-        unused = given.replace(name=f"d{name}", dtype="")  # of what depends on no weight that trains
+        unused = given.replace(name=f"d{name}", dtype="")  # no trained weight needs this cotangent
         shared_by_name[name] = SharedInput(given=given, cotangent=cotangents.pop() if cotangents else unused)
     return shared_by_name

@@ -36,7 +36,7 @@ def _require_once(schedule: Schedule, text_of: Where) -> None:
             stage = stage_of.get((schedule.route_of[m], device, op.chunk))
             if stage is None:
                 raise InputError(
-                    f"{where}: {op} cannot run on device {device}: microbatch {m} passes no chunk {op.chunk} "
+                    f"{where}: {op} cannot run on device {device}: microbatch {m} does not pass chunk {op.chunk} "
                     f"there. Correct the chunk or the placement."
                 )
             if first_where := where_of.get(Result(op.kind, stage, m)):

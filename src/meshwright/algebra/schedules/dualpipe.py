@@ -32,7 +32,7 @@ def dual_order(distance: int, depth: int, per_stream: int, streams: DeviceStream
         *["B1", "F1", "B0"] * num_inner,
     ]
     for turn in range(distance + 1):
-        # the second half of these leaves its weight gradients for the idle time to come
+        # the second half of these passes leaves its weight gradients for later idle time
         words += ["S1" if turn > middle or (turn == middle and is_odd) else "B1", "S0" if turn >= middle else "B0"]
     words += [*["W", "S0"] * num_inner, *["W"] * (distance + 1)]
     microbatch_counters = {(kind, stream): itertools.count(streams[stream][1]) for kind in "FB" for stream in (0, 1)}

@@ -87,7 +87,7 @@ def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, N
     return {
         "paths": _idle_passes(step, size),
         "stash": round(max(peak_stash(schedule)) / schedule.piece_share) / num_chunks,
-        # a send takes one unit, a pass very many: the remainder counts the sends that no path avoids
+        # a send takes one unit, a pass 2^20 units: the remainder counts sends on the longest path
         "sends": step(*(3 * (1 << _BITS,)), 1) % (1 << _BITS),
         "split": max(sum(op.kind == "W" for op in order) for order in schedule.orders) / num_chunks,
     }

@@ -18,7 +18,7 @@ SCHEDULE = ScheduleDefinition(
     name="naive",
     year=2012,
     order=_order,
-    # never faster than gpipe, and no leaner than a microbatch at a time on fewer stages
+    # never faster than gpipe, and needs no less memory than accumulation on fewer stages
     search="never",
     forms=StageForms(
         bubble_s=lambda p, m, v, f, b, w: np.subtract(p, 1) * m * (f + b + w),
@@ -29,7 +29,7 @@ SCHEDULE = ScheduleDefinition(
         bubble_s=lambda p, m, v, f, b, w: (p - 1) * m * (f + b) + (p - 1) * m * w,
         ticks=lambda p, m, v: m * (2 * p - 1),
         stash=lambda p, m, v: 1 + 0 * p,
-        # one chain: each send is waited for, and no other message is
+        # one chain of passes: a step waits for every send
         waits=lambda p, m, v: 2 * m * (p - 1),
     ),
 )

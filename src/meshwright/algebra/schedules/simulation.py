@@ -110,7 +110,7 @@ def simulate(
     if stuck_texts:
         raise InputError(
             f"schedule {schedule.name} cannot run: devices wait for each other ({', '.join(stuck_texts[:4])}). "
-            f"Move an op that others wait for to an earlier place."
+            f"Move an op that another device waits for earlier in its device's order."
         )
     return Simulation(schedule=schedule, start_s=tuple(map(tuple, start_s)), end_s=tuple(map(tuple, end_s)))
 

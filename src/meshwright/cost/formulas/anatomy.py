@@ -121,7 +121,7 @@ def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> dict[str, float | No
 def padded_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape with its last dims rounded up to whole tiles. Raises InputError if the tile has more dims."""
     if len(tile) > len(shape) or min(tile, default=1) < 1:
-        raise InputError(f"tile {tuple(tile)} does not fit an array of shape {tuple(shape)}. Give it no more dims.")
+        raise InputError(f"tile {tuple(tile)} needs sizes of 1 or more, and at most the dims of {tuple(shape)}.")
     num_untiled = len(shape) - len(tile)
     return (*shape[:num_untiled], *(-(-size // t) * t for size, t in zip(shape[num_untiled:], tile, strict=True)))
 

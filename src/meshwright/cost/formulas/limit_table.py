@@ -200,7 +200,7 @@ LIMITS: tuple[_Row, ...] = (
         limit=lambda at: at.expert_width * at.exchange_s / at.experts_s, here="expert_width",
         note="the AllToAlls are waited for",
     ),
-    # FSDP alone, on a torus or on switches
+    # FSDP without tensor parallelism, on a torus or on switches
     _Row(
         name="tokens/chip, FSDP alone", needs=("fsdp_alpha",), formula=_fsdp_words, relation=">",
         limit=lambda at: at.batch_tokens / at.fsdp_most_chips, here="tokens_per_chip",
@@ -298,7 +298,7 @@ LIMITS: tuple[_Row, ...] = (
         limit=lambda at: min_chips(at.shared_bytes, at.memory_bytes), here="all_chips",
         note=_fewest_words,
     ),
-    # size, before there is a plan
+    # size, without a plan
     _Row(
         name="chips, FSDP of whole sequences", needs=(), if_not=("context",), kind="size", relation="<=",
         formula="<= sequences",

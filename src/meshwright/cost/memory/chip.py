@@ -131,7 +131,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         has_several = np.asarray(pipeline.microbatches) > 1
         is_in_stages = pipeline.in_lockstep & ~pipeline.is_one
         sum_bytes = DTYPE_BYTES["fp32"] * (has_several | is_in_stages) * (width_of["gradients"] < DTYPE_BYTES["fp32"])
-        # the first of two is no loop, and its gradients become the sum, if they are not scattered in every microbatch
+        # of two microbatches the first runs before the loop; its unscattered gradients become the sum
         is_unscattered = self.elements("gradients", pipeline) > self.elements("optimizer", pipeline)
         is_first_of_two = is_one_stage & (np.asarray(pipeline.microbatches) == 2) & is_unscattered
         gradient_bytes_each = np.where((is_in_stages | is_first_of_two) & (sum_bytes > 0), 0.0, width_of["gradients"])
@@ -175,15 +175,15 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         logits = pipeline.ends_held([block.logits_bytes for block in (*self.layers, *self.ends)]) + self.chunk_bytes
         zero, head_bytes, embed_bytes = 0.0 * logits, _most(self.ends[1:]), _most(self.ends[:1])
         all_grads = gradient_bytes + np.where(one_stage, self.tied_bytes, 0.0)
-        # one microbatch makes its gradients behind the head, and scatters each at once
+        # with one microbatch gradients are made after the head, and each is scattered at once
         head_moment = (act_bytes, np.where(one_stage & ~has_several, 0.0, gradient_bytes), logits, *head_bytes)
         gathered, working = _most(self.layers)
-        # the logits are gone before the layers run backward, and what these kept before the embedding does
+        # logits are freed before the layers' backward pass, layers' kept results before the embedding's
         layers_moment = (act_bytes + rerun + running, all_grads, zero, gathered, working + self._chunk_copies(pipeline))
         embedding_moment = (np.where(one_stage, ends, act_bytes), all_grads, zero, *embed_bytes)
         moments = [head_moment, layers_moment, embedding_moment]
         if self.on_cpus:
-            # a microbatch adds its gradients to a wide sum when it has all; sums over replicas take memory of their own
+            # a microbatch adds all its gradients to a wide sum at its end; sums over replicas need further memory
             is_wide = bytes_by_part["gradients"] >= DTYPE_BYTES["fp32"]
             wide_bytes = one_stage * has_several * is_wide * self.elements("gradients", pipeline) * DTYPE_BYTES["fp32"]
             moments[1:] = [(kept_bytes, gradient + wide_bytes, *rest) for kept_bytes, gradient, *rest in moments[1:]]

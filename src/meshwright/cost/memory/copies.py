@@ -40,7 +40,7 @@ def copied_weights(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple
     arrays of all layers; without a loop the copies exist from forward to backward pass. For 16-bit states CPUs hold
     float32 copies of all layers, except of weights that are gathered in the loop.
     """
-    # on a tpu7x products take numbers of 16 bits from tiles of 16 rows
+    # tpu7x multiplies 16-bit numbers from tiles of 16 rows
     if sizes.tile_rows > STORED_ROWS:
         return block.repeat * _retiled_bytes(block, derived, sizes), 0.0
     if not (sizes.on_cpus and block.is_layer and trains_in(derived)):
@@ -90,7 +90,7 @@ def copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
         return 0.0
     expert_names = [name for name in weights_of(derived, block) if derived.declared[name].dims[:1] == ("E",)]
     is_gathered = {s.result.name: moves(s, sizes) for s in block.forward if s.op == "all_gather"}
-    # rows without room go in further rounds, whose gradients are added up
+    # rows without room are sent in further rounds, which add to the gradients
     is_sent = largest(moves(step, sizes) for step in block.forward if step.op == "all_to_all")
     gradient_of = gradient_arrays(derived)
     return total(

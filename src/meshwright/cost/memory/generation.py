@@ -41,7 +41,7 @@ def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
         return 1.0
     n_heads, heads_per_word = sizes.local(array)[array.dims[2]], WORD_BYTES / DTYPE_BYTES[array.dtype]
     tile_heads = np.clip(2 ** np.ceil(np.log2(n_heads)), heads_per_word, SUBLANES)
-    # heads that do not fill a word lie outside of slots, and take their bytes
+    # heads that do not fill a word are stored apart from slots, without padding
     return np.where(n_heads >= np.maximum(heads_per_word, 2), np.ceil(n_heads / tile_heads) * tile_heads / n_heads, 1.0)
 
 
@@ -69,7 +69,7 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     matrices = [derived.declared[name] for name in weight_names]
     expert_arrays = [array for array in matrices if array.dims[:1] == ("E",)]
     narrow_matrices = [a for a in matrices if a.dtype == "int4" or (a in expert_arrays and a.dtype in ("int8", "fp8"))]
-    # each is widened once the rows of its product are there, so one at a time
+    # a matrix is widened when its product runs, so one at a time
     widened_bytes = largest(sizes.elements(array) * sizes.width for array in narrow_matrices)
     num_bytes: Number = 0.0
     if sizes.on_gpus:
@@ -77,7 +77,7 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     elif sizes.tile_rows:
         num_bytes = widened_bytes + np.where(has_few_rows, 0.0, sizes.total(*expert_arrays))
     if sizes.tile_rows:
-        # writes of int8 latents and the kernel that reads them want other tiles
+        # writes of int8 latents and the kernel that reads them use different tiles
         caches = (derived.declared[name] for name in caches_of(block.block))
         int8_bytes = total(sizes.bytes(array) for array in caches if array.dtype == "int8" and len(array.dims) == 3)
         num_bytes = num_bytes + np.where(has_few_rows, block.repeat * int8_bytes, 0.0)

@@ -27,7 +27,7 @@ from meshwright.cost.memory.working_set import working_set
 
 def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """Returns the parts of a chip's memory, for any schedule."""
-    # TPUs hold arrays in whole tiles; what the cache remembers is without padding
+    # TPUs store arrays in whole tiles; the bytes in the old cache have no padding
     sizes = msgspec.structs.replace(sizes, padded=sizes.tile_rows > 0, cache={})
     elements_of = _state_elements(derived, sizes)
     memories = [(block, _block_memory(block, derived, sizes, elements_of[block.name])) for block in derived.blocks]
@@ -57,7 +57,7 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     """
     block_by_weight = {name: block for block in derived.blocks for name in weights_of(derived, block)}
     elems_of: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
-    # a gradient is stored as it enters the collectives that run once per step, not scattered yet
+    # a gradient is stored in the sharding before the collectives that run once per step
     grad_of, update_of = gradient_arrays(derived), weight_updates(derived)
     for name, block in block_by_weight.items():
         full_array = derived.declared[name]
@@ -72,7 +72,7 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     repeat_of = {name: block.repeat for block in derived.beside for name in block.reads}
     weight_names = (variable.name for variable in derived.program.of_role(*WEIGHTS))
     for name in (name for name in weight_names if name in repeat_of and name not in block_by_weight):
-        # the last block is an end, which no pipeline shares out
+        # the last block is the head, whose weights no pipeline divides
         last_elements = elems_of[derived.blocks[-1].name]
         num_elements = stored_bytes(derived.declared[name], sizes) / sizes.width
         last_elements["weights"] = last_elements["weights"] + repeat_of[name] * num_elements
@@ -84,7 +84,7 @@ def _tied_bytes(derived: Derived, sizes: OpSizes) -> Number:
     num_uses = Counter(name for block in end_blocks for name in weights_of(derived, block) if name in derived.weights)
     gradient_of = gradient_arrays(derived)
     tied_names = [name for name, n in num_uses.items() if n > 1]
-    # which CPUs shard, or add to other gradients, only then
+    # CPUs shard these, or add them to other gradients, only at the last use
     num_deferred = total(sizes.elements(derived.weights[name].shard) for name in tied_names) if sizes.on_cpus else 0.0
     return (total(sizes.elements(gradient_of[name]) for name in tied_names) - num_deferred) * sizes.width
 
@@ -96,7 +96,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements_
     if is_layer and trains and sizes.on_cpus:
         # without a loop over layers XLA transposes them in the forward pass already
         act_bytes = act_bytes + block.repeat * transposed_operands(block, derived, sizes) * written_out(derived, sizes)
-    # a pass gathers all weights of a repeat, without waiting until one is used
+    # a pass gathers all weights of a repeat at its start
     gather_of = {
         step.result: step for step in block.forward if step.op == "all_gather" and is_weight(step.result, derived)
     }
@@ -134,7 +134,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
         if is_weight(array, derived) or (array in reused_arrays and not is_logits):
             continue
         step, num_copies = step_of_array.get(array), 1
-        # its input is kept itself, or existed before the block ran
+        # its input is kept too, or existed before the block ran
         if step and step.only_moves and (step.inputs[0] in block.kept or step.inputs[0] not in step_of_array):
             num_copies = moves(step, sizes)
         bytes_by_is_logits[is_logits] = bytes_by_is_logits[is_logits] + sizes.bytes(array) * num_copies

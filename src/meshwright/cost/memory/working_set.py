@@ -33,7 +33,7 @@ def working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     memory (attention's scores) counts at its step.
     """
     if block.rerun is not None:
-        # layers that run again leave nothing but their stream
+        # rerun layers leave only their stream
         pass_steps = (block.backward[: block.num_again], block.backward[block.num_again :])
         pass_blocks = (msgspec.structs.replace(block, backward=steps, num_again=0, rerun=None) for steps in pass_steps)
         return largest(working_set(pass_block, derived, sizes) for pass_block in pass_blocks)
@@ -51,13 +51,13 @@ def working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     widening_of = {} if trains_in(derived) else widened_results(steps, sizes)
     default_factor = widening(sizes) if trains_in(derived) else 1
     for array, life in life_of.items():
-        # capped logits are made in float32, of which the cotangent is a part, wherever it is made
+        # capped logits are made in float32, and include the cotangent's memory
         factor = held_share if logits_step and array == logits_step.result and not logits_step.details.softcap else 1
         factor = factor * widening_of.get(array, 1 if array.dtype else default_factor)
         for step_index, change_bytes in _comes_and_goes(array, life, life_of, sizes):
             changes_by_step[step_index].append(change_bytes * factor)
     if logits_step:
-        # which another item counts; their cotangent takes their place
+        # kept logits are counted in another item; their cotangent replaces them
         changes_by_step[steps.index(logits_step) + 1].append(-sizes.bytes(logits_step.inputs[0]) * held_share)
     live_bytes: Number = 0.0
     max_bytes: Number = 0.0
@@ -141,7 +141,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
 
     life_of: dict[ShardedArray, _Life] = {}
     for index, step in enumerate(steps):
-        # these run once, on sums of gradients, which another item counts
+        # steps that run once have sums of gradients as inputs, which another item counts
         if step.scope == "step":
             continue
         for array in step.inputs:

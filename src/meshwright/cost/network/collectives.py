@@ -120,7 +120,7 @@ def leg_rates(
     hops_s = sum(leg.hops * (leg.size > 1) * leg.hop_s for leg in legs)
     setup_s: Number = 0.0
     if legs[0].level != "ici" and calibration is not None and calibration.efficiency.overlap is not None:
-        # started and finished by kernels, in which no bytes move; a ring's hops work while its bytes follow
+        # kernels start and finish these collectives without moving bytes; a ring overlaps hops with bytes
         setup_s, hops_s = hops_s, 0.0
     inner_level, outer_level = (side_legs[0].level if side_legs else "none" for side_legs in (inner_legs, outer_legs))
     gather_level = _binding((inner_gather, inner_level), (outer_gather, outer_level))

@@ -64,7 +64,7 @@ def require_joined(cluster: Cluster) -> None:
     """Raises CannotRunError for a cluster of several islands."""
     if cluster.num_islands > 1:
         name, one = cluster.short_name, cluster.island.short_name
-        raise CannotRunError(f"{name} are islands, which have no link for a program. Name one of them here: {one}.")
+        raise CannotRunError(f"{name} is several islands, which one program cannot span. Name one of them here: {one}.")
 
 
 def physical_links(cluster: Cluster) -> tuple[Link, ...]:
@@ -74,7 +74,7 @@ def physical_links(cluster: Cluster) -> tuple[Link, ...]:
         return _torus_links(cluster)
     if cluster.kind == "switched":
         return _switched_links(cluster)
-    # the rate of emulated devices comes from a calibration alone
+    # only a calibration has the rate of emulated devices
     return (Link(name="devices", level="host", size=cluster.num_chips, bytes_per_s=math.nan, hop_s=0.0),)
 
 

@@ -207,7 +207,7 @@ def _not_beaten(
     """Returns one layout per cost vector (cost by mesh axis) that no other vector equals or improves on every axis."""
     splits_by_costs = {costs: splits for splits, costs in reversed(layouts)}
     unbeaten_costs: dict[tuple[float, ...], None] = {}
-    for costs in sorted(splits_by_costs):  # what betters a vector comes before it
+    for costs in sorted(splits_by_costs):  # better vectors sort before a vector
         if not any(all(map(float.__le__, better_costs, costs)) for better_costs in unbeaten_costs):
             unbeaten_costs[costs] = None
     return [(splits, costs) for costs, splits in splits_by_costs.items() if costs in unbeaten_costs]
