@@ -299,7 +299,7 @@ def render(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -
     texts, widths = [[cell_text(cell) for cell in row] for row in rows], list[int]()
     for index, header in enumerate(columns):
         column_texts = [row[index] for row in texts]
-        known_texts = [cell for cell in column_texts if cell != "-"]
+        known_texts = [cell for cell in column_texts if cell not in ("-", "")]
         is_number = bool(known_texts) and all(_QUANTITY.fullmatch(cell) for cell in known_texts)
         min_width = max([1, *map(len, header.split()), *map(len, column_texts)])
         longest_line = max((len(line) for text in column_texts for line in text.split("\n")), default=0)

@@ -14,7 +14,7 @@ def test_inside_an_h100(call):
     assert gpu["tensor_over_fp32_a_cycle"] == 16
     assert gpu["tensor_over_fp32_peak"] == pytest.approx(989.4 / 67)
     assert gpu["peak_flops_from_anatomy"] == pytest.approx(989.4e12, rel=1e-3)
-    text = call("show", "h100").words
+    text = call("show", "h100").printed("text").words
     for fact in ("92% of the die's SMs are switched on", "SMs 132 144", "FP32 lanes (CUDA cores) 16,896 18,432",
                  "tensor cores 528 576", "L2 cache 50 MB 60 MB", "registers of an SM 262 kB",
                  "4,096 FLOPs in its tensor cores, 256 in its FP32 lanes: 16 times",
@@ -40,7 +40,7 @@ def test_a_cluster_with_levels(call):
     assert [(one["name"], one["chips"]) for one in found["levels"]] == [
         ("domain", 8), ("nodes", 16), ("racks", 3072), ("pods", 24576)
     ]  # fmt: skip
-    text = call("show", "h100:8x2x192x8").words
+    text = call("show", "h100:8x2x192x8").printed("text").words
     for fact in ("FP32 lanes 415 M", "tensor cores 13 M", "FLOP/s 24.3 EFLOP/s", "racks 192 3,072 50 GB/s 5 us"):
         assert fact in text
 
@@ -49,12 +49,12 @@ def test_a_file_with_levels(call, tmp_path):
     (tmp_path / "mine.toml").write_text(
         'chip = "h100"\n[[levels]]\nsize = 8\n[[levels]]\nsize = 16\n[[levels]]\nsize = 4\noversubscription = 4\n'
     )
-    assert "racks 4 512 12.5 GB/s 5 us" in call("show", "mine.toml").words
+    assert "racks 4 512 12.5 GB/s 5 us" in call("show", "mine.toml").printed("text").words
 
 
 def test_a_twisted_slice(call):
     assert call("show", "v4p:4x4x8_twisted", "--json").json["twisted"] is True
-    assert "ring: wraps around, twisted" in call("show", "v4p:4x4x8_twisted").words
+    assert "ring: wraps around, twisted" in call("show", "v4p:4x4x8_twisted").printed("text").words
     assert call("show", "v800:8x2", "--json").code == 2
     assert call("show", "trn3:8x2", "--json").json["levels"] is None
 

@@ -74,9 +74,7 @@ def of_experts(load, **axes):
 def test_an_unbalanced_router_is_said_beside_the_prediction():
     """At most the experts over the experts of a token, 8 / 2, are counted at one device."""
     (line,) = (one for one in of_experts(12.6, expert=8) if "busiest" in one)
-    assert line.startswith(
-        "the busiest expert had 12.6 times the mean of rows; predicted: the busiest expert device"
-    )
+    assert line.startswith("the busiest expert had 12.6 times the mean of rows; predicted: the busiest expert device")
     assert "is priced with 1 times the mean number of rows (assumptions.imbalance)" in line
     assert "; at 4 times the mean this plan takes " in line
     assert not any("busiest" in one for one in of_experts(1.2, expert=8))

@@ -1,5 +1,6 @@
 """`meshwright show`: the catalogues, and figures that follow from one entry."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.cli.output import format_flop_count, four_digits
@@ -11,7 +12,7 @@ from meshwright.cli.verbs.show_model import model_answer
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.toml_file import read_toml
 from meshwright.core.units import format_params
-from meshwright.report.answer import Answer, Fact, Facts, Table
+from meshwright.report.answer import Answer, Detail, Fact, Facts, Table
 from meshwright.spec.catalogue import load_model, models, weights_of
 from meshwright.spec.chip import chip, chips
 from meshwright.spec.cluster import parse_clusters
@@ -40,11 +41,18 @@ def command(given: Given) -> Answer:
             }
             for m in map(load_model, models())
         ]
-        return Answer({"models": model_rows}, [Table.of(model_rows, MODELS)])
+        table, names = Table.of(model_rows, MODELS), _in_columns(model_rows, ("model", "size"), 3, NAMES)
+        return Answer({"models": model_rows}, [names, Detail("family, layers and width", [table])], raw=[table])
     if thing == "chips":
         chip_rows = [chip_facts(c) for c in chips().values()]
+        sold_rows = [row for row in chip_rows if "-book" not in row["name"] and row["hbm_bytes"]]
+        names = _in_columns(sold_rows, ("chip", "bf16 or fp16", "memory"), 2, CHIPS, "Dense TFLOP/s, and memory")
         table = Table.of(chip_rows, CHIPS, "Dense TFLOP/s by dtype, memory and the fastest link")
-        return Answer({"chips": chip_rows}, [table, BOOK_WORDS])
+        return Answer(
+            {"chips": chip_rows},
+            [names, Detail("every dtype, memory and link rates", [table, BOOK_WORDS])],
+            raw=[table],
+        )
     if thing.endswith(".toml"):
         top_keys = read_toml(Path(thing)).data.keys()
         if {"version", "strategy"} <= top_keys:
@@ -69,6 +77,17 @@ def command(given: Given) -> Answer:
     raise InputError(f"{thing!r} is no model, chip or cluster.{hint_text}")
 
 
+def _in_columns(
+    rows: Sequence[Facts], heads: Sequence[str], num_columns: int, columns: Facts, title: str = ""
+) -> Table:
+    """Returns a table of the columns ``heads``, whose rows stand in ``num_columns`` groups beside each other."""
+    part = Table.of(rows, {head: columns[head] for head in heads})
+    num_lines = -(-len(rows) // num_columns)
+    shown = [[cell for row in part.shown()[n::num_lines] for cell in row] for n in range(num_lines)]
+    width = num_columns * len(heads)
+    return Table([*heads] * num_columns, [row + [""] * (width - len(row)) for row in shown], title)
+
+
 def _chip_names() -> tuple[str, ...]:
     return tuple(name for c in chips().values() for name in (c.name, *c.aliases))
 
@@ -86,6 +105,9 @@ MODELS: Facts = {
     "D": "d_model",
     "runs here": ("runs", lambda runs: "yes" if runs else "counted"),
 }
+
+
+NAMES: Facts = {**MODELS, "size": ("params", lambda count: format_params(count).replace(" ", ""))}
 
 
 def _teraflops(flops: float) -> str:

@@ -11,10 +11,13 @@ from meshwright.core.units import counted, format_bytes, format_flops, format_pa
 from meshwright.cost.formulas import accounting, anatomy, limits, roofline
 from meshwright.cost.formulas.roofline import vector_peak
 from meshwright.cost.network import collectives as network
-from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Show, Table
+from meshwright.report.answer import Answer, Detail, Fact, Facts, Paragraph, Piece, PlainPiece, Show, Table
 from meshwright.spec.chip import PAID_FOR, Chip
 from meshwright.spec.efficiency import family, fitted_calibration, power_notes
 from meshwright.spec.strategy import STATE_BYTES
+
+MAX_DERIVED = 9
+"""Figures that follow, of which a text lists so many without --all."""
 
 
 def chip_answer(c: Chip) -> Answer:
@@ -32,14 +35,16 @@ def _text(c: Chip, facts: Facts) -> Iterator[Piece]:
         formula_text = f"{counted(c.num_cores, 'core')} x {counted(c.mxus_per_core, 'MXU')}"
         rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), formula_text])
     if rows:
-        yield ""
         links_text = "link: one way; W: a torus axis, both ways" if c.topology == "torus" else "link: one way"
-        yield Table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products ({links_text})")
+        yield Table(
+            ["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products ({links_text})", MAX_DERIVED
+        )
     if facts["gpu"]:
-        yield from _gpu_text(c, facts["gpu"], facts["compute_dtype"])
+        yield Detail("inside the GPU", [*_gpu_text(c, facts["gpu"], facts["compute_dtype"])])
     if facts["max_params"]:
         states_text = ", ".join(f"{state} {format_params(size)}" for state, size in facts["max_params"].items())
-        yield Fact("largest model", f"whose training state alone fills one chip, in parameters: {states_text}")
+        text = f"whose training state fills one chip, in parameters: {states_text}"
+        yield Detail("largest model", [Fact("largest model", text)])
 
 
 def chip_facts(c: Chip) -> Facts:
@@ -156,8 +161,8 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
         label = family(c)
         yield Paragraph(f"times: {f'fitted numbers of {label}' if label else 'rates of the data sheet'}", indent=4)
         yield from (Paragraph(note, indent=4) for note in power_notes(c, fitted_calibration(c)))
-    for source_number, source in enumerate(sources, 1):
-        yield Paragraph(f"{source_number:>2}  {source}", indent=4)
+    lines = [Paragraph(f"{source_number:>2}  {source}", indent=4) for source_number, source in enumerate(sources, 1)]
+    yield Detail(counted(len(lines), "source"), lines)
 
 
 def known_rows(facts: Mapping[str, Any], table: Iterable[tuple[str, str, Show, str]]) -> list[list[Any]]:
@@ -224,7 +229,7 @@ def _gpu_facts(c: Chip, dtype: str | None) -> Facts | None:
     }
 
 
-def _gpu_text(c: Chip, gpu: Facts, dtype: str | None) -> Iterator[Piece]:
+def _gpu_text(c: Chip, gpu: Facts, dtype: str | None) -> Iterator[PlainPiece]:
     """Yields the parts of the GPU beside its whole die, then the rates that follow from them."""
     sold_chip, die = gpu["sold"], gpu["die"]
     gpus = [sold_chip, die] if die else [sold_chip]

@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from meshwright.algebra.generation.stored import weight_bytes
 from meshwright.cli.output import format_flop_count, four_digits
-from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.dims import DTYPE_BYTES, LETTERS
 from meshwright.core.errors import InputError
 from meshwright.core.extras import lacking
 from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas import accounting
 from meshwright.cost.work.ops import token_flops
-from meshwright.report.answer import Answer, Fact, Facts, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Detail, Fact, Facts, Piece, PlainPiece, Symbols, Table, TableColumns
 from meshwright.spec.catalogue import entry, load_model, models
 from meshwright.spec.hf.gguf import is_gguf, stored_bytes
 from meshwright.spec.hf.published import folder_weights
@@ -27,7 +27,15 @@ PREFILL_POSITIONS = 4096
 MIN_SHARE = 5e-4
 """Parts with a smaller share of the parameters are not shown: they would read 0.0%."""
 
+MAX_WEIGHTS = 12
+"""Weights that a text lists without --all."""
 VOCABULARY = ("embedding", "unembedding")
+RESULTS = {
+    "x": "a layer's input", "h": "x, normed", "q": "queries", "k": "keys", "v": "values", "qr": "queries, rotated",
+    "kr": "keys, rotated", "o": "attention's result", "lse": "log-sum-exp of scores", "a": "o, projected",
+    "x1": "x + a", "h1": "x1, normed", "g": "gate of the MLP", "u": "its other product", "m": "its hidden values",
+}  # fmt: skip
+"""Results that a remat policy may keep -> their meaning."""
 CACHE_POSITIONS = 32768
 CACHE_DTYPES = ("bf16", "int8", "int4")
 SHARED_LAYERS = 2
@@ -60,20 +68,21 @@ def model_answer(m: Model, seq_len: int | None = None, folder: str = "") -> Answ
 
 
 def _text(m: Model, facts: Facts) -> Iterator[Piece]:
-    yield f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in facts['dims'].items())}"
+    yield f"{m.name} ({m.family}): {', '.join(f'{letter} {size:,}' for letter, size in facts['dims'].items())}"
     rows: list[list[Any]] = [
         [w.name, f"[{','.join(w.dims)}]", " x ".join(map(str, w.shape)), w.repeat,
          f"= {w.tied_to}" if w.tied_to else format_params(w.num_params)]
         for w in weight_table(m)
     ]  # fmt: skip
-    yield Table(["weight", "dims", "shape", "layers", "params"], rows)
+    yield Table(["weight", "dims", "shape", "layers", "params"], rows, first=MAX_WEIGHTS)
     yield from _totals_text(m, facts)
-    yield ""
-    yield from _cache_text(m, facts["kv_cache"])
-    yield from _zero_text(facts["zero_bytes"])
-    yield from _saved_text(m, facts["saved_bytes_per_token"])
     if "flops" in facts:
         yield from _at_length_text(facts)
+    yield Detail("attention's share", [*_attention_text(m, facts)])
+    yield Detail("designs of the KV cache", [*_cache_text(m, facts["kv_cache"])])
+    yield Detail("ZeRO", [*_zero_text(facts)])
+    yield Detail("remat", [*_saved_text(m, facts["saved_bytes_per_token"]), Symbols(RESULTS)])
+    yield Symbols({letter: LETTERS[letter] for letter in facts["dims"] if letter in LETTERS})
 
 
 def model_facts(m: Model) -> Facts:
@@ -242,24 +251,10 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
     if extra := facts["mtp_params"]:
         yield Fact("besides", f"{extra:,} ({format_params(extra)}) that predict the token after the next (mtp_weight)")
     token = "a token" if m.encoder is None else "a token of source and one of target"
-    yield Fact("training", f"{format_flop_count(facts['train_flops_per_token'])} {token} (6 N, N without the look-up)")
-    yield Fact(
-        "attention",
-        f"its own products equal the layers' matmul FLOPs at {_positions(facts['attention_equal_len'])}, those of its "
-        f"projections at {_positions(facts['projection_equal_len'])}"
-        + (f" ({_windows(m)})" if m.sliding_layers and m.sliding_window else ""),
-    )
-    if facts["attention_intensity"]:
-        intensity = facts["attention_intensity"]
-        yield Fact(
-            "",
-            f"{four_digits(intensity['prefill'])} FLOPs/byte in bf16 in prefill and {intensity['generation']:.4g} in "
-            f"generation, at {intensity['positions']:,} positions{' without a window' * bool(m.sliding_layers)}: "
-            f"T S G / (T G + S)",
-        )
+    flops_text = format_flop_count(facts["train_flops_per_token"])
+    yield Fact("training", f"{flops_text} {token}: 6 a parameter, without the look-up and attention's scores")
     both = ", and as much a token of source" * bool(m.encoder)
     yield Fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16{both}")
-    states_text = ", ".join(f"{state} {format_bytes(num_bytes)}" for state, num_bytes in facts["state_bytes"].items())
     if folder := facts.get("folder"):
         dtypes_text = ", ".join(
             f"{dtype} {format_bytes(size)}" for dtype, size in sorted(folder["stored_bytes"].items())
@@ -278,9 +273,26 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
             yield Fact("", note)
         if method:
             yield Fact("training", "widens the weights to the dtypes of its state; the base of an adapter too")
-    yield Fact("training state", f"{states_text} (bf16-adam without its short-lived gradients)")
+    state_text = format_bytes(facts["state_bytes"][DEFAULT_STATE])
+    yield Fact("training state", f"{state_text} in {DEFAULT_STATE}, without its short-lived gradients")
     if not (folder and folder["refused"]):
         yield Fact("here", f"counted and planned, not run: {m.missing_to_run}" if m.missing_to_run else "trains")
+
+
+def _attention_text(m: Model, facts: Facts) -> Iterator[PlainPiece]:
+    yield Fact(
+        "attention",
+        f"its scores take as many FLOPs as the layers' matmuls at {_positions(facts['attention_equal_len'])}, as its "
+        f"projections at {_positions(facts['projection_equal_len'])}"
+        + (f" ({_windows(m)})" if m.sliding_layers and m.sliding_window else ""),
+    )
+    if intensity := facts["attention_intensity"]:
+        yield Fact(
+            "",
+            f"{four_digits(intensity['prefill'])} FLOPs/byte in bf16 in prefill and {intensity['generation']:.4g} in "
+            f"generation, at {intensity['positions']:,} positions{' without a window' * bool(m.sliding_layers)}: "
+            f"T S G / (T G + S)",
+        )
 
 
 def _positions(num_positions: float) -> str:
@@ -320,7 +332,7 @@ def _at_length_text(facts: Facts) -> Iterator[Piece]:
     )
 
 
-def _cache_text(m: Model, rows: list[Facts]) -> Iterator[Piece]:
+def _cache_text(m: Model, rows: list[Facts]) -> Iterator[PlainPiece]:
     windows_text = f"; {_windows(m)}" if m.sliding_layers and m.sliding_window else ""
     columns: TableColumns = {
         "heads": lambda row: f"{row['design']}{' *' if row['own'] else ''}",
@@ -336,7 +348,10 @@ def _cache_text(m: Model, rows: list[Facts]) -> Iterator[Piece]:
     )
 
 
-def _zero_text(zero: Facts) -> Iterator[Piece]:
+def _zero_text(facts: Facts) -> Iterator[PlainPiece]:
+    states_text = ", ".join(f"{state} {format_bytes(num_bytes)}" for state, num_bytes in facts["state_bytes"].items())
+    yield Fact("training state", f"{states_text} (bf16-adam without its short-lived gradients)")
+    zero = facts["zero_bytes"]
     bytes_of_part = STATE_BYTES[zero["state"]]
     parts_text = ", ".join(f"{part} {bytes_of_part[part]:g}" for part in ("weights", "gradients", "optimizer"))
     rows = [
@@ -352,7 +367,7 @@ def _zero_text(zero: Facts) -> Iterator[Piece]:
     )
 
 
-def _saved_text(m: Model, saved: Facts) -> Iterator[Piece]:
+def _saved_text(m: Model, saved: Facts) -> Iterator[PlainPiece]:
     columns = {"remat": "remat", "elements": "elements_per_layer", "bytes": "bytes"}
     yield Table.of(
         ({"remat": remat, **row} for remat, row in saved.items()),
