@@ -55,8 +55,8 @@ def test_the_strategy_of_an_island_exchanges_nothing():
 @pytest.mark.parametrize(
     ("islands", "fields", "message"),
     [
-        (1, {"outer_every": 30}, r"strategy\.outer_every=30 is of several islands\. Set strategy\.islands too\."),
-        (1, {"islands_sync": "diloco"}, r"strategy\.islands_sync=diloco is of several islands"),
+        (1, {"outer_every": 30}, r"strategy\.outer_every=30 needs several islands\. Set strategy\.islands too\."),
+        (1, {"islands_sync": "diloco"}, r"strategy\.islands_sync=diloco needs several islands"),
         (2, {"outer_every": 3}, r"outer_every=3: with islands_sync=gradients gradients are summed whole in every step"),
         (2, {"outer_bits": 8}, r"outer_bits=8: with islands_sync=gradients .* in 32 bits\. Leave it out\."),
         (2, {"islands_sync": "diloco", "outer_every": 0}, r"outer_every=0 must be between 1 and"),

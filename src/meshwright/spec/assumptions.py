@@ -1,4 +1,4 @@
-"""Assumptions of a prediction: the software that runs a step and what it does there; what this version executes."""
+"""Assumptions of a prediction about the software that runs a step, and checks of what this version executes."""
 
 from typing import Literal
 
@@ -11,21 +11,21 @@ from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, LAYOUTS, MAX_SEQUENCES,
 
 Software = Literal["compiled", "captured", "captured-layers", "served", "eager", "eager-in-turn", "eager-2021"]
 """How the step runs: "compiled" as one program, "captured" from CUDA graphs, "served" by an inference engine, "eager"
-kernel by kernel from a host that stays ahead. `TRAITS` has what each does."""
+kernel by kernel from a host that stays ahead. `TRAITS` has the properties of each."""
 
 AttentionKernel = Literal["tuned", "portable", "narrow"]
 """Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then), or for the chip
 in the dtype of products where that is narrower than 16 bits."""
 
 Scatters = Literal["turns", "once"]
-"""A ReduceScatter over a whole torus slice: in two turns as programs of this package, or all at once as other programs
-have it, which libtpu compiles as an AllReduce of the whole array."""
+"""How a ReduceScatter over a whole torus slice runs: "turns", as two collectives (programs of this package), or "once",
+as one (other programs), which libtpu compiles as an AllReduce of the whole array."""
 
 Dispatch = Literal["experts", "one_hot", "devices", "nodes"]
-"""How tokens reach experts: "experts" sends a row for each expert; "one_hot" brings it to its slot by a product with
-one-hot rows; "devices" sends a row for each device with experts of the token, between nodes one for each node, which
-passes it on there. "nodes" also sends rows to experts in 8 bits if products are in fp8, and where passes in both
-directions overlap (DualPipe) it hides behind them and holds `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
+"""How tokens reach experts: "experts" sends a row for each expert; "one_hot" moves it to its slot by a product with
+one-hot rows; "devices" sends one row to each device with experts of the token, and between nodes one row to each node,
+which forwards it. "nodes" also sends rows to experts in 8 bits if products are in fp8; where forward and backward
+passes overlap (DualPipe), it hides behind them and occupies `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
 
 EngineName = Literal["", "TensorRT-LLM", "vLLM", "SGLang"]
 """An inference engine whose own seconds between two steps are known."""
@@ -34,7 +34,7 @@ SENDING_SMS = 20
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """What software does in a step where kinds of it differ; by default as eager libraries do."""
+    """The properties in which kinds of software differ when they run a step; defaults are eager libraries'."""
 
     # One program on all devices. Compilers fuse both passes of a chunked loss head, size arrays of expert slots ahead,
     # sum gradients in float32, and add them to those of earlier microbatches in a pass of its own. Libraries send the
@@ -44,7 +44,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     captures_layers: bool = False  # CUDA graphs hold everything but the kernels of experts
     in_turn: bool = False  # communication and compute do not overlap
     fuses_attention: bool = True  # else several kernels, at the rate of other products, with scores in memory
-    is_engine: bool = False  # of inference, with kernels measured by themselves, and graphs of steps without prompts
+    is_engine: bool = False  # an inference engine: kernels measured one by one, graphs for steps without prompts
 
 
 TRAITS: dict[Software, Traits] = {
@@ -59,14 +59,14 @@ TRAITS: dict[Software, Traits] = {
 
 
 class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Assumptions of a prediction beside the strategy; no run reads them.
+    """Assumptions of a prediction besides the strategy; runs do not use them.
 
-    ``software`` and ``attention_kernel`` are what runs the step. ``imbalance`` is the load of the busiest expert device
-    over the mean where nothing bounds it. ``empty_slots`` says that compiled software without a bound has room for
-    more rows than the mean at devices of experts, as arrays of fixed size need. ``dispatch`` is how tokens are sent;
-    with ``exchange_overlap`` that hides behind another microbatch. With ``narrow_gathers`` weights are gathered in fp8
-    where products are in fp8. ``engine`` serves, between steps of software "served". ``scatters`` is how a sum is
-    scattered over a whole torus slice.
+    ``software`` runs the step, and ``attention_kernel`` its attention. ``imbalance`` is the load of the busiest expert
+    device over the mean if no bound on slots applies. With ``empty_slots`` compiled software without such a bound has
+    slots for more rows than the mean on expert devices, since its arrays have fixed sizes. ``dispatch`` is how tokens
+    reach experts; with ``exchange_overlap`` this hides behind another microbatch. With ``narrow_gathers`` weights are
+    gathered in fp8 where products are in fp8. ``engine`` is the engine of the software "served", which needs seconds
+    between steps. ``scatters`` is how a ReduceScatter runs over a whole torus slice.
     """
 
     software: Software = "compiled"
@@ -86,18 +86,18 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def of_other_software(self) -> dict[str, str | bool]:
-        """Fields that differ from what programs of this package do, which are priced and not executed."""
+        """Fields, with values, in which programs of this package differ: such assumptions are priced, not executed."""
         field_names = ("attention_kernel", "software", "dispatch", "exchange_overlap", "narrow_gathers", "scatters")
         return {name: getattr(self, name) for name in field_names if getattr(self, name) != getattr(AS_RUN, name)}
 
     @property
     def traits(self) -> Traits:
-        """What the software does in a step."""
+        """The properties of the software."""
         return TRAITS[self.software]
 
     @property
     def holds_empty_slots(self) -> bool:
-        """True if empty expert slots take memory and are sent; libraries size arrays by the load."""
+        """True if empty expert slots take memory and are sent; False for libraries, which size arrays by the load."""
         return self.empty_slots and self.traits.is_compiled
 
 
@@ -113,7 +113,7 @@ def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> Non
     """
     for axis in strategy.mesh:
         if axis not in MESH_AXES:
-            raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
+            raise CannotRunError(f"{axis!r} is not a mesh axis.{nearest(axis, MESH_AXES)}")
     if strategy.num_islands > 1:
         raise CannotRunError(
             f"strategy.islands={strategy.num_islands}: each island is a runtime of its own, and no program has "

@@ -29,13 +29,13 @@ class CollectiveRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 SHARES = ("compute", "attention", "hbm", "ici", "nvlink", "network", "dcn")
-"""Fields of an efficiency that are shares of a data-sheet rate."""
+"""Fields of `Efficiency` that are shares of a data-sheet rate."""
 
 PENALTIES = (
     *("contraction_half", "tile_tail", "head_half", "rows_half", "kernel_s", "host_kernel_s", "host_microbatch_s"),
     *("straggler", "straggler_s", "engine_s"),
 )
-"""Fields of an efficiency that are 0 on the data sheet."""
+"""Fields of `Efficiency` that make work slower; they are 0 for the data sheet."""
 
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +87,7 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def hiding(self) -> float | None:
-        """The exponent by which a pass hides gathers of its weights."""
+        """The exponent with which a pass hides gathers of weights: ``overlap_weights`` or, if None, ``overlap``."""
         return self.overlap if self.overlap_weights is None else self.overlap_weights
 
     def interval(self, *, has_experts: bool) -> tuple[float | None, float | None]:
@@ -118,8 +118,8 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     ``product`` is the pace of matrix products, ``ops`` the paces of other kinds of ops (each pass of attention is one),
     and ``stream`` the pace of kinds that ``ops`` lacks. Loops over layers copy their inputs and saved results into and
-    out of stacks, in ``loop_byte`` seconds for each byte. Inside a step devices reach a collective at different times:
-    its bytes take ``waits`` times as long as in a series of collectives alone, its latency ``meets`` times as long.
+    out of stacks, in ``loop_byte`` seconds for each byte. Inside a step devices start a collective at different times:
+    its bytes take ``waits`` times, its latency ``meets`` times as long as in a benchmark that only runs collectives.
     ``kernel_s`` is the gap before each op where there is only one device.
     """
 
@@ -136,8 +136,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Measured rates of a machine. Anything not measured falls back on the chip's data sheet.
 
     Rates are per device; where ``devices`` share one machine, they are measured with all of them at work.
-    ``matmul_flops_per_s`` are the rates of products as a step has them, ``peak_flops_per_s`` those of the best product
-    measured: without a data sheet, utilisation is a share of these. ``weight_bytes_per_s`` are the rates at which
+    ``matmul_flops_per_s`` are the rates of products as a step has them, ``peak_flops_per_s`` the rates of the best
+    product measured: without a data sheet, MFU is a share of these. ``weight_bytes_per_s`` are the rates at which
     products of few rows read their weight, on devices with ``host`` rates. ``hop_s`` maps a level of the network to the
     latency of a hop. ``sources`` says where each figure came from; a measured figure names the command or the paper.
     """
@@ -166,13 +166,13 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def is_datasheet(self) -> bool:
-        """True if efficiencies are defaults and no rate is measured but ``host`` and ``peak_flops_per_s``."""
+        """True if efficiencies are defaults and no rate but ``host`` and ``peak_flops_per_s`` is measured."""
         rates = (self.matmul_flops_per_s, self.attention_flops_per_s, self.memory_bytes_per_s, self.memory_bytes)
         measured_rates = (*rates, self.collectives, self.hop_s)
         return not any(measured_rates) and self.efficiency == Efficiency()
 
     def describe(self) -> str:
-        """Names the source of the rates in one line of the output."""
+        """Returns the source of the rates in words, such as "calibration 'mine' on MACHINE, DATE"."""
         if self.is_datasheet:
             return "datasheet peaks, no calibration"
         source_by_name = {"fitted": "training steps", "served": "times per output token"}
@@ -183,7 +183,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def datasheet_calibration(chip: Chip) -> Calibration:
-    """Returns the chip's data sheet as a calibration: every factor 1, nothing measured."""
+    """Returns the chip's data sheet as a calibration: every efficiency is the default, no rate is measured."""
     return Calibration(name="datasheet", chip=chip.name, sources={"efficiency": "1.0: data-sheet rates"})
 
 
@@ -198,8 +198,8 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def host_rates_in(calibration: Calibration, dtype: str) -> HostRates | None:
-    """Returns the rates in a step, which are measured in float32, for products of another dtype: they take as much
-    longer or shorter as products of this dtype by themselves."""
+    """Returns the calibration's ``host`` rates, measured in float32, with products scaled to ``dtype`` by the ratio of
+    ``matmul_flops_per_s``; unscaled if one of the two dtypes was not measured."""
     host, rate_of = calibration.host, calibration.matmul_flops_per_s
     if host is None or not {dtype, "fp32"} <= rate_of.keys():
         return host
@@ -208,7 +208,7 @@ def host_rates_in(calibration: Calibration, dtype: str) -> HostRates | None:
 
 
 def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
-    """Returns FLOP/s of large matrix products: as measured, else peak x efficiency."""
+    """Returns FLOP/s of large matrix products: measured, else peak x efficiency. Raises InputError without either."""
     measured_flops_per_s = calibration.matmul_flops_per_s.get(dtype)
     if measured_flops_per_s is not None:
         return measured_flops_per_s
@@ -225,8 +225,8 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
 def attention_rate(chip: Chip, calibration: Calibration, dtype: str, *, narrow: bool = False) -> float:
     """Returns FLOP/s of attention, softmax included: as measured, else its share of the peak.
 
-    Attention keeps 16 bits where products are narrower, but for ``narrow`` kernels. Without a share of its own it
-    has the rate of products.
+    Attention runs in bf16 if ``dtype`` has fewer than 16 bits, except with ``narrow`` kernels. Without a share for
+    attention it has the rate of products.
     """
     if not narrow and DTYPE_BYTES[dtype] < DTYPE_BYTES["bf16"] and peak_known(chip, "bf16"):
         dtype = "bf16"
@@ -237,7 +237,7 @@ def attention_rate(chip: Chip, calibration: Calibration, dtype: str, *, narrow: 
 
 
 def peak_known(chip: Chip, dtype: str) -> bool:
-    """True if the chip's table has a rate for products of this dtype, or there is no table."""
+    """True if the chip's ``peak_flops`` has this dtype, or is empty."""
     return dtype in chip.peak_flops or not chip.peak_flops
 
 
@@ -263,7 +263,7 @@ def memory_bytes(chip: Chip, calibration: Calibration) -> float:
 
 
 def collective_rate(calibration: Calibration, kind: CollectiveKind, group_size: int) -> CollectiveRate:
-    """Returns the measured rate of that kind whose group size is closest by ratio. Raises InputError without any."""
+    """Returns the measured rate of ``kind`` with the group size closest by ratio. Raises InputError if it has none."""
     rates_of_kind = [rate for rate in calibration.collectives if rate.kind == kind]
     if not rates_of_kind:
         raise InputError(

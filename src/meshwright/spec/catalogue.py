@@ -60,8 +60,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def weights_of(name: str) -> str:
-    """Returns the folder or the GGUF file of the weights of a model, whose ``name`` is as for `load_model`; "" where it
-    has none."""
+    """Returns the folder or the GGUF file with a model's weights, ``name`` as for `load_model`; "" for a model without
+    weights, such as one of the catalogue."""
     path = Path(name).expanduser()
     folder = path.parent if path.name == "config.json" else path
     return str(folder.absolute()) if name not in models() and has_weights(folder) else ""
@@ -70,8 +70,8 @@ def weights_of(name: str) -> str:
 def load_model(name: str | Path) -> Model:
     """Returns the model of a catalogue name, or of a path to a config.json, to its folder or to a GGUF file.
 
-    A catalogue name wins over a folder of the same name; write ``./name`` for the folder.
-    """
+    A catalogue name wins over a folder of the same name; write ``./name`` for the folder. Raises InputError for an
+    unknown name, a plan file, and a config that `model_from_config` refuses."""
     name = str(name)
     if name in models():
         return _catalogue_model(name)

@@ -17,17 +17,17 @@ from meshwright.core.toml_file import read_toml
 CATALOGUE = Path(__file__).parent / "data" / "chips"
 
 _NOT_INHERITED = ("aliases", "family", "device_kind", "libtpu", "xla_gpu")
-"""Fields that a chip does not inherit from its base: to compilers and measurements it may be other hardware."""
+"""Fields that a chip does not inherit from its base: for compilers and measurements it may be other hardware."""
 
 _IN_PROGRAMS = (
     *("topology", "num_ici_axes", "twists", "vmem_bytes", "l2_bytes", "num_cores", "mxus_per_core", "mxu_dim"),
     *("vpu_lanes_per_core", "vpu_alus_per_lane", "sms_per_tpc", "num_tpcs", "num_sms", "l1_bytes_per_sm"),
     *("register_bytes_per_sm", "fp32_lanes_per_sm", "tensor_cores_per_sm", "tensor_core_flops_per_cycle"),
 )
-"""Figures on which compiled programs depend: a chip whose base has others is not compiled for as the base."""
+"""Fields on which compiled programs depend: a chip that differs from its base in one is not compiled as its base."""
 
 PAID_FOR = ("price_usd_per_hour", "power_w")
-"""Figures that only the book's variant of a chip inherits: other hardware has another price and another power."""
+"""Fields that only the book's variant of a chip inherits: other hardware has another price and another power."""
 
 _MAY_BE_ZERO = ("ici_hop_s", "nvlink_hop_s", "network_hop_s", "dcn_hop_s", "price_usd_per_hour", "power_w")
 
@@ -41,9 +41,9 @@ OptionValue = bool | int | str
 
 
 class LibtpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A TPU as libtpu knows it: a topology's text is ``name``, a colon and sizes. ``note`` says what a program compiled
-    for it cannot show. A chip is ``devices`` to the compiler; ``tile_rows`` are the rows of the tiles from which
-    products take 16-bit numbers, which are stored in tiles of 8. ``slices`` are offered, on three axes cubes too."""
+    """A TPU as libtpu knows it: the text of a topology is ``name``, a colon and sizes. The compiler counts a chip as
+    ``devices``. Products read 16-bit numbers from tiles of ``tile_rows`` rows; memory has tiles of 8. ``slices`` are
+    the shapes on offer, with three axes also whole cubes. ``note`` says what a compiled program cannot show."""
 
     name: str
     chip_config_name: str = ""
@@ -70,10 +70,10 @@ class XlaGpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class CompilerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options that XLA's compilers are given together for some chips, with the evidence for them.
+    """A set of XLA compiler options that is recommended for some chips, with the evidence for it.
 
-    ``exposed_gb`` maps each of these chips to the GB that a device sends without compute beside them in a compiled step
-    (``compiled`` says of what), without and with the options.
+    ``exposed_gb`` maps each of these chips to the GB of exposed communication of a device in a compiled step (which
+    ``compiled`` describes), without and with the options. ``effect`` says what the options do.
     """
 
     options: dict[str, OptionValue]
@@ -85,14 +85,14 @@ class CompilerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class GivenOptions(msgspec.Struct, frozen=True):
-    """Options that a compiler was given, and the names of recommended ones that it refuses."""
+    """The options that a compiler was given, and the names of recommended options that it refuses."""
 
     used: dict[str, OptionValue] = {}
     refused: tuple[str, ...] = ()
 
     @property
     def notes(self) -> list[str]:
-        """One line about what was refused; none if nothing was."""
+        """[A line that names the refused options]; [] if none was refused."""
         names_text = ", ".join(self.refused)
         return [f"the installed compiler refuses {names_text}: compiled without"] if names_text else []
 
@@ -103,10 +103,10 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Peaks are dense FLOP/s. Every bandwidth is ONE way and per chip, except ``dcn_bytes_per_s_per_host``;
     ``ici_link_bytes_per_s`` is per torus axis and direction, so a ring uses twice that. The latencies
     ``*_hop_s`` other than the ICI's are round assumptions where no source is given; a calibration replaces them.
-    ``family`` says whose fitted numbers apply: the chip's own, or those of its nearest relative that was measured.
-    ``device_kind`` is a pattern of what its devices call themselves, in small letters and with spaces for - and _;
+    ``family`` names the fitted numbers that apply: the chip's own, or its nearest measured relative's.
+    ``device_kind`` is a pattern for the name that its devices report, in small letters and with spaces for - and _;
     ``libtpu`` or ``xla_gpu`` is what programs are compiled for. A chip inherits none of these four from its ``base``,
-    the catalogue's chip that a person's chip differs from; the base's fitted numbers apply if no ``family`` is given.
+    the catalogue's chip that a user's chip differs from; the base's fitted numbers apply if no ``family`` is given.
     """
 
     name: str
@@ -210,7 +210,7 @@ def peak(chip: Chip, dtype: str) -> float:
     """Returns dense FLOP/s of matrix products whose operands are ``dtype``.
 
     fp16 runs at the bf16 rate where the table has no fp16; bf16 never runs at the fp16 rate, as a V100 has fp16 and
-    no bf16. Raises InputError for any other dtype that the chip lacks, naming those that it has.
+    no bf16. Raises InputError for any other dtype that the chip lacks, and names the dtypes that it has.
     """
     flops_per_s = chip.peak_flops.get(dtype)
     if flops_per_s is None and dtype == "fp16":
@@ -247,7 +247,7 @@ def compute_dtype(chip: Chip, *operand_dtypes: str) -> str:
 
 
 def known(chip: Chip, figure: str) -> float:
-    """Returns the figure of that name. Raises InputError if it is not known."""
+    """Returns the chip's field called ``figure`` as a float. Raises InputError if it is None."""
     value = getattr(chip, figure)
     if value is None:
         hint = f'Give it in a file with base = "{chip.name}", or name another chip.'
@@ -256,7 +256,7 @@ def known(chip: Chip, figure: str) -> float:
 
 
 def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the entry into its base, which may have a base too; see `_NOT_INHERITED` and `PAID_FOR`."""
+    """Returns the fields of a chip's entry over its base's fields (recursively), without fields not inherited."""
     base_name = entry.get("base")
     if not base_name:
         return dict(entry)
@@ -282,12 +282,12 @@ def chips() -> dict[str, Chip]:
 
 @functools.cache
 def compiler_options() -> tuple[CompilerOptions, ...]:
-    """Returns the table of the options that the project recommends."""
+    """Returns every set of compiler options that the project recommends."""
     return tuple(msgspec.convert(tomllib.loads(OPTIONS.read_text())["option"], list[CompilerOptions]))
 
 
 def options_of(name: str) -> dict[str, OptionValue]:
-    """Returns the options for a chip of the catalogue; none for a chip without evidence for any."""
+    """Returns the recommended compiler options for a chip of the catalogue by its name; {} if there are none."""
     rows = (row for row in compiler_options() if name in row.exposed_gb)
     return {option: value for row in rows for option, value in row.options.items()}
 
@@ -318,37 +318,36 @@ def chip_of_kind(device_kind: str) -> Chip:
 
 
 def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:
-    """Returns a field of a chip, or if it is empty that of the catalogue's chip of this ``name``, by default its own.
-
-    Plan files of earlier versions, and tables that persons write, name a chip without all of its fields.
-    """
+    """Returns a field of a chip or, if it is empty, the field of the catalogue's chip called ``name`` (default: the
+    chip's own name). Plan files of earlier versions, and tables that users write, name a chip without all of its
+    fields."""
     entry = chips().get(name or chip.name)
     return getattr(chip, field) or (getattr(entry, field) if entry else None)
 
 
 def catalogue_name(chip: Chip) -> str:
-    """Returns the name of a chip's base, else its own."""
+    """Returns the name of a chip's base, or the chip's name if it has no base."""
     # plan files of earlier versions say only by the name which chip theirs differs from
     return chip.base or chip.name.removesuffix("-custom")
 
 
 def compiled_as(chip: Chip) -> Chip:
-    """Returns the chip for which programs of ``chip`` are compiled: its base, if that alone has a compiler and nothing
-    in programs depends on what differs; else the chip itself."""
+    """Returns the chip for which programs of ``chip`` are compiled: its base, if ``chip`` has no compiler target and is
+    equal to the base in all `_IN_PROGRAMS`; else the chip itself."""
     base = chips().get(catalogue_name(chip), chip)
     compiler_target = catalogued(chip, "libtpu") or catalogued(chip, "xla_gpu")
     return chip if compiler_target or any(getattr(chip, name) != getattr(base, name) for name in _IN_PROGRAMS) else base
 
 
 OTHER_NAMES = {"extends": "base", "inherits": "base", "parent": "base", "memory": "hbm_bytes", "flops": "peak_flops"}
-"""Names that persons give to keys of a chip's file -> the keys."""
+"""Names that users mistake for keys of a chip's file -> the keys."""
 
 
 _CLUSTER_KEYS = ("chip", "shape", "levels", "num_slices", "twisted", "num_islands", "island_bytes_per_s")
 
 
 def read_chip(path: Path) -> Chip:
-    """Returns the chip of a file: its keys, or those of its table ``[chip]``, which may also be a name."""
+    """Returns the chip of a TOML file: from its keys, from its table ``[chip]``, or by the name ``chip``."""
     file = read_toml(path)
     key_path = ("chip",) if "chip" in file.data else ()
     if key_path:
@@ -369,7 +368,7 @@ def read_chip(path: Path) -> Chip:
 def chip_from_table(table: Mapping[str, Any]) -> Chip:
     """Returns the chip of a table, which is complete or has a ``base`` of the catalogue and the fields that differ.
 
-    The source of fields in the table is "given". The price and power of a base are not inherited, see `PAID_FOR`.
+    The source of fields in the table is "given". Price and power are not inherited. Raises InputError for wrong fields.
     """
     base = table.get("base")
     for name, field_type in (("base", str), ("peak_flops", dict), ("sources", dict)):

@@ -35,7 +35,7 @@ CHIP_NAME = r"[A-Za-z][\w.-]*|[^*]+\.toml"
 """Pattern of a chip's name in the catalogue, or of a file with a chip."""
 _TEXT = re.compile(rf"(?:(\d{{1,18}})\*)?({CHIP_NAME}):(\d{{1,18}}(?:x\d{{1,18}})*)(_twisted)?", re.ASCII)
 _OPEN_SHAPE = re.compile(rf"({CHIP_NAME}):(\d+)chips")
-"""A chip and a number of chips, whose shapes `parse_clusters` lists."""
+"""Pattern of a chip and a number of chips; `parse_clusters` lists the shapes with that number."""
 _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (domain x nodes) or cpu:8"
 _ISLAND_EXAMPLE = "4*h100:8x32@1Gbit/s, 4 islands that each reach the others at 1 Gbit/s"
 
@@ -57,7 +57,7 @@ class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _SizedLevel(NetworkLevel, frozen=True, kw_only=True):
-    """A level as a file has it; without a name it gets the one at its place in `LEVEL_NAMES`."""
+    """A level in a cluster file; a level without a name gets the name at its position in `LEVEL_NAMES`."""
 
     name: str = ""
     size: int
@@ -86,8 +86,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     or (devices,) of a host. ``levels`` are the figures of a switched cluster's levels, innermost first, where they
     differ from the chip's; a ``twisted`` torus has short axes that wrap around to the middle of the long ones.
 
-    With ``num_islands`` there are as many of these clusters, each of which reaches the others through its hosts alone:
-    all hosts of an island together send and receive at once ``island_bytes_per_s``, its uplink.
+    With ``num_islands`` > 1 there are that many such clusters, which are joined only through their hosts: all hosts of
+    an island together send ``island_bytes_per_s``, its uplink, and receive as much at the same time.
     """
 
     chip: Chip
@@ -134,7 +134,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def island(self) -> "Cluster":
-        """One of the islands: a cluster whose chips all reach each other."""
+        """One of the islands: the cluster with ``num_islands`` 1, whose chips are all connected."""
         if self.num_islands == 1:
             return self
         return msgspec.structs.replace(self, num_islands=1, island_bytes_per_s=None)
@@ -143,7 +143,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def num_hosts(self) -> int:
         """CPU hosts: for each slice or domain its chips over the chips per host, rounded up; 1 for a "host" cluster.
 
-        Where the chips per host are not known a switched domain counts as one host.
+        If the chips per host are not known, a switched domain counts as one host.
         """
         if self.num_islands > 1:
             return self.num_islands * self.island.num_hosts
@@ -156,7 +156,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def domain(self) -> int:
-        """Chips that share one switch (NVLink domain)."""
+        """Chips that share one switch (NVLink domain). Raises InputError if the cluster is not switched."""
         if self.kind != "switched":
             raise InputError(f"{self.short_name} is a {self.kind}, it has no switched domain.")
         return self.shape[0]
@@ -228,12 +228,12 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _islands(text: str, read: Callable[[str], Cluster]) -> Cluster:
-    """Returns the islands of ``"4*CLUSTER@RATE"``, of which ``read`` makes one."""
+    """Returns the cluster of ``"4*CLUSTER@RATE"``, with ``read`` for one island. Raises InputError for other text."""
     islands_text, _, rate_text = text.rpartition("@")
     count_text, star, island_text = islands_text.partition("*")
     if not star or not count_text.strip().isdecimal() or len(count_text) > 9 or int(count_text) < 2:
         raise InputError(
-            f"cluster {text!r} has a link, and not two islands or more before a *. Write for example {_ISLAND_EXAMPLE}."
+            f"cluster {text!r} has a link but not two or more islands before a *. Write for example {_ISLAND_EXAMPLE}."
         )
     rate = parse_rate(rate_text.strip(), what=f"cluster {text!r}: the link")
     return msgspec.structs.replace(read(island_text), num_islands=int(count_text), island_bytes_per_s=rate)
@@ -257,13 +257,13 @@ def read_cluster(path: Path) -> Cluster:
 
     A chip table is complete, or has a ``base`` of the catalogue and the figures that differ. ``num_slices`` and
     ``twisted`` accompany a shape. Each of ``[[levels]]``, innermost first, has a ``size`` and may have a ``name``,
-    ``bytes_per_s``, ``hop_s`` and ``oversubscription``. Several ``num_islands`` have ``island_bytes_per_s`` too.
-    """
+    ``bytes_per_s``, ``hop_s`` and ``oversubscription``. Several ``num_islands`` have ``island_bytes_per_s`` too. Raises
+    InputError, with file:line, for wrong keys and for shapes that cannot be wired."""
     file = read_toml(path)
     if {"base", "peak_flops", "hbm_bytes"} & file.data.keys():
         raise InputError(f"{path} is a chip. Write the sizes of a cluster behind it: {path}:8x4.")
     if {"levels", "shape"} <= file.data.keys():
-        raise file.error(("shape",), "the sizes stand in [[levels]]: leave out shape, or leave out the levels.")
+        raise file.error(("shape",), "the file has both shape and [[levels]]. Leave out one of them.")
     table: _LevelsFile | _ShapeFile
     levels: tuple[NetworkLevel, ...] = ()
     if "levels" in file.data:
@@ -281,7 +281,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _sized_levels(file: TomlFile, tables: tuple[_SizedLevel, ...]) -> tuple[tuple[int, ...], tuple[NetworkLevel, ...]]:
-    """Returns sizes and figures of ``[[levels]]``, innermost first."""
+    """Returns the sizes and the levels of ``[[levels]]``, innermost first."""
     if not 2 <= len(tables) <= len(LEVEL_NAMES):
         raise file.error(("levels",), f"{len(tables)} levels. Give 2 to {len(LEVEL_NAMES)}, the domain first.")
     levels = []
@@ -295,7 +295,7 @@ def _sized_levels(file: TomlFile, tables: tuple[_SizedLevel, ...]) -> tuple[tupl
 
 
 def parse_clusters(text: str) -> tuple[Cluster, ...]:
-    """Returns every cluster of ``"v5p:4096chips"``, best first; the one cluster of any other text."""
+    """Returns every cluster of ``"v5p:4096chips"``, highest bisection first; else the one cluster of the text."""
     if "@" in text and _OPEN_SHAPE.fullmatch(text.rpartition("@")[0].partition("*")[2].strip()):
         shapes = parse_clusters(text.rpartition("@")[0].partition("*")[2])
         return tuple(_islands(text, lambda _, shape=shape: shape) for shape in shapes)  # type: ignore[misc]
@@ -310,8 +310,8 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
 
     Chips joined by optical switches form any torus of whole 4x4x4 cubes, also twisted where the shape allows, or a box
     inside one cube. Two-axis chips form a rectangle in a pod. If a pod has fewer chips, several equal slices are
-    joined, as few as possible. Switched chips form whole domains. Raises CannotRunError if no shape has that number.
-    """
+    joined, as few as possible. Switched chips form whole domains. Raises CannotRunError if no shape has that number,
+    InputError if the number is below 1."""
     if num_chips < 1:
         raise InputError(f"{chip.name}:{num_chips}chips has no chips. Give a number of at least 1.")
     if chip.topology == "host":
@@ -337,7 +337,7 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
 
 
 def slice_note(cluster: Cluster) -> list[str]:
-    """Returns a line if no such slice is offered, which also says if none can be compiled; else []."""
+    """Returns [a line] if slices of the cluster's shape are not on offer, also if libtpu cannot compile; else []."""
     if is_offered(cluster.chip, cluster.shape):
         return []
     slices_text = ", ".join(catalogued(cluster.chip, "libtpu").slices) + ", cubes of 4x4x4" * (len(cluster.shape) == 3)
@@ -346,19 +346,19 @@ def slice_note(cluster: Cluster) -> list[str]:
 
 
 def compiles(shape: ClusterShape) -> bool:
-    """True if libtpu compiles for this shape: of two axes, of one chip, or of hosts of 2x2 chips in the first two."""
+    """True if libtpu compiles for a shape: two axes, one chip, or an even first and second axis (hosts of 2x2)."""
     return len(shape) == 2 or math.prod(shape) == 1 or all(size % 2 == 0 for size in shape[:2])
 
 
 def bisection_links(cluster: Cluster) -> int:
-    """Counts the links cut when the longest axis of a slice is halved, which bounds an AllToAll. Ignores twists."""
+    """Returns the number of links between the halves of a slice's longest axis, which bounds an AllToAll. No twists."""
     longest_axis = max(range(len(cluster.shape)), key=lambda axis: cluster.shape[axis])
     num_rings = math.prod(cluster.shape) // cluster.shape[longest_axis]
     return num_rings * (1 + cluster.wraps[longest_axis])
 
 
 def _tori(chip: Chip, num_chips: int) -> list[ClusterShape]:
-    """Lists the shapes of one slice, sizes ascending."""
+    """Returns the shapes of one slice of ``num_chips``, sizes ascending; [] if a pod has fewer chips."""
     num_axes = chip.num_ici_axes or 1
     side = chip.wrap_multiple if num_axes == 3 else None
     if chip.max_chips is not None and num_chips > chip.max_chips:
@@ -370,7 +370,7 @@ def _tori(chip: Chip, num_chips: int) -> list[ClusterShape]:
 
 
 def _boxes(volume: int, num_axes: int, min_size: int = 1) -> list[ClusterShape]:
-    """Lists the factorings of a volume into ascending sizes."""
+    """Returns the factorings of ``volume`` into ``num_axes`` ascending sizes, none below ``min_size``."""
     if num_axes == 1:
         return [(volume,)] if volume >= min_size else []
     max_size = round(volume ** (1 / num_axes)) + 1
@@ -383,7 +383,7 @@ def _boxes(volume: int, num_axes: int, min_size: int = 1) -> list[ClusterShape]:
 
 
 def _nearest_counts(chip: Chip, num_chips: int) -> str:
-    """Names the nearest numbers of chips that have a shape."""
+    """Returns a sentence with the nearest numbers of chips that have a shape."""
     cube = (chip.wrap_multiple or 1) ** 3 if chip.num_ici_axes == 3 else 0
     if cube and num_chips > cube:
         fewer_chips = num_chips // cube * cube

@@ -9,7 +9,7 @@ ClusterShape = tuple[int, ...]
 
 TORUS_AXES = "xyzuvw"
 SLICES = "slices"
-"""Names of the links of a torus: its physical axes, and what joins slices."""
+"""Names of the links of a torus cluster: the physical axes, and the network between slices."""
 
 MAX_HOST_DEVICES = 64
 """Limit of emulated devices on one machine; each costs threads and memory."""
@@ -43,14 +43,14 @@ def can_twist(chip: Chip, shape: ClusterShape) -> bool:
 
 
 def is_offered(chip: Chip, shape: ClusterShape) -> bool:
-    """True if slices of this shape, in any order of its axes, are offered, or if it is not known which are."""
+    """True if slices of this shape, in any order of axes, are on offer, or if the chip's offer is not known."""
     target = catalogued(chip, "libtpu")
     is_cubes = chip.num_ici_axes == 3 and all(torus_wraps(chip, shape))
     return not target or not target.slices or is_cubes or times(tuple(sorted(shape))) in target.slices
 
 
 def complete_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
-    """Returns the shape completed with sizes of 1. Raises an error that names a valid shape."""
+    """Returns the shape completed with sizes of 1. Raises InputError or CannotRunError if it cannot be wired."""
     cluster_text = f"cluster {f'{num_slices}*' * (num_slices != 1)}{chip.name}:{times(shape)}"
     if not shape or min(*shape, num_slices) < 1:
         raise InputError(f"{cluster_text} has a size below 1. Give positive whole numbers.")
@@ -118,7 +118,7 @@ def times(shape: ClusterShape) -> str:
 
 
 def _advice(chip: Chip, shape: ClusterShape, axes: int) -> str:
-    """Names a cluster of as many chips as ``shape`` has or, where none can be wired, of nearly as many."""
+    """Returns a sentence with a cluster of as many chips as ``shape`` has or, if none can be wired, of a few more."""
     num_chips, max_chips = math.prod(shape), chip.max_chips or MAX_CHIPS
     cube_side = 4 if axes == 3 and max_chips % 64 == 0 else 1
     pod = chip.pod_shape or tuple(cube_side * size for size in balanced_shape(max_chips // cube_side**axes, axes))

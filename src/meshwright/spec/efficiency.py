@@ -17,10 +17,10 @@ from meshwright.spec.chip import Chip, catalogue_name, catalogued
 FILE = Path(__file__).parent / "data" / "efficiency.toml"
 
 KERNEL_NUMBERS = FILE.with_name("kernels.toml")
-"""Numbers of single kernels: `cost.work.kernel_times`."""
+"""File of the numbers for single kernels, which `cost.work.kernel_times` uses."""
 
 GENERATION_NUMBERS = FILE.with_name("generation.toml")
-"""Numbers of steps of generation as inference engines run them."""
+"""File of the numbers for steps of generation as inference engines run them."""
 
 BLACKWELL_WATTS_PER_FLOPS = 1000 / 2250e12
 """A B200's power over its dense bf16 peak. Power limits the products of Blackwell boards: a board with more peak for
@@ -28,7 +28,7 @@ the same power reaches a smaller share of it."""
 
 
 class FittedNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The contents of the file: the numbers by name, their date and source."""
+    """The contents of a file of fitted numbers: the numbers by name, their date and source."""
 
     date: str
     source: str
@@ -43,7 +43,7 @@ def fitted_numbers(path: Path = FILE) -> FittedNumbers:
 
 
 def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -> Calibration | None:
-    """Returns a chip's calibration from the given numbers, else the shipped ones; None for a chip without any."""
+    """Returns a chip's calibration from ``numbers`` (default: the shipped ones); None for a chip without a family."""
     family_name = family(chip)
     if family_name is None:
         return None
@@ -61,22 +61,22 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
 
 
 SHARED = ("ici", "nvlink", "network", "dcn", "hop_s", "host_kernel_s")
-"""First words of the numbers of links, and of a host that starts kernels, which generation shares with training."""
+"""First words of the names of numbers (links, and hosts that start kernels) that generation takes from training."""
 
 
 def generation_numbers() -> FittedNumbers:
-    """Returns the numbers of steps of generation: their own, and those of links that training was fitted with."""
+    """Returns the numbers for steps of generation: its own file's, and the `SHARED` ones fitted on training steps."""
     served_numbers, training_numbers = fitted_numbers(GENERATION_NUMBERS), fitted_numbers().numbers
     shared_numbers = {name: value for name, value in training_numbers.items() if name.split(".")[0] in SHARED}
     return msgspec.structs.replace(served_numbers, numbers=shared_numbers | served_numbers.numbers)
 
 
 SERVED_FAMILIES = ("h100", "blackwell")
-"""Families of GPUs that the published steps of generation ran on."""
+"""Families of GPUs on which the published steps of generation ran."""
 
 
 def generation_calibration(chip: Chip) -> Calibration | None:
-    """Returns a GPU's calibration for steps that an inference engine runs; None for TPUs and without a family."""
+    """Returns a GPU's calibration for steps of an inference engine; None for a TPU or a chip without a family."""
     numbers = generation_numbers()
     fitted = fitted_calibration(chip, numbers.numbers)
     if fitted is None or chip.topology == "torus":
@@ -90,11 +90,11 @@ def family(chip: Chip) -> str | None:
 
 
 def power_notes(chip: Chip, rates: Calibration | None) -> list[str]:
-    """Returns a note if a chip has a power of its own that changes none of the times at these rates; else []."""
+    """Returns [a note] if a custom chip has a ``power_w`` that changes no times at these rates; else []."""
     changes_times = family(chip) == "blackwell" and rates is not None and rates.name == "fitted"
     if chip.variant != "custom" or chip.power_w is None or changes_times:
         return []
-    return [f"power_w = {chip.power_w:g} changes energy, not times: its effect is fitted for Blackwell alone"]
+    return [f"power_w = {chip.power_w:g} changes energy, not times: its effect on times is fitted for Blackwell only"]
 
 
 def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficiency:

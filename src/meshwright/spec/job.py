@@ -47,7 +47,7 @@ class Job(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def has_prompts(self) -> bool:
-        """True if a step that generates runs whole prompts."""
+        """True for kind "prefill": a step runs whole prompts."""
         return self.kind == "prefill"
 
     @property
@@ -65,7 +65,7 @@ def require_training(job: Job, verb: str) -> None:
     """Raises InputError if the job is not training and ``verb`` takes training only."""
     if not job.trains:
         raise InputError(
-            f"{verb} takes jobs of kind train, and this one is of kind {job.kind}. `verify` and `profile` take it with "
+            f"{verb} takes jobs of kind train, but this job is of kind {job.kind}. `verify` and `profile` take it with "
             f"--step {job.kind}, and `meshwright.cost.train_step.price_strategy` prices it."
         )
 
@@ -78,7 +78,7 @@ def optimizer_words(job: Job) -> str:
 def parse_batch(text: str, *, seq_len: int) -> int:
     """Returns the sequences per step from ``"4Mi"`` (tokens) or ``"1024seq"``.
 
-    Raises InputError if the tokens are not a whole number of sequences, naming the nearest such number.
+    Raises InputError if the tokens are not a whole number of sequences, and names a near batch that is.
     """
     if seq_len < 1:
         raise InputError(f"seq={seq_len} must be at least 1 token.")

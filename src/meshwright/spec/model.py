@@ -67,7 +67,7 @@ Family = Literal[
     "llama4",
 ]
 FAMILIES: tuple[str, ...] = get_args(Family)
-"""Families that are counted and planned; `Model.runs_here` says whether a model of one also runs."""
+"""Families of models that are counted and planned; `Model.runs_here` says whether a model also runs."""
 
 RUNNABLE_ACTIVATIONS = (
     "silu",
@@ -103,18 +103,18 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """``0.1 weight ln(factor) + 1``, the factor that YaRN puts on attention; 1 without stretching."""
+    """Returns ``0.1 weight ln(factor) + 1``, YaRN's factor on attention; 1 if ``factor`` is at most 1."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 class Encoder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The encoder beside a decoder: its number of layers, the positions of each of its rows, and sizes that are the
-    decoder's where they are 0: query heads, each as wide as D divided by their number, and the feed-forward width. The
-    decoder's rows begin with ``start_token``, after which a generated text has the ``forced`` ones.
+    """The encoder of an encoder-decoder. ``length`` is the number of positions of a source. ``num_heads`` (each D /
+    num_heads wide) and ``d_ff`` are the decoder's if they are 0. The decoder's sequences begin with ``start_token``;
+    generated texts have the ``forced`` tokens after it.
 
-    ``max_positions`` are the positions of its table, 0: those of a row. With ``sinusoids`` that table is fixed. With
-    ``features`` a row is an array of numbers, [features, 2 length], as of a log-mel spectrogram, in place of tokens:
-    two convolutions over three neighbours make the stream of it, the second of every other position.
+    ``max_positions`` is the number of rows of its position table, 0: ``length``. With ``sinusoids`` that table is
+    fixed. With ``features`` a source is an array [features, 2 length], such as a log-mel spectrogram, in place of
+    tokens: two convolutions over three neighbours make the stream from it, the second at every other position.
     """
 
     num_layers: int
@@ -129,7 +129,7 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def start(self) -> tuple[int, ...]:
-        """The tokens that a generated text begins with."""
+        """The first tokens of every generated text: ``start_token`` and ``forced``."""
         return (self.start_token, *self.forced)
 
 
@@ -142,7 +142,7 @@ MASK_DATA = {
     "leave": ("B", "T"),
     "spans": ("B", "T"),
 }
-"""Arrays that a batch may have for a mask, and their dims."""
+"""Name of an array that a batch may have for a mask -> its dims."""
 
 LORA_TARGETS = {
     "q": "wq",
@@ -153,7 +153,7 @@ LORA_TARGETS = {
     "up": "w_up",
     "down": "w_down",
 }
-"""Target of an adapter -> the weight of a layer that it stands beside."""
+"""Target of an adapter -> the weight of a layer that it adapts."""
 
 _TARGET_GROUPS = {"attention": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down"), "all-linear": tuple(LORA_TARGETS)}
 
@@ -166,11 +166,11 @@ GROUPED = ("D", "Dl", "F", "Fw", "H", "Hf", "Fe", "Fs", "Rq", "Rkv", "Rl", "Hv",
 
 
 class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low-rank adapters beside frozen weights: y = x W + (alpha / rank) (x A) B, of which A and B train.
+    """Low-rank adapters of frozen weights: y = x W + (alpha / rank) (x A) B, in which only A and B train.
 
     ``targets`` are keys of `LORA_TARGETS`, or "attention", "mlp" or "all-linear". All weights of the model are frozen;
-    ``base`` is how matrices of the layers are stored: "" as the training state says, else in whole numbers with a scale
-    for each `GROUP` inputs. Defaults are PEFT's. Source: Hu et al., LoRA (2021).
+    ``base`` is the dtype of stored matrices of layers: "" for the training state's, else integers with a scale for each
+    `GROUP` inputs. Defaults are PEFT's. Source: Hu et al., LoRA (2021).
     """
 
     rank: int = 8
@@ -198,7 +198,7 @@ class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def weights(self) -> dict[str, bool]:
-        """Maps the weights of a layer that get adapters to whether they were named one by one."""
+        """Maps the weights of a layer that get adapters to True if ``targets`` names them, False if a group does."""
         from_groups = {name_in_group: False for name in self._named for name_in_group in _TARGET_GROUPS.get(name, ())}
         from_names = dict.fromkeys((name for name in self._named if name in LORA_TARGETS), True)
         named_by_target = from_groups | from_names
@@ -218,8 +218,8 @@ MAX_SIZE = 2**40
 
 
 class StoredMatrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Matrices that a published folder stores in narrow numbers and generation keeps as they are: rows of the weight
-    table, with their dtypes, and True where each ``group`` inputs have a scale (False: all inputs)."""
+    """Quantised matrices of a published folder that generation keeps as they are stored: (name in the weight table,
+    dtype, True if each ``group`` inputs share a scale and False if all inputs do)."""
 
     matrices: tuple[tuple[str, Literal["int8", "int4", "fp8"], bool], ...]
     group: int = GROUP
@@ -233,9 +233,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``d_ff_shared`` of all shared experts together. With latent attention (``kv_lora_rank`` > 0) ``head_dim``
     is the width of a query, ``qk_nope_head_dim + qk_rope_head_dim``. With ``relative_buckets`` the scores of attention
     have a bias of each head for each bucket of distances (T5); from ``relative_distance`` on, all distances share the
-    last bucket. With ``lora`` adapters train and the weights of the model itself are frozen. ``stored`` is read by
-    generation alone. ``attention_mask`` and
-    ``attention_score`` are expressions of the catalogue of masks (`masks.names`), as ``prefix_lm`` or ``alibi``.
+    last bucket. With ``lora`` adapters train and the weights of the model itself are frozen. Only generation reads
+    ``stored``. ``attention_mask`` and ``attention_score`` are expressions of the catalogue of masks (`masks.names`),
+    such as ``prefix_lm`` or ``alibi``.
     """
 
     name: str
@@ -523,27 +523,27 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return dims | {f"{dim}g": dims[dim] // math.gcd(group_size, dims[dim]) for dim in GROUPED if dim in dims}
 
     def dims_of_layer(self, layer: int) -> dict[str, str]:
-        """Maps each dim that a layer has in another size than most layers to the dim of that size: {"H": "Hf"}."""
+        """Maps each dim whose size in a layer differs from most layers' to the letter of that size: {"H": "Hf"}."""
         other_dims = {} if layer in self.sliding_layers else {"H": "Hf", "K": "Kf"}
         is_wide = self.kv_source(layer) != layer if self.wide_shared_mlp else layer in self.wide_layers
         other_dims |= {"F": "Fw"} if is_wide else {}
         return {dim: other_dim for dim, other_dim in other_dims.items() if other_dim in self.dims}
 
     def kv_source(self, layer: int) -> int:
-        """Returns the layer whose keys and values a layer reads: itself, or for one of the ``num_shared_kv_layers`` the
-        last layer of its kind that has its own, -1 if there is none."""
+        """Returns the layer whose keys and values a layer reads: itself or, for the last ``num_shared_kv_layers``, the
+        last layer with keys and values that also has, or also lacks, a window; -1 if there is none."""
         num_own, sliding_layers = self.num_layers - self.num_shared_kv_layers, self.sliding_layers
         own_layers = (own for own in range(num_own) if (own in sliding_layers) == (layer in sliding_layers))
         return layer if layer < num_own else max(own_layers, default=-1)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that have keys and values of their own."""
+        """Numbers of the layers that compute keys and values: all but the last ``num_shared_kv_layers``."""
         return tuple(range(self.num_layers - self.num_shared_kv_layers))
 
     @property
     def full_heads(self) -> tuple[int, int]:
-        """Kv heads of layers without a window, and the width of their heads."""
+        """The number of kv heads in layers without a window, and the width of a head there."""
         return self.num_global_kv_heads or self.num_kv_heads, self.global_head_dim or self.head_dim
 
     @property
@@ -553,7 +553,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def _encoder_sizes(self) -> dict[str, int]:
-        """Sizes that only the encoder has: those that differ from the decoder's, and those of its convolutions."""
+        """Sizes of the encoder by letter, as far as they differ from the decoder's, and of its convolutions."""
         if (encoder := self.encoder) is None:
             return {}
         has_own_heads = encoder.num_heads not in (0, self.num_heads)
@@ -567,12 +567,12 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def encoder_letters(self) -> dict[str, str]:
-        """Maps letters of sizes to those of the encoder's own, where it has one: N to Nx."""
+        """Maps letters of the decoder's sizes to the encoder's letters, where the sizes differ: N to Nx."""
         return {letter[0]: letter for letter in self._encoder_sizes if letter.endswith("x")}
 
     @property
     def _encoder_positions(self) -> int:
-        """Rows of the encoder's table of positions; 0 without an encoder."""
+        """Number of rows of the encoder's position table; 0 without an encoder."""
         return (self.encoder.max_positions or self.encoder.length) + self.position_offset if self.encoder else 0
 
     @property
@@ -585,12 +585,12 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def mtp_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that train on tokens after the next; they follow the model's own."""
+        """Number of the layer that trains on the token after the next, which follows all others; () without it."""
         return (self.num_layers,) if self.mtp_weight else ()
 
     @property
     def latent_attention(self) -> bool:
-        """True when keys and values pass through a low-rank latent (DeepSeek's MLA)."""
+        """True if keys and values pass through a low-rank latent (DeepSeek's MLA)."""
         return self.kv_lora_rank > 0
 
     @property
@@ -602,12 +602,12 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def attention_scale(self) -> float:
-        """Factor on the attention scores, of heads of ``head_dim``."""
+        """Factor on the attention scores of heads that are ``head_dim`` wide."""
         return self.attention_scale_of(self.head_dim)
 
     def attention_scale_of(self, head_dim: int) -> float:
-        """Returns the factor on the scores of heads H wide: the model's own or ``1 / sqrt(query_pre_attn_scalar or
-        H)``; with latent attention and YaRN it is multiplied by the square of `yarn_mscale`."""
+        """Returns the factor on the scores of heads H wide: ``attention_multiplier``, else ``1 /
+        sqrt(query_pre_attn_scalar or H)``; times the square of `yarn_mscale` with latent attention and YaRN."""
         scale = self.attention_multiplier or (self.query_pre_attn_scalar or head_dim) ** -0.5
         rope_scaling = self.rope_scaling
         if self.latent_attention and rope_scaling is not None and rope_scaling.mscale_all_dim:

@@ -1,4 +1,4 @@
-"""The prediction of a training step: what plan files, records of runs and reports have of it."""
+"""The prediction of a training step, as plan files, records of runs and reports have it."""
 
 from typing import Any, Generic, TypeVar
 
@@ -8,7 +8,7 @@ N = TypeVar("N")
 
 
 def unmasked(reached: Any) -> float | None:
-    """Returns the MFU without masked scores where the MFU is above 100% because it counts them; else None."""
+    """Returns ``reached.mfu_causal``, the MFU without masked scores, if ``reached.mfu`` is above 1; else None."""
     return reached.mfu_causal if reached.mfu is not None and reached.mfu > 1 else None
 
 
@@ -21,9 +21,9 @@ class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_u
 
     ``flops`` is the number that all devices execute; ``hfu`` also counts attention's masked blocks, as ``mfu`` does.
     ``mfu_causal`` is the MFU without them (None in older plan files).
-    ``memory`` is in bytes per chip. ``terms`` are seconds of each kind of work by itself, before any overlap: matmul,
-    attention, elementwise, loss_head, optimizer, a collective per group of mesh axes, latency. ``train_days`` and
-    ``cost_usd`` are for all tokens of the job, None where the tokens or the chip's price are not known.
+    ``memory`` is in bytes per chip. ``terms`` are seconds of each kind of work without overlap: matmul, attention,
+    elementwise, loss_head, optimizer, a collective per group of mesh axes, latency. ``train_days`` and ``cost_usd``
+    are for all tokens of the job, None if the tokens or the chip's price are not known.
     """
 
     step_s: N
@@ -43,7 +43,7 @@ class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_u
     cost_usd: float | None = None
 
     def measured(self, step_s: float) -> dict[str, Any]:
-        """Returns MFU, HFU and MFU without masked scores, by name, of a step that was measured to take ``step_s``."""
+        """Returns MFU, HFU and MFU without masked scores, by field name, if the step takes ``step_s`` when measured."""
         prediction: Prediction[Any] = self
         share_by_name = {"mfu": prediction.mfu, "hfu": prediction.hfu, "mfu_causal": prediction.mfu_causal}
         return {name: share and share * prediction.step_s / step_s for name, share in share_by_name.items()}

@@ -1,4 +1,4 @@
-"""A strategy: the mesh axes that shard each dim, and the other choices of a run."""
+"""A strategy: the mesh axes that shard each dim, and all other choices of a run."""
 
 import math
 import re
@@ -34,42 +34,43 @@ REMATS: dict[str, tuple[str, ...] | None] = {
     "recompute-all": (),
 }
 """Remat policy -> results kept for the backward pass besides each block's input. None keeps every result and every
-gathered activation: under "none" those of the whole model, under "sqrt" and "every-C" those of the segment that is
-being recomputed. "recompute-all" and "recompute-C" keep the input of a segment alone. The loss head keeps everything
-but its logits under every policy."""
+gathered activation: under "none" of the whole model, under "sqrt" and "every-C" of the segment that is being
+recomputed. "recompute-all" and "recompute-C" keep only the input of a segment. The loss head keeps everything but its
+logits under every policy."""
 
 REMAT_POLICIES: tuple[str, ...] = tuple(REMATS)
 RERUN_POLICIES = ("recompute-2", "recompute-4", "recompute-8", "recompute-all")
-"""Policies that are tried only where the others do not fit: each layer runs forward again for many later ones."""
+"""Policies that are tried only if no other policy fits: each layer runs forward again for many later layers."""
 USUAL_POLICIES = tuple(policy for policy in REMAT_POLICIES if policy not in RERUN_POLICIES)
-"""The others, of which the last keeps least."""
+"""All other remat policies; the last one keeps the fewest results."""
 ALL_LAYERS = 9999
-"""The longest segment: all layers in sequence that a device holds."""
+"""Length of a segment that has all layers of a device's chunk."""
 _SEGMENTS = re.compile(r"(every|recompute)-([1-9]\d{0,3})")
 
 Form = Literal["shard_map", "gspmd"]
-"""The derived steps, or the same shardings as constraints, for which the compiler chooses the collectives."""
+"""How a step is executed: its derived steps ("shard_map"), or its shardings as constraints from which the compiler
+chooses the collectives ("gspmd")."""
 
 ContextAttention = Literal["gather", "ring", "ulysses"]
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "int8", "fp32"]
 Offload = Literal["optimizer", "activations"]
 GradientSync = Literal["overlapped", "naive", "bucketed"]
-"""When gradients are summed over replicas: "overlapped" sums each layer's during the backward pass of the layer before
-it, "naive" all after the backward pass, "bucketed" after it in buckets of many layers, to save launches."""
+"""When gradients are summed over replicas: "overlapped" sums a layer's during the backward pass of the layer before it,
+"naive" sums all after the backward pass, "bucketed" does so in buckets of many layers, to save launches."""
 
 CollectiveMatmul = Literal["none", "one-way", "two-way"]
-"""Whether products overlap their AllGather or ReduceScatter over ``tensor`` block by block: on a ring in one direction
-("one-way"), or in halves in both directions ("two-way")."""
+"""How products overlap their AllGather or ReduceScatter over ``tensor`` tile by tile: not at all ("none"), on a ring in
+one direction ("one-way"), or in halves in both directions ("two-way")."""
 
 IslandsSync = Literal["gradients", "diloco", "local-sgd", "async-sgd"]
-"""What islands exchange: the sum of gradients in every step (elastic data parallelism), or every ``outer_every`` steps
-how far weights have moved: for an outer optimizer with momentum ("diloco"), for their mean ("local-sgd"), or whenever
-an island is ready, without waiting for the others ("async-sgd")."""
+"""What islands exchange: "gradients" sums gradients in every step (elastic data parallelism). The other kinds send the
+change of weights every ``outer_every`` steps: to an outer optimizer with momentum ("diloco"), to average the weights
+("local-sgd"), or whenever an island is ready, without waiting for other islands ("async-sgd")."""
 
 ISLAND_FIELDS: dict[str, Any] = {
     **{"islands_sync": "gradients", "outer_every": 1, "outer_bits": 32, "outer_fragments": 1, "outer_overlap": 0}
 }
-"""Fields of the strategy that only several islands have -> their defaults, those of one island."""
+"""Field of the strategy that only several islands have -> its default, which a single island has."""
 _WITHOUT: dict[str, tuple[tuple[str, ...], str]] = {
     "gradients": (tuple(ISLAND_FIELDS)[1:], "gradients are summed whole in every step, in 32 bits"),
     "async-sgd": (("outer_fragments", "outer_overlap"), "an island sends all weights at once"),
@@ -85,8 +86,8 @@ STATE_BYTES: dict[str, dict[str, float]] = {
     "fp32": {"weights": 4, "gradients": 4, "optimizer": 8, "counted": 16},
     "pure-16bit": {"weights": 2, "gradients": 2, "optimizer": 4, "counted": 8},
 }
-"""Bytes per parameter of each training state. ``counted`` is the total that the state is known by: for bf16-adam (How
-to Scale Your Model, section 5.1.1) it leaves out the short-lived bf16 gradient."""
+"""Bytes per parameter of each training state. ``counted`` is the total that is usually quoted: for bf16-adam (How to
+Scale Your Model, section 5.1.1) it leaves out the short-lived bf16 gradient."""
 
 MAX_SEQUENCES = 2**40
 """Bound on sequences and microbatches, far above any job, so that sizes stay whole in floating point."""
@@ -101,10 +102,11 @@ REPEATED_HEADS: dict[str, tuple[str, ...]] = {
     "Kft": ("tensor",),
     "Kfct": ("context", "tensor"),
 }
-"""Dim of repeated kv heads -> mesh axes that divide it: the least common multiple of K (of Kf) and their devices."""
+"""Dim of repeated kv heads -> mesh axes that split it. Its size is the least common multiple of K, or Kf, and the
+devices of these axes."""
 
 SPLIT_AS = {"H": "Hf", "F": "Fw", "K": "Kf", "Kt": "Kft", "Kct": "Kfct"}
-"""Dim -> the same dim of layers that have it in another size. Rules are written for the first, and hold for both."""
+"""Dim -> letter of this dim in layers that have another size of it. Rules for the first apply to both."""
 _SHARDED_DIMS = ("D", "Rq", "Rkv")
 
 
@@ -114,7 +116,7 @@ def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dic
     ``zero`` says what the axis ``fsdp`` splits besides the batch: 3 weights, gradients and optimizer; 2 gradients and
     optimizer; 1 the optimizer; 0 nothing. Without ``sequence_parallel`` the stream is whole over ``tensor`` between
     blocks. ``expert`` splits the dim E of expert weights; the other weights use that axis, and ``context``, as further
-    ``fsdp`` axes. Roles that are left out (grad, optimizer) follow ``weight``.
+    ``fsdp`` axes. Roles that are left out (grad, optimizer) follow ``weight``. Raises InputError for another ``zero``.
     """
     if zero not in (0, 1, 2, 3):
         raise InputError(f"zero={zero} is not a stage. Use 0, 1, 2 or 3.")
@@ -140,7 +142,7 @@ def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dic
 
 
 def _weight_rules(axes: tuple[str, ...]) -> Rules:
-    """Shards heads, widths and experts over their own axes, D over ``axes``."""
+    """Returns rules that shard heads and widths over ``tensor``, experts over ``expert``, D and ranks over ``axes``."""
     return {
         "E": ("expert",),
         **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
@@ -152,15 +154,15 @@ GENERATION_RULES: dict[str, Rules] = {
     "cache": {"B": BATCH_AXES, "K": ("tensor",)},
     "output": {"B": BATCH_AXES},
 }
-"""Default sharding of cached keys and values and of output logits in generation: each device caches its own sequences
-and heads, and has the whole vocabulary of its sequences."""
+"""Default rules for cached keys and values and for output logits in generation: each device caches the sequences and
+heads that it computes, and has all logits of its sequences."""
 
 CacheSplit = Literal["sequences", "positions"]
 
 
 def cache_assignment(split: CacheSplit) -> dict[str, Rules]:
-    """Returns rules for engines with more devices than kv heads: ``context`` splits weights as ``tensor`` does, but of
-    caches[B_context, S, K_tensor, H] it splits the sequences, or the positions S (weights W[D, F_{tensor,context}]).
+    """Returns rules for engines with more devices than kv heads: ``context`` splits weights as ``tensor`` does,
+    W[D, F_{tensor,context}], but caches over the sequences, [B_context, S, K_tensor, H], or over the positions S.
 
     Source: How to Scale Your Model, section 7.3.3.
     """
@@ -207,29 +209,29 @@ LAYOUTS: dict[str, dict[str, Rules]] = {
     "gathered": DEFAULT_ASSIGNMENT,
 }
 """Layout of an engine -> assignment. "prompts" and "gathered": ``context`` splits positions of a prompt, for engines
-that only prefill; "gathered" splits D of weights too, and each layer gathers them (FSDP). Else it splits weights: their
-heads and widths as ``tensor`` does, and caches, beyond their heads, over sequences or positions; or D ("widths")."""
+that only prefill; "gathered" also splits D of weights, which each layer gathers (FSDP). "sequences" and "positions":
+``context`` splits heads and widths of weights as ``tensor`` does, and caches by the name. "widths": it splits D."""
 
 
 class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one job is split: plain data, made once, then costed, executed, verified and drawn.
+    """How one job is split: plain data that is priced, executed, verified and drawn.
 
-    ``mesh`` lists the axes major to minor with their sizes. ``placement`` maps each axis to a text on its place in the
-    physical network. ``assignment`` maps roles of arrays to `Rules`; products slice over ``slice_axes`` where they
+    ``mesh`` lists the axes major to minor with their sizes. ``placement`` maps each axis to a text that names its
+    physical links. ``assignment`` maps roles of arrays to `Rules`; products slice over ``slice_axes`` where they
     would gather (`algebra.einsum`). ``context_attention`` says how keys and values reach the queries of other devices
     over ``context``. ``remat`` is a policy ("every-4" and "recompute-4" keep the input of every fourth layer, "sqrt" of
     every sqrt(L)-th) or a list of results to keep. ``num_microbatches`` divides the sequences of a step; gradients are
     summed over them. ``schedule`` orders the passes of the pipeline, in which each device has ``chunks`` runs of
     layers. ``state`` is a key of `STATE_BYTES`. ``gradient_sync`` says when replicas sum their gradients,
     ``bucket_bytes`` is the size of a bucket. With ``prefetch`` the weights of the next layer are gathered while one
-    computes, and those of the last layer stay gathered until its backward pass. ``collective_matmul`` says how
+    computes, and the last layer's weights stay gathered until its backward pass. ``collective_matmul`` says how
     products of a layer hide the collectives of activations over ``tensor``. ``precision`` is the dtype of matrix
-    products, "" for the state's own. ``offload`` lists what is kept in host memory. ``capacity_factor`` bounds the
+    products, "" for the state's dtype. ``offload`` lists what is kept in host memory. ``capacity_factor`` bounds the
     slots of an expert at that multiple of the mean load; tokens that find no slot are dropped. 0 sets no bound.
 
-    With several ``islands`` the other axes are the mesh of each, and ``islands_sync`` says what these exchange:
+    With several ``islands`` the other axes are the mesh of each island, and ``islands_sync`` is what islands exchange:
     gradients in every step, or outer gradients every ``outer_every`` steps, of ``outer_bits`` bits, in
-    ``outer_fragments`` that are due one after another, each applied ``outer_overlap`` steps after it was sent.
+    ``outer_fragments`` fragments sent at different steps, each applied ``outer_overlap`` steps after it was sent.
     """
 
     mesh: dict[str, int]
@@ -282,11 +284,11 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_islands(self) -> int:
-        """Replicas with a runtime each; the other axes are the mesh of one."""
+        """Number of islands: replicas with separate runtimes, each with a mesh of all other axes."""
         return self.mesh.get(ISLANDS, 1)
 
     def inner(self) -> "Strategy":
-        """Returns the strategy of one island; itself without several."""
+        """Returns the strategy of one island; the strategy itself if it has one island."""
         if self.num_islands == 1:
             return self
         mesh = {axis: size for axis, size in self.mesh.items() if axis != ISLANDS}
@@ -310,12 +312,12 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def matmul_dtype(self) -> str:
-        """The dtype of the operands of matrix products: the precision, else the state's own."""
+        """The dtype of the operands of matrix products: ``precision`` or, if "", `state_dtype`."""
         return self.precision or self.state_dtype
 
     @property
     def ring_ways(self) -> int:
-        """Ring directions of a collective matmul; 0 without one."""
+        """Number of ring directions of a collective matmul, 1 or 2; 0 without collective matmuls."""
         return COLLECTIVE_MATMULS.index(self.collective_matmul)
 
     @property
@@ -329,8 +331,8 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def segment(self) -> int | Literal["sqrt"] | None:
         """Layers from one kept input to the next; None for policies without segments.
 
-        "every-1" runs all of each layer again, as checkpointing libraries do; "block" only what the backward pass uses.
-        """
+        "every-1" runs all of each layer again, as checkpointing libraries do; "block" only the results that the
+        backward pass uses."""
         if self.remat in ("sqrt", "recompute-all"):
             return "sqrt" if self.remat == "sqrt" else ALL_LAYERS
         match = _SEGMENTS.fullmatch(self.remat) if isinstance(self.remat, str) else None
@@ -338,8 +340,8 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def recomputes_each(self) -> bool:
-        """True if each layer's backward pass runs the layers of its segment before it again, so that no more than one
-        input besides the segment's exists; else a segment runs again once and keeps every result."""
+        """True if each layer's backward pass runs all earlier layers of its segment again, so that only one layer's
+        input exists besides the segment's; False if a segment runs again once and keeps every result."""
         return isinstance(self.remat, str) and self.remat.startswith("recompute-")
 
     @property
@@ -352,7 +354,7 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return None
 
     def rules(self, role: str) -> Rules:
-        """Returns the rules of a role; grad and optimizer default to those of weight."""
+        """Returns the rules of a role and for dims of `SPLIT_AS`; by default weight's, or `GENERATION_RULES`."""
         fallback_role = "weight" if role in ("grad", "optimizer") else role
         rules = self.assignment.get(role, self.assignment.get(fallback_role, GENERATION_RULES.get(role, {})))
         pairs = (((dim, axes), (SPLIT_AS.get(dim, dim), axes)) for dim, axes in rules.items())
@@ -360,15 +362,15 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _check_islands(strategy: Strategy) -> None:
-    """Raises InputError for a period, bits or fragments that what islands exchange does not have."""
+    """Raises InputError for fields of the exchange that one island, or ``islands_sync``, excludes, or out of range."""
     values, mode, every = {n: getattr(strategy, n) for n in ISLAND_FIELDS}, strategy.islands_sync, strategy.outer_every
     for name in (name for name, usual in ISLAND_FIELDS.items() if values[name] != usual):
         if strategy.num_islands == 1:
-            raise InputError(f"strategy.{name}={values[name]} is of several islands. Set strategy.islands too.")
+            raise InputError(f"strategy.{name}={values[name]} needs several islands. Set strategy.islands too.")
         fixed_names, reason = _WITHOUT.get(mode, ((), ""))
         if name in fixed_names:
             raise InputError(f"strategy.{name}={values[name]}: with islands_sync={mode} {reason}. Leave it out.")
-    period = every // max(1, strategy.outer_fragments)  # one sum is under way at a time
+    period = every // max(1, strategy.outer_fragments)  # one sum is in flight at a time
     for name, most in {"outer_every": MAX_SEQUENCES, "outer_fragments": every, "outer_overlap": period - 1}.items():
         if not ISLAND_FIELDS[name] <= values[name] <= most:
             suffix = f" with outer_every={every}" * (name != "outer_every")
@@ -378,13 +380,13 @@ def _check_islands(strategy: Strategy) -> None:
 
 
 def sequence_shards(strategy: Strategy, dim: str = "B") -> int:
-    """Returns the number of places over which the cached sequences of an engine are split; with ``dim`` S, the devices
-    over which the positions of each are."""
+    """Returns the number of devices over which the cached sequences of an engine are split or, with ``dim`` S, over
+    which the cached positions of a sequence are."""
     return math.prod(strategy.mesh[axis] for axis in strategy.rules("cache").get(dim, ()))
 
 
 def mesh_words(mesh: Mapping[str, int], join: str = ", ", *, alone: str = "one device") -> str:
-    """Returns ``"fsdp 1024, tensor 4"`` without axes of one device; ``alone`` if none is left."""
+    """Returns the axes with several devices as ``"fsdp 1024, tensor 4"``; ``alone`` if there are none."""
     return join.join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or alone
 
 
@@ -400,14 +402,14 @@ SHORT_AXES = {
 
 
 def short_mesh(mesh: Mapping[str, int]) -> str:
-    """Returns ``"dp8 fsdp64 tp4"``: axes larger than 1, major to minor; ``"1 chip"`` without any."""
+    """Returns the axes with several devices as ``"dp8 fsdp64 tp4"``, major to minor; ``"1 chip"`` without any."""
     return " ".join(f"{SHORT_AXES[axis]}{size}" for axis, size in mesh.items() if size > 1) or "1 chip"
 
 
 def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:
-    """Returns a mesh with every axis in its order, 1 where not given; ``islands`` only where there are several.
+    """Returns a mesh with every axis in the order of `MESH_AXES`, 1 where not given; ``islands`` only if above 1.
 
-    Raises InputError for an axis that does not exist, and for one of no devices.
+    Raises InputError for an axis that does not exist, and for a size below 1.
     """
     for axis in axes:
         require_known("mesh axis", axis, MESH_AXES)
@@ -416,10 +418,8 @@ def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def held_dims(dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sizes of a model's dims on devices: V is padded to a multiple of ``tensor``, kv heads are repeated.
-
-    The sizes of the mesh may be arrays, and so are then those of the dims.
-    """
+    """Returns a model's dims with the sizes that a mesh needs: V padded to a multiple of ``tensor``, and the dims of
+    `REPEATED_HEADS` added. If sizes of the mesh are arrays, the sizes of V and of repeated heads are arrays too."""
     import numpy as np  # start-up does without it
 
     num_parts = mesh.get("tensor", 1)
@@ -433,14 +433,14 @@ def held_dims(dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> dict[str, Any
 
 
 def require_mesh(mesh: Mapping[str, int]) -> None:
-    """Raises InputError for an axis of no devices."""
+    """Raises InputError for an axis whose size is below 1."""
     for axis, size in mesh.items():
         if size < 1:
             raise InputError(f"mesh axis {axis}={size} must be at least 1. Leave it out if it is not wanted.")
 
 
 def assign(rules: Rules, dims: tuple[str, ...], *, keep: Iterable[str] | None = None) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes of each dim of an array under ``rules``; only axes in ``keep`` when that is given."""
+    """Returns the mesh axes of each dim of an array under ``rules``; only axes in ``keep`` if that is given."""
     kept_axes = None if keep is None else set(keep)
     used_axes: set[str] = set()
     axes_by_dim: dict[str, tuple[str, ...]] = {}

@@ -32,24 +32,24 @@ WeightPart = Literal[
 """The part of the model that a weight belongs to."""
 
 _UNCOUNTED = ("buffer", "scale")
-"""Parts that are no parameters: buffers, and the scales of matrices in whole numbers."""
+"""Parts whose arrays are not parameters: buffers, and the scales of integer matrices."""
 
 _FILE = Path(__file__).parent / "data" / "weights.toml"
 _Row = tuple[str, str, str, WeightPart, str]
 """Name, dims, stored name in a llama checkpoint, part, and the model fields that must be set (``!``: unset)."""
 
 _VECTOR = re.compile(r"(^|\.)b|_bias$")
-"""Names of vectors of more than one dim."""
+"""Pattern of the names of vectors that may have several dims: biases."""
 
 
 class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One array of a model, alike in every layer of ``layers``.
 
-    No gradient trains a ``frozen`` weight. ``dtype`` is its stored dtype where that is not the training state's; the
-    part "scale" is for scales of matrices in whole numbers. ``dims`` and ``shape`` are those of one layer, in einsum
-    order; ``hf_name`` is its name in published checkpoints with ``{layer}`` and ``{expert}`` to fill in; without
-    ``{layer}`` all layers are one array. Rows with the same ``hf_name`` are parts of one stored array. ``tied_to``
-    names the row that has the values; this one counts 0.
+    A ``frozen`` weight is not trained. ``dtype`` is its stored dtype if that is not the training state's; the part
+    "scale" is for scales of integer matrices. ``dims`` and ``shape`` are of one layer, in einsum order; ``hf_name`` is
+    the name in published checkpoints, with ``{layer}`` and ``{expert}`` to fill in; without ``{layer}`` all layers are
+    one stored array. Rows with the same ``hf_name`` are parts of one stored array. A row that is ``tied_to`` another
+    row takes its values from there, and counts 0 parameters.
     """
 
     name: str
@@ -77,8 +77,8 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return dims[:-1] if dims[-1] in ("D", "Dc", "Ra") else dims[:1]
 
     def stored_name(self, names: Collection[str]) -> str:
-        """Returns ``hf_name``, or that of experts one by one where they are published stacked and the tensors of a
-        folder, ``names``, are not."""
+        """Returns the name in a folder with the tensors ``names``: ``hf_name`` or, if that stacks experts and the
+        folder stores each expert by itself, the name of one expert's weight, with ``{expert}`` to fill in."""
         stem, _, last = self.hf_name.partition(".experts.")
         if last not in ("gate_up_proj", "down_proj") or not any(".experts.0.gate_proj." in name for name in names):
             return self.hf_name
@@ -102,7 +102,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @cache
 def _tables() -> dict[str, tuple[_Row, ...]]:
-    """Returns the rows of every part of a model, as the data file has them."""
+    """Returns the rows of the data file by its tables."""
     return msgspec.convert(tomllib.loads(_FILE.read_text(encoding="utf-8")), dict[str, tuple[_Row, ...]])
 
 
@@ -126,19 +126,19 @@ def without_mtp(model: Model) -> Model:
 
 
 def without_mtp_words(model: Model) -> str:
-    """Returns a clause which says that the weights of that layer are not read; "" if they are, or there are none."""
+    """Returns a clause that the weights of the layer for the token after the next are not read; "" if none are left."""
     is_left_out = model.num_mtp_layers and not model.mtp_weight
     return "; without the layer for the token after the next (model.mtp_weight)" if is_left_out else ""
 
 
 def fixed_tables(model: Model) -> tuple[str, ...]:
-    """Returns the names of tables of positions that are sinusoids, which no gradient trains."""
+    """Returns the names of the position tables that are sinusoids, which are not trained."""
     has_encoders = model.sinusoids or (model.encoder is not None and model.encoder.sinusoids)
     return (*["position_table"] * model.sinusoids, *["encoder_position_table"] * has_encoders)
 
 
 def unsaved_tables(model: Model) -> list[Weight]:
-    """Returns the rows of fixed tables of both stacks, which transformers does not save (Marian's)."""
+    """Returns the weights of fixed position tables that transformers does not save: Marian's, of both stacks."""
     return [row for row in weight_table(model) if model.sinusoids and row.name in fixed_tables(model)]
 
 
@@ -148,13 +148,13 @@ def frozen_base(model: Model) -> Model:
 
 
 def has_frozen_matrices(model: Model) -> bool:
-    """True if some matrices are not trained: they are in no checkpoint, and nothing changes them."""
+    """True if the model has frozen matrices, which no step changes and no checkpoint of a run stores."""
     return any(row.frozen and row.kind == "matrix" for row in weight_table(model))
 
 
 def adapted(model: Model) -> dict[str, str]:
-    """Maps each weight that has an adapter to the name of its A; weights stored as one array share it, as in PEFT.
-    Raises InputError for a target that the model lacks, or that is a part of a stored array."""
+    """Maps each weight that has an adapter to the name of its A; weights stored as one array share an A, as in PEFT.
+    Raises InputError for a target that the model lacks, or that is only a part of a stored array."""
     if model.lora is None:
         return {}
     row_of = {row.name.removeprefix("layers."): row for row in weight_table(frozen_base(model)) if row.layers}
@@ -172,12 +172,12 @@ def adapted(model: Model) -> dict[str, str]:
 
 
 def group_dims(dims: tuple[str, ...], inputs: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the dims of the scales of a matrix whose last input dim is in groups."""
+    """Returns the dims of the scales of a matrix: the last input dim is replaced by its groups, D by Dg."""
     return tuple(f"{dim}g" if dim == inputs[-1] else dim for dim in dims)
 
 
 def _frozen(model: Model, row: Weight) -> tuple[Weight, ...]:
-    """Returns a frozen weight, and the scales of its groups of inputs where it is stored in whole numbers."""
+    """Returns the row as frozen; if adapters have an integer ``base`` and it is a matrix of a layer, its scales too."""
     assert model.lora is not None
     if not (model.lora.base and row.layers) or row.kind == "vector" or row.part not in ("attention", "mlp"):
         return (replace(row, frozen=True),)
@@ -239,7 +239,7 @@ def params_by_part(model: Model) -> dict[str, int]:
 
 
 def mtp_params(model: Model) -> int:
-    """Counts the parameters of the layers that predict tokens after the next, where `num_params` leaves them out.
+    """Counts the parameters of the layers that predict tokens after the next; 0 if `num_params` counts them already.
 
     Each is a layer like the model's last with three norms and a projection from 2 D to D; embedding and head are the
     model's. Source: DeepSeek-AI, DeepSeek-V3 (2024), section 2.2.
@@ -250,8 +250,8 @@ def mtp_params(model: Model) -> int:
 
 
 def _layers(model: Model, stored_prefix: str = "") -> list[Weight]:
-    """Returns the rows of the layers. In a decoder beside an encoder cross-attention follows self-attention.
-    ``stored_prefix`` begins the names of weights with stored names of their own."""
+    """Returns the rows of the layers. In the decoder of an encoder-decoder cross-attention follows self-attention.
+    ``stored_prefix`` + a weight's name is its key in the family's table of stored names."""
     all_layers = tuple(range(model.num_layers))
     ids_by_part = dict.fromkeys(get_args(WeightPart), all_layers)
     ids_by_part |= dict.fromkeys(("router", "experts", "shared_experts", "buffer"), model.moe_layers)
@@ -284,7 +284,7 @@ def _layers(model: Model, stored_prefix: str = "") -> list[Weight]:
 
 
 def _by_dims(model: Model, row: Weight) -> list[Weight]:
-    """Returns the row of a weight of layers as one row for each of the dims that it has in them."""
+    """Splits the row of a weight into one row for each group of layers in which it has the same dims."""
     layers_by_dims: dict[tuple[str, ...], list[int]] = {}
     for layer in row.layers:
         dim_of = model.dims_of_layer(layer)
@@ -298,9 +298,9 @@ def _by_dims(model: Model, row: Weight) -> list[Weight]:
 def _rows(
     model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {}, stored_prefix: str = ""
 ) -> list[Weight]:
-    """Returns the weights of a table's rows whose needs the model meets. ``layers`` maps a weight by its name, or its
-    part, to the layers that have it; rows without layers are left out. A weight may have a stored name under
-    ``stored_prefix`` and its name."""
+    """Returns the weights of a table's rows whose needs the model meets. ``layers`` maps a weight's name, or its part,
+    to the layers that have it; rows without layers are left out. The family's stored name is looked up by
+    ``stored_prefix`` + name, then by name."""
     size_by_letter = model.dims
     is_true_by_fact = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "norm_biases": model.norm == "layer_norm" and model.norm_bias,
@@ -348,7 +348,7 @@ def _rows(
 
 
 def head_prefix(prefix: str) -> str:
-    """Returns the prefix of the head beside a decoder's: that of the module which holds both."""
+    """Returns the prefix of the head's stored name: the decoder's prefix without ``model.`` at its end; else ""."""
     return prefix.removesuffix("model.") if f".{prefix}".endswith(".model.") else ""
 
 

@@ -1,7 +1,7 @@
-"""What fails in a fleet, how often, and the seconds that it takes: published fleets in ``data``, or a user's file.
+"""The rates of faults in a fleet and the seconds that each takes: published fleets in ``data``, or a user's file.
 
-A file has a ``source``, ``components``, and of `FaultTimes` what is known, as numbers or as [low, high]; what it leaves
-out is a default of `FaultTimes`, an assumption.
+A file has a ``source``, ``components``, and the known fields of `FaultTimes`, as numbers or as [low, high]. Fields that
+it leaves out have the defaults of `FaultTimes`, which are assumptions.
 """
 
 import functools
@@ -17,22 +17,22 @@ from meshwright.core.toml_file import decode_toml, read_toml
 
 FaultKind = Literal["process", "link", "host", "reboot", "hang", "corruption", "straggler", "planned"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
-"""A process dies, or loses its connections; its host is lost, or reboots; it stands still; its numbers are wrong, or
-slow; it is stopped."""
+"""Kinds of faults, in this order: a process dies, or loses its connections; its host is lost, or reboots; the process
+hangs, computes wrong numbers, runs slowly, or is stopped on purpose."""
 
 FOLDER = Path(__file__).parent / "data"
 NEVER_S = 1e12
 """Seconds between failures, 32,000 years, where none are known: intervals are numbers."""
 DEFAULT_RATES = "llama3"
-"""Rates of chips of which none are published: the largest fleet that says what failed."""
+"""Name of the rates for chips without published rates: the largest fleet that says what failed."""
 
 
 class FaultTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds that faults, restarts and what protects from them take; ``slowdown`` is a factor.
 
-    ``detect_s`` finds a dead process or host, ``hang_s`` one that stands still (the timeout of a collective: 600 s is
+    ``detect_s`` finds a dead process or host, ``hang_s`` a process that hangs (the timeout of a collective: 600 s is
     PyTorch's for NCCL), ``check_s`` is the time between comparisons that find wrong numbers, ``straggler_s`` how long a
-    slow host stays. ``swap_s`` takes a spare, ``reboot_s`` and ``repair_s`` bring a host back. A start is ``init_s`` of
+    slow host stays. ``swap_s`` adds a spare, ``reboot_s`` and ``repair_s`` bring a host back. A start is ``init_s`` of
     devices, ``prep_s``, ``startup_s`` with compilation, ``restore_s`` and ``data_s``, or ``restart_s`` where only a
     total is known. Saving blocks steps for ``save_s``, a copy to a neighbour's memory for ``memory_s``, an outer step
     for ``outer_s``, a new group for ``regroup_s``; ``copy_s`` brings a state from memory to where it is needed.
@@ -66,20 +66,20 @@ class FaultTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InputError(f"times: slowdown is {self.slowdown:g}, give a factor of at least 1")
 
     def noticed_s(self, kind: FaultKind) -> float:
-        """Returns the seconds from a fault until it is noticed; wrong numbers are noticed when the fault comes."""
+        """Returns the seconds from a fault until it is noticed; 0 if planned, or for corruption, dated by discovery."""
         return {"hang": self.hang_s, "corruption": 0.0, "planned": 0.0}.get(kind, self.detect_s)
 
     def found_s(self, kind: FaultKind) -> float:
-        """Returns the seconds from a fault to a host, the old one or a spare, on which training starts again."""
+        """Returns the seconds from a fault until training can start again, on the old host or a spare."""
         return self.noticed_s(kind) + (self.swap_s if kind in ("host", "reboot") else 0.0) + self.restart_s
 
     def start_s(self, restore_s: float) -> float:
-        """Returns the seconds from that host to the first step, ``restore_s`` of them for the state."""
+        """Returns the seconds of a start, from a host to the first step; ``restore_s`` of them restore the state."""
         return self.init_s + self.prep_s + self.startup_s + restore_s + self.data_s
 
 
 class FaultComponent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cause of faults: its ``kind``, and ``count`` in the fleet that was watched or a rate."""
+    """One cause of faults: its ``kind``, and either its ``count`` in the observed fleet or a rate per hour."""
 
     name: str
     kind: FaultKind
@@ -95,7 +95,7 @@ class FaultComponent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class FaultRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What fails how often: ``num_chips`` watched for ``days``, from which counts become rates."""
+    """How often each component fails. Counts become rates by ``num_chips``, observed for ``days``."""
 
     source: str
     components: tuple[FaultComponent, ...]
@@ -117,11 +117,11 @@ class FaultRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Times of which bounds are known."""
+        """The times that are given as [low, high], by name."""
         return {name: time for name, time in self.times.items() if isinstance(time, tuple)}
 
     def per_hour(self, num_chips: int, num_hosts: int) -> tuple[float, ...]:
-        """Returns the faults of each component in an hour of a fleet."""
+        """Returns the mean number of faults of each component in an hour of a fleet."""
         watched_hours = (self.num_chips or 1) * (self.days or 1) * 24
         return tuple(
             num_chips * c.count / watched_hours
@@ -137,7 +137,7 @@ class FaultRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return min(NEVER_S, 3600 / total) if total else NEVER_S
 
     def times_at(self, share: float = 0.5, changes: Mapping[str, float] = {}) -> FaultTimes:
-        """Returns the times, ``share`` of the way from the low to the high bound where there are two."""
+        """Returns the times: low + ``share`` x (high - low) where there are bounds; ``changes`` replaces times."""
         known = {name: time for name, time in self.times.items() if not isinstance(time, tuple)}
         between = {name: low + share * (high - low) for name, (low, high) in self.ranges.items()}
         return convert_fields({**known, **between, **changes}, FaultTimes, section="times")
@@ -145,12 +145,12 @@ class FaultRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 @functools.cache
 def published_rates() -> tuple[str, ...]:
-    """Returns the names of the fleets whose rates come with the package."""
+    """Returns the names of the fleets whose rates are in the package."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 
 def load_rates(name: str) -> FaultRates:
-    """Returns rates by the name of a published fleet, or of a TOML file. Raises InputError for others."""
+    """Returns the rates of a published fleet, or of a file if ``name`` ends in .toml. Raises InputError if neither."""
     if not name.endswith(".toml") and name not in published_rates():
         known = nearest(name, published_rates())
         raise InputError(f"rates {name!r} are not known.{known} Or name a file that ends in .toml.")
@@ -159,6 +159,6 @@ def load_rates(name: str) -> FaultRates:
 
 @functools.cache
 def rates_for_chip(chip: str) -> tuple[str, bool]:
-    """Returns the name of the published rates to take for a chip, and whether they are of that chip."""
+    """Returns the name of the published rates to use for a chip, and whether they were observed on that chip."""
     names = [name for name in published_rates() if chip in load_rates(name).chips]
     return (names[0], True) if names else (DEFAULT_RATES, False)

@@ -1,4 +1,4 @@
-"""Formats of every family's published files, from ``data/families.toml``; reading and writing use the same rows."""
+"""The formats of every family's published files, from ``data/families.toml``; reading and writing use the same rows."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ ROPE_KEYS = {name: name for name in RopeScaling.__struct_fields__} | {
 """Field of a RopeScaling -> key in ``rope_scaling`` or ``rope_parameters``."""
 
 GROUP_KEYS = {"expert_groups": "n_group", "groups_per_token": "topk_group"}
-"""Field -> key of routers that choose among groups of experts."""
+"""Field -> key, for routers that choose among groups of experts."""
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def known(self) -> set[str]:
-        """The keys that are read."""
+        """The keys of a config.json of the family that are read."""
         rotary_keys = ("rope_scaling", "rope_parameters") if "rope_theta" in self.keys.values() else ()
         encoder_keys = (*self.encoder.values(), *self.follows)
         return {"model_type", *rotary_keys, *self.keys.values(), *self.aliases, *self.computed, *encoder_keys}
@@ -65,13 +65,13 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @functools.cache
 def tables() -> HfFields:
-    """Returns the data file: a table for each family, and those that its first lines explain."""
+    """Returns the parsed data file: a table for each family, and further tables that its first lines explain."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
 @functools.cache
 def formats() -> dict[str, Format]:
-    """Returns the format of every family."""
+    """Returns the format of every family. Raises InputError for a family without a table in the data file."""
     entries = tables()
 
     def laid_over_bases(name: str) -> HfFields:
@@ -90,8 +90,8 @@ def formats() -> dict[str, Format]:
 
 @functools.cache
 def config_fields() -> HfFields:
-    """Returns the fields of all configuration classes of one version of ``transformers``: those ``common`` to all,
-    which no model reads; by family, those that its code has "read" and "not_read"; of all models, those
+    """Returns the fields of all configuration classes of one version of ``transformers``: ``common`` to all classes,
+    which no model reads; under ``families`` by family, "read" and "not_read" by its code; of all models,
     ``read_by_some`` and ``read_by_none``."""
     fields: HfFields = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
     return fields
@@ -99,11 +99,11 @@ def config_fields() -> HfFields:
 
 @functools.cache
 def number_words() -> frozenset[str]:
-    """Returns the words of keys that change numbers."""
+    """Returns the words that suggest, as part of a key, that the key changes what a model computes."""
     return frozenset(tables()["number_words"])
 
 
 @functools.cache
 def aliases() -> dict[str, str]:
-    """Maps every family's own spellings of keys to the keys."""
+    """Maps other spellings of keys, of all families, to the keys."""
     return {alias: key for form in formats().values() for alias, key in form.aliases.items()}

@@ -23,11 +23,11 @@ VERSIONS, ALIGNMENT, MOST_DIMS = (2, 3), 32, 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY, _FLOAT32 = 8, 9, 6
 _PART = re.compile(r"-\d{5}-of-(\d{5})$")
-"""End of the name of a file that is one of several of a model."""
+"""End of the name of a file that is one of several files of a model."""
 
 
 class StoredBlocks(NamedTuple):
-    """Where a tensor is: dims, outermost first; the number of its type; its first byte in its file."""
+    """A tensor in a file: sizes of its dims, outermost first, the number of its GGUF type, the file and the offset."""
 
     shape: tuple[int, ...]
     kind: int
@@ -36,7 +36,7 @@ class StoredBlocks(NamedTuple):
 
 
 class Gguf(NamedTuple):
-    """The header of a model's files: metadata by name, and where each tensor is."""
+    """The headers of a model's files: metadata by name, and the place of each tensor by name."""
 
     values: HfFields
     tensors: dict[str, StoredBlocks]
@@ -77,7 +77,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_name(file: Path) -> str:
-    """Returns the name of a model from that of its file."""
+    """Returns the name of a model: the name of one of its files without the number of the part."""
     return _PART.sub("", file.stem)
 
 
@@ -100,7 +100,7 @@ def _read(files: tuple[tuple[Path, int], ...]) -> Gguf:
 
 @contextmanager
 def _whole(file: Path) -> Iterator[None]:
-    """Raises InputError in place of what numbers that no model has lead to."""
+    """Turns errors that impossible metadata causes inside the block into an InputError that names the file."""
     try:
         yield
     except (TypeError, ArithmeticError, ValueError, OSError, MemoryError) as error:
@@ -110,7 +110,7 @@ def _whole(file: Path) -> Iterator[None]:
 
 
 class _Reader:
-    """Reads the values of a header one after another."""
+    """Reads the values of a file's header one after another; raises InputError if the header is not valid."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.at = file, 0
@@ -168,7 +168,7 @@ class _Reader:
 
 
 def stored_bytes(path: Path) -> dict[str, int]:
-    """Returns the bytes that tensors of each type take in the GGUF files of a model, by the type's name."""
+    """Maps names of tensor types to their bytes in a model's GGUF files. Raises InputError for a file cut short."""
     tensors = sorted(read_gguf(gguf_files(path)).tensors.values(), key=lambda tensor: (tensor.file, tensor.start))
     bytes_by_type: dict[str, int] = {}
     for tensor, next_tensor in itertools.zip_longest(tensors, tensors[1:]):
@@ -184,9 +184,9 @@ def stored_bytes(path: Path) -> dict[str, int]:
 
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of the models whose scores are scaled by D / N in place of H, which files leave out."""
+"""Number of layers of the models whose scores are scaled by D / N in place of H; GGUF files do not say so."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What every published llama with stretched frequencies has; files have the factor of each frequency."""
+"""Rotary scaling of every published llama with stretched frequencies; GGUF files have only the resulting factors."""
 
 
 def gguf_config(path: Path) -> HfFields:
@@ -231,7 +231,7 @@ def _config(gguf: Gguf, file: Path) -> HfFields:
 
 
 def _stretched(gguf: Gguf, facts: HfFields, file: Path) -> HfFields:
-    """Returns the keys of rotary scaling: from the metadata, and from the tensors of factors of the frequencies."""
+    """Returns the keys of rotary scaling, from the metadata or from the tensors with a factor for each frequency."""
     rope_type = facts.get("rope.scaling.type", "none")
     original_keys = {"original_max_position_embeddings": facts.get("rope.scaling.original_context_length")}
     if "rope_factors_long.weight" in gguf.tensors:
@@ -244,7 +244,7 @@ def _stretched(gguf: Gguf, facts: HfFields, file: Path) -> HfFields:
 
 
 def _floats(gguf: Gguf, name: str) -> tuple[float, ...]:
-    """Returns a small tensor of float32."""
+    """Returns the values of a float32 tensor. Raises InputError if it has another type or is cut short."""
     tensor = gguf.tensors[name]
     with tensor.file.open("rb") as file:
         file.seek(tensor.start)
@@ -255,7 +255,7 @@ def _floats(gguf: Gguf, name: str) -> tuple[float, ...]:
 
 
 def _llama3(factors: Sequence[float], gguf: Gguf, file: Path) -> HfFields:
-    """Returns the scaling of Llama 3.1 whose factors of the frequencies are these. Raises InputError for others."""
+    """Returns the rotary scaling of Llama 3.1 that gives these factors of frequencies; InputError if none does."""
     freq_base, low_factor, high_factor, original_len = (gguf.values.get("llama.rope.freq_base", 1e4), *_LLAMA3.values())
     factor = max(factors)
     turns = (original_len / (2 * math.pi * freq_base ** (i / len(factors))) for i in range(len(factors)))

@@ -1,4 +1,4 @@
-"""Reads how a published folder says that its matrices are quantised: `quantization_config` of its config.json."""
+"""Reads how the matrices of a published folder are quantised, from `quantization_config` in its config.json."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ FORMATS = (
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     """How a matrix is stored: in ``dtype``, with a scale for ``outputs`` x ``inputs`` entries (0: all of them), and
-    with zero points if it is not ``symmetric``. Groups of inputs that are not ``in_order`` are listed input by input.
+    with zero points if it is not ``symmetric``. If groups are not ``in_order``, a list has the group of each input.
     """
 
     dtype: Literal["int8", "int4", "fp8", "fp4"]
@@ -42,14 +42,14 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def why_wide(self) -> str:
-        """Why no product takes such a matrix as it is stored; "" if one does."""
+        """The reason why no product reads the matrix as it is stored; "" if products do."""
         reason = "zero points" if not self.symmetric else "" if self.in_order else "groups of inputs out of order"
         return "4-bit floats" if self.dtype == "fp4" else reason
 
 
 class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a config says of its quantised matrices: the scheme of each pattern of names, first match first; names of
-    modules that are ``plain``; and ``notes``, lines on what is stored and not used."""
+    """The quantisation in a config: pairs (pattern of module names, scheme), the first match counts; patterns of
+    modules that are ``plain``, not quantised; ``notes`` on what is not used; if zero points are stored minus 1."""
 
     method: Method
     schemes: tuple[tuple[str, Scheme], ...]
@@ -62,7 +62,7 @@ class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
         return next((scheme for pattern, scheme in self.schemes if _matches(pattern, module)), None)
 
     def is_plain(self, module: str) -> bool:
-        """True for a module that the config leaves as it was, as far as it says."""
+        """True if, by the config, a module is not quantised."""
         return self.scheme(module) is None or any(_matches(pattern, module) for pattern in self.plain)
 
 
@@ -73,12 +73,12 @@ def _matches(pattern: str, module: str) -> bool:
 
 
 EVERY = "Linear"
-"""The pattern of every matrix of a product."""
+"""The pattern that matches every module with a matrix product."""
 
 
 def quantisation_of(keys: HfFields, *, family: str, what: str) -> Quantisation | None:
-    """Returns the quantisation of a config.json object, None without one. Raises InputError or CannotRunError, in one
-    line, for a method, or a form of one, that is not read."""
+    """Returns the quantisation of a config.json object; None without one. Raises InputError or CannotRunError, in one
+    line, for a method, or a variant of a method, that is not read."""
     config = next((keys[key] for key in CONFIG_KEYS if keys.get(key)), None)
     if config is None:
         return None
@@ -111,7 +111,7 @@ def _number(config: HfFields, key: str, allowed: tuple[int, ...], default: int) 
 
 
 def _inputs(config: HfFields, default: int) -> int:
-    """Returns the inputs of a group, 0 for all of them, which files write as -1 or null."""
+    """Returns the number of inputs of a group; 0 for all inputs, which files write as -1 or null."""
     size = config.get("group_size", default)
     if size not in (None, -1) and (not isinstance(size, int) or size < 1):
         raise InputError(f"quantization_config has group_size={size!r}. Write a positive number, or -1 for all inputs.")
@@ -119,7 +119,7 @@ def _inputs(config: HfFields, default: int) -> int:
 
 
 def _block(config: HfFields, key: str) -> tuple[int, int]:
-    """Returns the outputs and inputs of a block."""
+    """Returns the numbers of outputs and inputs of a block with one scale."""
     block = config[key]
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise InputError(f"quantization_config has {key}={block!r}. Write outputs and inputs of a block: [128, 128].")
@@ -220,16 +220,16 @@ _MXFP4 = Quantisation(method="mxfp4", schemes=(("experts", Scheme(dtype="fp4", i
 _READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": lambda table: _MXFP4}
 
 SCALES = (".weight_scale_inv", ".weight_scale", ".scales")
-"""Ends of the names of scales."""
+"""Ends of the names of tensors that are scales."""
 _BESIDE = (*SCALES, "_scale", "_scales", "_zero_point")
-"""Ends of the names of what is no weight, whose dtype says nothing of theirs."""
+"""Ends of the names of tensors that are not weights: their dtype is not the dtype of weights."""
 
 
 def stored_matrices(
     model: Model, quantisation: Quantisation, names: Collection[str] = ()
 ) -> tuple[StoredMatrices | None, dict[tuple[str, str], int]]:
-    """Returns the matrices of a folder that generation keeps narrow, and the numbers of parameters that are widened, by
-    dtype and reason. The ``names`` of its tensors say which are quantised, else the config."""
+    """Returns the matrices of a folder that generation keeps quantised, and the numbers of parameters that it widens,
+    by (dtype, reason). The ``names`` of its tensors say which matrices are quantised; without names the config does."""
     narrow_rows, num_widened, group_size = list[tuple[str, Any, bool]](), dict[tuple[str, str], int](), 0
     for row in weight_table(model):
         if row.kind != "matrix" or row.tied_to or row.part in ("embedding", "router"):
@@ -259,8 +259,8 @@ def stored_matrices(
 
 
 class FolderWeights(NamedTuple):
-    """What a folder says of its weights: the dtype of those that are not narrow, how the others are quantised, the
-    matrices that generation keeps so, and the numbers of parameters that it widens, by dtype and reason."""
+    """The weights of a folder: the dtype in which plain and widened weights are served, the quantisation, the matrices
+    that generation keeps quantised, and the numbers of parameters that it widens, by (dtype, reason)."""
 
     dtype: Literal["bf16", "fp32"] = "bf16"
     quantisation: Quantisation | None = None
@@ -269,7 +269,7 @@ class FolderWeights(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines on what is not used, and on what is widened."""
+        """Lines on stored data that is not used, and on quantised weights that are widened."""
         lines = (
             f"the {dtype} weights have {reason}, for which there is no kernel: served in {self.dtype}, "
             f"{format_bytes(num_params * DTYPE_BYTES[self.dtype])}"
@@ -279,8 +279,8 @@ class FolderWeights(NamedTuple):
 
 
 def folder_weights(model: Model, folder: Path, tensors: Mapping[str, Any]) -> FolderWeights:
-    """Reads the config.json of a folder, not of GGUF files, beside its ``tensors``, see `stored_matrices`: they are
-    served in float32 where none is in 16 bits."""
+    """Returns the weights of a folder, from its ``tensors`` and (unless it has GGUF files) its config.json. Their dtype
+    is fp32 if some tensors are float32 and none is in 16 bits, else bf16."""
     file, base_model = folder / "config.json", replace(model, lora=None)
     keys = {} if is_gguf(folder) else read_json(file, "Give the folder of a model.")
     quant = quantisation_of(keys, family=model.family, what=str(file))

@@ -33,9 +33,9 @@ from meshwright.spec.hf.wrappers import as_family, is_nested, text_half, wrapper
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
 
 MASK_KEYS = ("attention_mask", "attention_score")
-"""Keys that transformers does not have: the fields of `Model` for a mask and a score rule by name."""
+"""Keys of this package, which transformers does not have: fields of `Model` for a mask and a score rule by name."""
 OWN_FIELDS = "meshwright"
-"""A key of ours: fields of `Model` that the family has no keys for, with their values."""
+"""A key of this package: an object of the fields of `Model` that the family has no keys for."""
 
 ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 _NEEDS: dict[type, tuple[tuple[type, ...], str]] = {
@@ -57,7 +57,7 @@ _TYPES: dict[str, type] = {name: get_origin(hint) or hint for name, hint in _PLA
 
 
 class _Config:
-    """The keys of one config with its rotary settings, over transformers' defaults."""
+    """The keys of one config, with transformers' defaults for keys that it lacks, and its rotary settings."""
 
     def __init__(self, given: HfFields, *, family: str, what: str) -> None:
         self.family, self.what, self.given, self.form = family, what, given, formats()[family]
@@ -71,7 +71,7 @@ class _Config:
         self.keys |= {key: value for key, value in self.rope.items() if value is not None}
 
     def _rope(self) -> HfFields:
-        """Returns ``rope_scaling`` or the newer ``rope_parameters``, which may differ between kinds of layers."""
+        """Returns the table ``rope_scaling`` or the newer ``rope_parameters``; of two tables, full attention's."""
         tables = (self.read(key, dict) for key in ("rope_scaling", "rope_parameters") if self.has(key))
         table: HfFields = next(filter(None, tables), {})
         full_table, sliding_table = table.get("full_attention"), table.get("sliding_attention")
@@ -85,9 +85,9 @@ class _Config:
         return dict(full_table)
 
     def require_understood(self) -> None:
-        """Raises InputError for a key that may change what the model computes and is not read; warns of an unknown one.
+        """Raises InputError for a key that may change what the model computes and is not read; warns of unknown keys.
 
-        A key changes nothing that transformers' code of the family does not read, by `config_fields`.
+        A key that transformers' code of the family does not read (`config_fields`) changes nothing.
         """
         known_keys, fields = {*self.form.known, *MASK_KEYS, OWN_FIELDS}, config_fields()
         unused_keys = {*fields["common"], *fields["families"][self.family]["not_read"]}
@@ -114,8 +114,8 @@ class _Config:
                 warnings.warn(warning, FileWarning, stacklevel=2)
 
     def read(self, key: str, kind: type, of: type | tuple[type, ...] = object) -> Any:
-        """Returns the value of a key as ``kind``; a list has entries of the type ``of``. Raises InputError if it is
-        missing or mistyped, or a number that no model can have."""
+        """Returns the value of a key as ``kind``; a list has entries of the type ``of``. Raises InputError if the key
+        is missing, has another type, or has a number that no model can have."""
         value: Any = self.keys.get(key)
         value_types, wanted_form = _NEEDS[kind]
         max_value = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
@@ -147,7 +147,7 @@ class _Config:
         return {field: self.read(key, _TYPES[field]) for field, key in key_by_field.items()}
 
     def in_its_words(self, message: str) -> str:
-        """Returns a message about fields of `Model` with the keys that this config has for them."""
+        """Returns a message with names of fields of `Model` replaced by the keys that this config has for them."""
         key_of_field = self.form.keys | {f"encoder.{field}": key for field, key in self.form.encoder.items()}
         spelling_of = {aliases().get(key, key): key for key in self.given}
         keys = {field: spelling_of.get(key, key) for field, key in key_of_field.items()}
@@ -162,7 +162,7 @@ class _Config:
 
 
 def _says_numbers(key: str) -> bool:
-    """True for a key that some model of transformers reads, or that has a word of those that are read here."""
+    """True for a key that some model of transformers reads, or that contains one of `number_words`."""
     words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", key)}
     return key in config_fields()["read_by_some"] or not number_words().isdisjoint(words)
 
@@ -173,7 +173,7 @@ def _one_of(value: Any) -> Any:
 
 
 def similar(name: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean ...?" if ``name`` is a known one in another spelling, or with one letter left out."""
+    """Returns " Did you mean ...?" if ``name`` is a known name in other spelling or without one letter; else ""."""
 
     def plain(text: str) -> str:
         return re.sub(r"[\W_]", "", text.lower())
@@ -237,7 +237,7 @@ def _from_keys(keys: HfFields, name: str, what: str) -> Model:
 
 
 def _fields(config: _Config) -> HfFields:
-    """Returns the fields of a model: those of one key each, the fixed ones, and those computed from several keys."""
+    """Returns the fields of a model: read from one key each, fixed by the family, or computed from several keys."""
     family, form = config.family, config.form
     widths = _widths(config) if family == "gemma3n" else {}
     is_grouped = family == "deepseek_v2" and config.read("topk_method", str) == "group_limited_greedy"
@@ -292,7 +292,7 @@ def _fields(config: _Config) -> HfFields:
 
 
 def _theta_by_alpha(config: _Config, fields: HfFields) -> float:
-    """Returns the rotary theta of a Hunyuan, which is larger for longer contexts, and nothing else is."""
+    """Returns the rotary theta of a Hunyuan: ``rope_theta`` scaled by its ``alpha``, for longer contexts."""
     alpha, width = config.read("alpha", float), fields["head_dim"]
     if alpha <= 0 or width < 3:
         raise InputError(
@@ -302,7 +302,7 @@ def _theta_by_alpha(config: _Config, fields: HfFields) -> float:
 
 
 def _encoder(config: _Config) -> HfFields:
-    """Returns the encoder of a family that has one."""
+    """Returns the fields of the encoder; {} for a family without one."""
     sizes = {field: config.read(key, int) for field, key in config.form.encoder.items()}
     for key in ("num_mel_bins", "relative_attention_num_buckets"):
         if sizes and config.has(key) and config.read(key, int) < 1:
@@ -317,10 +317,10 @@ def _encoder(config: _Config) -> HfFields:
 
 
 def _t5_fields(config: _Config) -> HfFields:
-    """Returns the feed-forward block and the head of a T5.
+    """Returns the fields of the feed-forward block and of the head of a T5.
 
-    The file says whether the head is tied, and then the stream is divided by sqrt(D) before it, but in mT5. Files that
-    transformers 5 wrote say tied in any case, and of T5 beside it whether the stream is divided.
+    If ``tie_word_embeddings``, the head is tied and, except in mT5, the stream is divided by sqrt(D) before it. Files
+    that transformers 5 wrote always say tied; in these ``scale_decoder_outputs`` false means that the head is not tied.
     """
     kind = config.read("feed_forward_proj", str)
     *gate, activation = kind.split("-")
@@ -337,7 +337,7 @@ def _t5_fields(config: _Config) -> HfFields:
 
 
 def _of_older_decoder(config: _Config, fields: HfFields) -> HfFields:
-    """Returns what follows from several keys of families with parallel blocks, learned positions or one kv head."""
+    """Returns the fields that Falcon, GPT BigCode, StableLM and OPT determine by several keys."""
     family, num_heads = config.family, fields["num_heads"]
     if family == "stablelm":
         return {"shared_norm": fields["parallel_block"]}
@@ -362,14 +362,14 @@ def _of_older_decoder(config: _Config, fields: HfFields) -> HfFields:
 
 
 def _fraction(part: int, whole: int) -> float:
-    """Returns part / whole, of which the whole has the part again when rounded down."""
+    """Returns part / whole, rounded so that int(whole * fraction) is ``part`` again."""
     fraction = part / whole
     return fraction if int(whole * fraction) == part else math.nextafter(fraction, 1.0)
 
 
 def _layers_without_experts(config: _Config) -> tuple[int, ...]:
-    """Returns the dense layers of a model with experts: those that ``mlp_layer_types`` lists, or the first
-    ``first_k_dense_replace``, or Qwen's: all but every ``decoder_sparse_step``-th, and ``mlp_only_layers``."""
+    """Returns the layers without experts of a model with experts, by the family's key: as ``mlp_layer_types`` lists
+    them, the first ``first_k_dense_replace``, outside a range or list of routed layers, or by Qwen's sparse step."""
     layers, keys = config.layers(), config.form.computed
     if "mlp_layer_types" in keys and config.has("mlp_layer_types"):
         kinds = _of_every_layer(config, "mlp_layer_types", ("dense", "sparse"))
@@ -393,8 +393,8 @@ def _layers_without_experts(config: _Config) -> tuple[int, ...]:
 
 
 def _gemma4_parts(config: _Config, fields: HfFields) -> HfFields:
-    """Returns the heads of Gemma 4's layers without a window, and what it has of layers' own embeddings, shared keys
-    and experts: the dense block beside the routed experts is what other families call a shared one."""
+    """Returns the fields of Gemma 4 that depend on several keys: heads of layers without a window, layer embeddings,
+    shared keys and experts. Its dense block next to the routed experts counts as a shared expert."""
     parts = _global_heads(config, fields)
     table_len = config.keys["vocab_size_per_layer_input"]
     if fields["layer_embed_dim"] and table_len not in (None, fields["vocab_size"]):
@@ -412,8 +412,8 @@ def _gemma4_parts(config: _Config, fields: HfFields) -> HfFields:
 
 
 def _gemma3n_parts(config: _Config, fields: HfFields) -> HfFields:
-    """Returns the rows of the tables of Gemma 3n's layers, and the layers whose gates are mostly zero: all of them to
-    one share, by default 95% in the first ten of more than ten layers."""
+    """Returns the rows of Gemma 3n's layer embeddings, and the layers whose gates are sparse with their one share of
+    zeros, by default 95% in the first ten of more than ten layers."""
     layers, table_len = config.layers(), config.read("vocab_size_per_layer_input", int)
     shares = [0.95 if len(layers) > 10 and layer < 10 else 0.0 for layer in layers]
     if config.has("activation_sparsity_pattern"):
@@ -436,8 +436,8 @@ def _gemma3n_parts(config: _Config, fields: HfFields) -> HfFields:
 
 
 def _widths(config: _Config) -> HfFields:
-    """Returns the greater of two widths that Gemma 3n's feed-forward blocks may have, and its layers; leaves the lesser
-    to the key."""
+    """Returns the larger of the two feed-forward widths that Gemma 3n may list, and its layers; {} without a list. Sets
+    the key ``intermediate_size`` to the smaller width."""
     if not isinstance(config.keys.get("intermediate_size"), list):
         return {}
     widths = _of_every_layer(config, "intermediate_size")
@@ -449,8 +449,8 @@ def _widths(config: _Config) -> HfFields:
 
 
 def _global_heads(config: _Config, fields: HfFields) -> HfFields:
-    """Returns the heads of Gemma 4's layers without a window: as its own keys say, or as ``per_layer_config`` does,
-    which transformers writes. Their number differs only where keys are values."""
+    """Returns the heads of Gemma 4's layers without a window, from its ``global_`` keys or from ``per_layer_config``,
+    which transformers writes. Their number differs from other layers' only if values are keys."""
     table = config.read("per_layer_config", dict) if config.has("per_layer_config") else {}
     width_key, heads_key = "head_dim", "num_key_value_heads"
     own_keys = {width_key: "global_head_dim", heads_key: "num_global_key_value_heads"}
@@ -471,7 +471,7 @@ def _global_heads(config: _Config, fields: HfFields) -> HfFields:
 
 
 def _unrotated(config: _Config) -> tuple[int, ...]:
-    """Returns the layers without rope of SmolLM3 and Llama 4: 0 in ``no_rope_layers``, else every
+    """Returns the layers without rope of SmolLM3 and Llama 4: with 0 in ``no_rope_layers`` or, without that list, every
     ``no_rope_layer_interval``-th."""
     if not config.keys.get("no_rope_layers"):
         layer_interval = max(config.read("no_rope_layer_interval", int), 1)
@@ -483,7 +483,7 @@ def _unrotated(config: _Config) -> tuple[int, ...]:
 def _of_every_layer(
     config: _Config, key: str, kinds: Sequence[str] = (), *, of: type | tuple[type, ...] = int
 ) -> tuple[Any, ...]:
-    """Returns a list of one value for each layer: one of ``kinds``, or a number ``of`` a type if there are none."""
+    """Returns the list of a key, a value for each layer: one of ``kinds`` or, without kinds, a value of type ``of``."""
     values: tuple[Any, ...] = config.read(key, tuple, str if kinds else of)
     if len(values) != len(config.layers()):
         raise InputError(
@@ -523,7 +523,7 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
 
 
 def _window(config: _Config) -> HfFields:
-    """Returns the sliding window and its layers; {} if no layer has one."""
+    """Returns the fields of the sliding window: its length and its layers; {} if no layer has a window."""
     is_switched_off = "use_sliding_window" in config.form.defaults and not config.read("use_sliding_window", bool)
     key = "attention_chunk_size" if config.family == "llama4" else "sliding_window"
     if is_switched_off or not config.has(key):
@@ -559,8 +559,8 @@ def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
 
 
 def _local_layers(config: _Config) -> Iterable[int]:
-    """Returns the layers with a window: all but every n-th, or those with an L in a text as "LLLG", which repeats and
-    does not count for the last layer."""
+    """Returns the layers with a window: all but every n-th for a number n; for text such as "LLLG", which repeats, the
+    layers with an L, except the last layer."""
     pattern = config.keys["sliding_window_pattern"]
     if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
         return [layer for layer in config.layers()[:-1] if pattern[layer % len(pattern)] == "L"]

@@ -1,4 +1,4 @@
-"""Finds the decoder of text in the config of a multimodal model: the rest of such a model is left out."""
+"""Finds the text decoder in the config of a multimodal model; the other parts of the model are left out."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +9,14 @@ from meshwright.spec.model import FAMILIES
 
 _NESTED = ("thinker_config", "text_config")
 _OUTER = ("tie_word_embeddings", *CONFIG_KEYS)
-"""Keys beside the decoder's own that count for it too."""
+"""Keys outside the decoder's table that apply to the decoder too."""
 
 LLAVA = ("llava", "llava_next")
-"""Wrappers whose files leave out sizes of the decoder."""
+"""Multimodal models whose files leave out sizes of the decoder."""
 
 
 def is_nested(keys: Mapping[str, Any]) -> bool:
-    """True if the keys of a decoder are in a table of their own."""
+    """True if a config has the decoder's keys in a nested table."""
     return any(isinstance(keys.get(key), Mapping) for key in _NESTED)
 
 
@@ -29,7 +29,7 @@ def wrapper_prefix(keys: Mapping[str, Any]) -> str:
 
 
 def text_half(keys: Mapping[str, Any]) -> HfFields:
-    """Returns the keys of the decoder, which files nest or, as those of Qwen 2 VL, have beside the other parts."""
+    """Returns the decoder's keys in a multimodal config: nested or, as in Qwen 2 VL, next to the other parts' keys."""
     parts = [keys]
     while inner := next((part for key in _NESTED if isinstance(part := parts[-1].get(key), Mapping)), None):
         parts.append(inner)
@@ -45,7 +45,7 @@ def text_half(keys: Mapping[str, Any]) -> HfFields:
 
 
 def as_family(keys: HfFields) -> HfFields:
-    """Returns the keys of a text half under the name of its family, with the defaults that are its own."""
+    """Returns a text decoder's keys with its family as ``model_type``, over the defaults of this kind of decoder."""
     half: HfFields = tables()["text_halves"].get(keys["model_type"], {"model_type": keys["model_type"]})
     defaults = {key: value for key, value in half.items() if key != "unread"}
     return {**defaults, **keys, **dict.fromkeys(half.get("unread", ())), "model_type": half["model_type"]}

@@ -12,14 +12,14 @@ from meshwright.spec.hf.read import MASK_KEYS, OWN_FIELDS, model_from_config
 from meshwright.spec.model import Model, RopeScaling
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Numbers of special tokens: facts of a tokenizer, which a model does not have."""
+"""Keys of special tokens: these belong to a tokenizer, so they are written as null."""
 
 
 def config_from_model(model: Model) -> HfFields:
     """Returns the config.json object of a model, such that `spec.hf.read.model_from_config` returns the same model.
 
-    A decoder that was nested in a multimodal model is written as a text model (see `text_model`). What the family has
-    no keys for is under `OWN_FIELDS`, which transformers does not read.
+    A decoder that was nested in a multimodal model is written as a text model (see `text_model`). Fields that the
+    family has no keys for are under `OWN_FIELDS`, which transformers does not read.
     """
     config = _of_family(model)
     back = model_from_config(config, model.name)
@@ -30,7 +30,7 @@ def config_from_model(model: Model) -> HfFields:
 
 
 _ELSEWHERE = ("name", "weights_prefix", "stored", "lora", "mtp_weight", "num_mtp_layers")
-"""Fields that a folder has in its weights, in an adapter or nowhere."""
+"""Fields of `Model` that a folder keeps outside config.json: with its weights, in an adapter, or nowhere."""
 
 
 def _of_family(model: Model) -> HfFields:
@@ -59,7 +59,7 @@ def _of_family(model: Model) -> HfFields:
 
 
 _TEXT_HALVES = ("gemma3", "gemma3n", "gemma4", "llama4")
-"""Families whose model_type ends in _text, beside that of a multimodal model."""
+"""Families whose text models have a model_type that ends in _text, as the one without is multimodal."""
 _CLASSES = {
     "gemma3n": "Gemma3n",
     "smollm3": "SmolLM3",
@@ -82,13 +82,13 @@ _CLASSES = {
 
 
 def text_model(model: Model) -> Model:
-    """Returns the model as it is written: with the weight names of a text-only checkpoint, and without layers for
-    tokens after the next that it has no weights of."""
+    """Returns the model as it is written: with the weight names of a text-only checkpoint, and only the MTP layers that
+    have weights."""
     return replace(model, weights_prefix=formats()[model.family].prefix, num_mtp_layers=len(model.mtp_layers))
 
 
 def _rope_table(model: Model) -> HfFields:
-    """Returns the keys of proportional or no scaling."""
+    """Returns the rotary keys of a model with proportional or no scaling."""
     scaling = model.rope_scaling
     if scaling is None:
         return {"rope_type": "default"}
@@ -120,7 +120,7 @@ def _rope(model: Model) -> HfFields:
 
 
 def _scaling_table(scaling: RopeScaling | None) -> HfFields:
-    """Returns a scaling as a table of a config; {} for none."""
+    """Returns a rotary scaling as a table of a config, without default values; {} for None."""
     if scaling is None:
         return {}
     defaults, fields = msgspec.to_builtins(RopeScaling(kind="")), msgspec.to_builtins(scaling).items()
@@ -202,4 +202,4 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     ),
     "topk_method": lambda model: "group_limited_greedy" if model.expert_groups else "greedy",
 }
-"""Keys that do not follow from a single field by a row."""
+"""Key of a config -> function that computes its value, for keys that are not a copy of one field."""
