@@ -21,10 +21,8 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
 def write_sums(folder: Path, files: Iterable[Path]) -> None:
-    """Writes the digests of these files, which are in ``folder`` or below it, to ``SHA256SUMS``; keeps other lines.
-
-    Files that are gone lose their line.
-    """
+    """Writes the digests of ``files``, which are in ``folder`` or below it, to its ``SHA256SUMS``. Keeps the lines of
+    other files, except files that no longer exist."""
     global _spent_s, _since_s
     _since_s = time.perf_counter()
     new_names = sorted(str(file.relative_to(folder)) for file in files)
@@ -37,7 +35,7 @@ def write_sums(folder: Path, files: Iterable[Path]) -> None:
 
 
 def digest_seconds() -> float:
-    """Returns the seconds that this process has spent on writing digests until now, in the background too."""
+    """Returns the seconds that this process has spent in `write_sums` until now, a call under way included."""
     return _spent_s + (time.perf_counter() - _since_s if _since_s else 0.0)
 
 
@@ -53,11 +51,11 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def require_intact(folder: Path, names: Sequence[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
-    """Raises CannotRunError that names the first file that is missing or not as it was written.
+    """Returns True if files have their digests in ``SHA256SUMS``; raises CannotRunError for the first that does not.
 
-    Returns False where nothing is checked, in a folder without ``SHA256SUMS``, from other software or an earlier
-    version. ``names`` are the files to check, by default all; ``share`` (number, of) checks one part of them, for
-    several processes.
+    Returns False, and checks nothing, in a folder without ``SHA256SUMS`` (of other software or an earlier version).
+    ``names`` are the files to check, by default all; ``share`` = (i, n) checks every n-th of them from the i-th on, for
+    n processes.
     """
     if not (folder / SUMS).is_file():
         return False
@@ -72,7 +70,7 @@ def require_intact(folder: Path, names: Sequence[str] | None = None, *, share: t
 
 
 def _digest(path: Path) -> str:
-    """Returns the digest of a file; empty for one that cannot be read."""
+    """Returns the SHA-256 of a file; "" for a file that cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -87,7 +85,7 @@ def summed_line(record: object) -> bytes:
 
 
 def read_line(line: bytes) -> dict[str, Any] | None:
-    """Returns the record of a line, None if it is not as it was written; older lines have no checksum."""
+    """Returns the record of a line of `summed_line`, None if the line is damaged; accepts lines without checksum."""
     record_bytes, crc_key, crc_bytes = line.rpartition(b',"crc32":"')
     if crc_key:
         line = record_bytes + b"}"

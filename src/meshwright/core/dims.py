@@ -66,11 +66,11 @@ ISLANDS = "islands"
 ISLAND_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes of one runtime, major to minor. ``pipeline`` splits layers, never a dim of an array."""
 MESH_AXES: tuple[str, ...] = (ISLANDS, *ISLAND_AXES)
-"""All mesh axes: ``islands`` are equal replicas, each a runtime of its own, that split the batch first of all. A mesh
-has that axis only where there are several."""
+"""All mesh axes. ``islands``, the outermost, splits the batch over equal replicas with separate runtimes; a mesh has
+that axis only if there are several."""
 
 EMULATED_AXES: tuple[str, ...] = ("data", "fsdp", "context", "tensor")
-"""Axes that the search tries on emulated devices; the others must be asked for."""
+"""Axes that the search tries on emulated devices; sizes of all other axes must be given."""
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)

@@ -37,11 +37,11 @@ class UserError(ValueError):
 
 
 class InputError(UserError):
-    """Something given cannot be understood. The command line ends with exit code 2."""
+    """An input is not valid. The command line ends with exit code 2."""
 
 
 class CannotRunError(UserError):
-    """What was asked for is understood but cannot fit or run. Exit code 3."""
+    """A valid request cannot fit in memory or cannot run. The command line ends with exit code 3."""
 
 
 EX_TEMPFAIL = 75
@@ -53,11 +53,11 @@ class StoppedError(Exception):
 
 
 class FileWarning(UserWarning):
-    """A file is not as it was written, or has what is not read."""
+    """A file was changed after meshwright wrote it, or has parts that are not read."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """Returns a suffix such as ``" Did you mean 'fsdp'?"``, or if nothing is close the options, if up to 30."""
+    """Returns ``" Did you mean 'fsdp'?"`` with the closest option; if none is close, up to 30 options, else ""."""
     sorted_names = sorted(set(options))
     close_names = difflib.get_close_matches(name, sorted_names, n=1, cutoff=0.5)
     if close_names:
@@ -68,7 +68,7 @@ def nearest(name: str, options: Iterable[str]) -> str:
 
 
 def require_known(what: str, name: str, options: Collection[str]) -> None:
-    """Raises InputError with what is `nearest` if a name is not among the options."""
+    """Raises InputError, which suggests the `nearest` option, if a name is not among the options."""
     if name not in options:
         raise InputError(f"{what} {name!r} is not known.{nearest(name, options)}")
 
@@ -86,11 +86,11 @@ def path_errors() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says; the name of its class where it says nothing."""
+    """Returns the first line of an error's text; the name of its class if the text is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def as_sentence(text: str) -> str:
-    """Returns the text as it follows a colon: lower-case first letter, but for OOM and such, one mark at the end."""
+    """Returns a text to follow a colon: its first letter in lower case, but for acronyms (OOM), and one final mark."""
     sentence = text if text.endswith("?") else f"{text.rstrip('.')}."
     return sentence if sentence[1:2].isupper() else f"{sentence[:1].lower()}{sentence[1:]}"

@@ -1,4 +1,4 @@
-"""What each `pip install 'meshwright[EXTRA]'` brings, and one line for those who lack it."""
+"""The packages of each extra, `pip install 'meshwright[EXTRA]'`, and the error if one of them is not installed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,24 +16,24 @@ EXTRAS = {
     "tensorboard": ("tensorboardX",),
     "wandb": ("wandb",),
 }
-"""Extra of `pyproject.toml` -> the packages that are imported of it."""
+"""Extra of `pyproject.toml` -> the modules that are imported from its packages."""
 
 
 def lacking(extra: str) -> str:
-    """Returns the first package of an extra that is not installed, "" if all are."""
+    """Returns the name of the first package of an extra that is not installed; "" if all are."""
     name = next((name for name in EXTRAS[extra] if find_spec(name) is None), "")
     return "JAX" if name == "jax" else name
 
 
 def require(extra: str, user: str) -> None:
-    """Raises InputError if a package of an extra is not installed; ``user`` is what needs it."""
+    """Raises InputError if a package of an extra is not installed; ``user`` is the verb or function that needs it."""
     if name := lacking(extra):
         raise InputError(f"{user} needs {name}: pip install 'meshwright[{extra}]'")
 
 
 @contextmanager
 def extras_named(user: str) -> Iterator[None]:
-    """Turns the import of a package that is not installed into an InputError that names its extra."""
+    """Turns a failed import of an extra's package inside the block into an InputError that names the extra."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -53,13 +53,13 @@ def figure_faults(table: object) -> Iterator[tuple[KeyPath, str]]:
 
 
 def shown(value: float) -> str:
-    """Returns a number as text for messages; a very long one as its number of digits."""
+    """Returns a number as text for messages; of more than 300 digits only how many it has."""
     num_digits = int(value.bit_length() * 0.30103) + 1 if isinstance(value, int) else 0
     return f"a number of {num_digits} digits" if num_digits > 300 else f"{value:g}"
 
 
 def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -> _T:
-    """Converts fields to a Struct. Raises one InputError for all wrong fields, ``section.name`` and what each takes."""
+    """Converts fields to a Struct. Raises one InputError with every wrong field, ``section.name``, and its type."""
     faults = [f"{dotted((section, *key))} is {fault}" for key, fault in figure_faults(fields)]
     if not faults:
         try:
@@ -147,9 +147,9 @@ _UNFIT = object()
 
 
 def fitted(value: Any, hint: object, what: str) -> Any:
-    """Returns a value as its type hint wants it: 1e6 as a whole number, text as a path, a list as a tuple.
+    """Returns a value converted to its type hint: 1e6 to a whole number, text to a path, a list to a tuple.
 
-    Raises InputError, which ``what`` begins, for a value of another type or a number that is not finite.
+    Raises InputError, whose text begins with ``what``, for a value of another type or a number that is not finite.
     """
     fit_value = _fit(value, hint)
     if fit_value is _UNFIT:
@@ -195,8 +195,8 @@ def _fit(value: Any, hint: object) -> Any:
 
 
 def _hint_words(hint: Any, *, of_tables: bool = False) -> str:
-    """Returns the words for a type hint: ``"a table {text: a whole number} or text"``; of a Struct, its name, or with
-    ``of_tables`` the fields of the table that stands for it."""
+    """Returns the words for a type hint: ``"a table {text: a whole number} or text"``; for a Struct its name or, with
+    ``of_tables``, ``"a table of"`` its fields."""
     base_type, hint_args = (
         get_origin(hint) or hint,
         get_args(hint),
@@ -218,7 +218,7 @@ def _hint_words(hint: Any, *, of_tables: bool = False) -> str:
 
 
 class _Names(dict[str, Any]):
-    """Names of a module; those that only type checkers import are `Any`."""
+    """Names of a module, for resolving type hints; names that only type checkers import resolve to `Any`."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, Any)
@@ -230,7 +230,7 @@ def _hints(given: Any) -> dict[str, Any]:
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """Plain data whose fields are checked against their types also when Python code makes it."""
+    """A Struct that converts its fields to their types, also if Python code makes it. InputError for wrong types."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -241,7 +241,7 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 def checked(function: _F) -> _F:
-    """Returns the function with arguments converted to its type hints; misfits and errors of files are InputErrors."""
+    """Wraps a function: converts its arguments to its type hints. Wrong types, files and missing extras: InputError."""
     signature, function_name = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)

@@ -17,10 +17,10 @@ import msgspec
 from meshwright.core.errors import OF_PATHS, InputError, as_sentence
 
 DAMAGED_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding JSON may raise that a file of it holds."""
+"""Exceptions that decoding the bytes of a damaged JSON file may raise."""
 
 BOM = "\ufeff"
-"""The byte order mark, which editors of some systems put before the text of a file."""
+"""The byte order mark, which some editors put before the text of a file."""
 MOST_BYTES = 2**26
 """Largest file of settings or figures that is read; compiled programs may be larger."""
 
@@ -84,9 +84,8 @@ def _text(path: Path, content: bytes, advice: str) -> str:
 def read_json(path: Path, advice: str, remedy: str = "Mend the file, or fetch it again.") -> dict[str, Any]:
     """Returns the JSON object in a file, which may begin with a byte order mark.
 
-    An error ends with ``advice`` where there is no such file, see `read_bytes`, and with ``remedy`` where what it
-    holds is wrong, after line and column of the fault. Raises InputError too for an object that has a key twice, of
-    which a reader would take either.
+    Raises InputError, ending with ``advice``, if the file cannot be read; ending with ``remedy``, with line and column
+    for wrong syntax, if its text is not a JSON object or has a key twice in one object.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -114,8 +113,8 @@ def read_json(path: Path, advice: str, remedy: str = "Mend the file, or fetch it
 
 
 def json_rows(path: Path, text: str, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number and the object of every line of a file's text that is not blank. Raises InputError with
-    ``path:line`` and the remedy for one that is no JSON object."""
+    """Yields the number and the object of every line of a file's text that is not blank. Raises InputError, with
+    ``path:line`` and the remedy, for a line that is not a JSON object."""
     for line_number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -128,8 +127,8 @@ def json_rows(path: Path, text: str, remedy: str) -> Iterator[tuple[int, dict[st
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file through a temporary one beside it, so that ``path`` is never half written, also if power is lost.
 
-    For a link, replaces the file that it names. Writes into a path that is not a file, such as /dev/null or a pipe.
-    Raises InputError for a folder that cannot be written in.
+    Replaces the target of a link. Writes directly into a path that is not a file, such as /dev/null or a pipe. Raises
+    InputError if the folder cannot be written in.
     """
     try:
         is_stream = path.exists() and not path.is_file() and not path.is_dir()

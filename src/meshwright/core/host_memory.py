@@ -26,8 +26,8 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def returning_freed_memory() -> Iterator[None]:
-    """Makes malloc return large blocks when they are freed, and keep them after the context. Else those that are freed
-    while weights are loaded stay between those that are not: a quarter more than the weights."""
+    """Makes malloc return freed large blocks to the kernel inside the context, and keep freed memory after it. Without
+    this, blocks that are freed while weights load would stay in the heap: a quarter more memory than the weights."""
     _set(_RETURNING)
     try:
         yield

@@ -11,14 +11,14 @@ OPTIMIZER = "optimizer:update:weights=optimizer"
 
 AT_MOST_ONCE = "at_most_once"
 FURTHER_ROUNDS = "further_rounds"
-"""Scope of a loop of at most one iteration: a conditional, written as a loop so that its buffers are updated in
-place."""
+"""Scopes of two loops: a conditional, written as a loop of at most one iteration so that its buffers are updated in
+place; and the further rounds of an exchange of expert rows, none if loads are even."""
 
 
 class StepLabel(msgspec.Struct, frozen=True):
-    """The step that an instruction came from: ``layer:backward:dq=einsum`` is the product that makes dq.
+    """The derived step of an instruction: ``layer:backward:dq=einsum`` is the product that computes dq.
 
-    ``block`` is a block of the program (embed, layer or a kind of layer, head), ``result`` the name of the made array.
+    ``block`` is a block of the program (embed, layer or a kind of layer, head), ``result`` the name of the result.
     """
 
     block: str

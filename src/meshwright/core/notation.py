@@ -34,7 +34,7 @@ def join_axes(axes: Axes) -> str:
 
 
 def parse_axes(text: str) -> Axes:
-    """Returns the axes of a subscript: ``XY`` -> (X, Y), ``tensor`` -> (tensor,), ``{data,fsdp}`` -> (data, fsdp)."""
+    """Returns the axes of a subscript: ``XY`` -> (X, Y), ``{data,fsdp}`` -> (data, fsdp). Raises InputError if none."""
     axes_text = text.strip()
     if axes_text.startswith("{"):
         axes = tuple(axis_text.strip() for axis_text in axes_text[1:-1].split(","))
@@ -50,8 +50,8 @@ def parse_axes(text: str) -> Axes:
 def read_array(text: str) -> tuple[str, tuple[str, ...], tuple[Axes, ...], Axes, str]:
     """Returns the name, dims, axes of each dim, unreduced axes and dtype of an array in this notation.
 
-    The name is "A" and the dtype "" where none is given; a dtype in place of the name is both. Raises InputError for
-    anything that is not this notation.
+    The name is "A" and the dtype "" if neither is given; a dtype in place of the name, such as ``bf16[I, J]``, is both.
+    Raises InputError for anything that is not this notation.
     """
     text = compact(text)
     array_match = _ARRAY.fullmatch(text)

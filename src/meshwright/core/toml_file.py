@@ -31,13 +31,13 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def is_changed(self) -> bool:
-        """True if meshwright wrote the file and it is not as it was written: edited by a person, or damaged."""
+        """True if meshwright wrote the file with a checksum that does not match any more: it was edited or damaged."""
         seal_line, _, sealed_text = self.text.partition("\n")
         return _SEAL in self.text and seal_line != _seal(sealed_text)
 
     @cached_property
     def lines(self) -> dict[KeyPath, int]:
-        """Line of each table header and key, computed when an error needs it."""
+        """Line number of each table header and key."""
         return _key_lines(self.text)
 
     def error(self, key: KeyPath, message: str) -> InputError:
@@ -46,7 +46,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @contextmanager
     def at(self, key: KeyPath) -> Iterator[None]:
-        """Adds ``path:line`` of the key to an error raised inside the block."""
+        """Turns a ValidationError or InputError raised inside the block into an InputError with the key's path:line."""
         try:
             yield
         except (msgspec.ValidationError, InputError) as error:
@@ -60,18 +60,18 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.path
 
     def refuse(self, faults: Iterable[tuple[KeyPath, str]]) -> None:
-        """Raises one InputError for all faults, each with ``path:line`` of its key; none if there are none."""
+        """Raises one InputError for all (key, fault), each with ``path:line`` of its key; does nothing without any."""
         if messages := [f"{self.where(key)}: {fault}" for key, fault in faults]:
             raise InputError("; ".join(messages))
 
 
 def read_toml(path: Path) -> TomlFile:
-    """Reads a file. Raises a one-line InputError if it is missing or broken."""
+    """Reads and parses a TOML file. Raises a one-line InputError if it is missing or not valid."""
     return parse_toml(read_text(path, "Give a TOML file."), path=str(path))
 
 
 def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
-    """Parses TOML text; ``path`` is its name in messages."""
+    """Parses TOML text; ``path`` is its name in messages. Raises InputError, with the line, if it is not valid."""
     try:
         parsed_data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -112,7 +112,7 @@ def load_toml(path: Path, kind: type[T]) -> T:
 
 
 def warn_of_changes(file: TomlFile) -> None:
-    """Gives a FileWarning for a file that is not as it was written."""
+    """Gives a FileWarning if a file was changed after meshwright wrote it."""
     if file.is_changed:
         warnings.warn(
             f"{file.path} is not as meshwright wrote it. If you edited it, remove its first line.",

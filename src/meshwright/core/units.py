@@ -11,7 +11,7 @@ _DECIMAL: dict[str, float] = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B"
 _BINARY: dict[str, float] = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 _SMALL: dict[str, float] = {"": 1, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 MOST = 1e15
-"""Largest count where nothing else is said: above the parameters, tokens and positions of any run."""
+"""Largest count that `parse_count` takes by default: above the parameters, tokens and positions of any run."""
 _NUMBER = re.compile(r"\s*(-?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -45,7 +45,7 @@ def parse_count(text: str, *, what: str = "count", least: int = 0, most: float =
 
 
 def parse_bytes(text: str) -> float:
-    """Parses bytes from ``"80 GB"`` (1e9) or ``"16 GiB"`` (2**30); a bare number is bytes."""
+    """Parses bytes from ``"80 GB"`` (1e9), ``"16 GiB"`` (2**30) or a bare number. Raises InputError for other text."""
     number, suffix = _split(text, "size")
     prefix = suffix.removesuffix("B") if suffix != "B" else ""
     scale = _BINARY.get(prefix, _DECIMAL.get(prefix))
@@ -67,7 +67,7 @@ def parse_rate(text: str, *, what: str = "rate") -> float:
 
 
 def parse_seconds(text: str, *, what: str = "time") -> float:
-    """Parses seconds from ``"20ms"``, ``"1.5 s"`` or ``"800us"``; a bare number is seconds."""
+    """Parses seconds from ``"20ms"``, ``"1.5 s"``, ``"800us"`` or a bare number. Raises InputError for other text."""
     number, suffix = _split(text, what)
     scale = _SMALL.get(suffix[:-1]) if suffix.endswith("s") else None if suffix else 1.0
     if scale is None:
@@ -76,7 +76,7 @@ def parse_seconds(text: str, *, what: str = "time") -> float:
 
 
 def _scaled(value: float, unit: str, prefixes: Iterable[str], scales: Mapping[str, float] = _DECIMAL) -> str:
-    """Formats the value with the first prefix that it reaches, else the last, to three significant digits."""
+    """Formats a value with the first prefix that is not larger, else the last, to three significant digits."""
     for prefix in prefixes:
         if abs(value) >= scales[prefix] * (1 - 0.5e-3):
             break
@@ -97,7 +97,7 @@ NOTHING_S = 5e-13
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns ``"1.2 ms"``, ``"2.5 h"``, ``"44 days"``, ``"3 years"``: three significant digits; "never": infinity."""
+    """Returns a time as ``"1.2 ms"``, ``"2.5 h"``, ``"44 days"``: three significant digits; "never" for infinity."""
     if math.isinf(seconds):
         return "never"
     if abs(seconds) < NOTHING_S:
@@ -110,23 +110,23 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Returns ``"95 GB"``: powers of ten, three significant digits."""
+    """Returns bytes as ``"95 GB"``: powers of ten, three significant digits."""
     return _scaled(num_bytes, "B", (*"EPTGMk", ""))
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Returns ``"95 GB/s"``: powers of ten, three significant digits."""
+    """Returns bytes per second as ``"95 GB/s"``: powers of ten, three significant digits."""
     return f"{format_bytes(bytes_per_s)}/s"
 
 
 def format_bit_rate(bytes_per_s: float) -> str:
-    """Returns ``"1Gbit/s"``, in as many digits as `parse_rate` needs to read the same rate."""
+    """Returns bytes per second as ``"1Gbit/s"``, with up to 12 digits, so that `parse_rate` reads the same rate."""
     scale, prefix = next(((_DECIMAL[p], p) for p in "TGMk" if 8 * bytes_per_s >= _DECIMAL[p]), (1.0, ""))
     return f"{8 * bytes_per_s / scale:.12g}{prefix}bit/s"
 
 
 def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:
-    """Returns ``"459 TFLOP/s"``: powers of ten, three significant digits (``unit="FLOP"`` for an amount)."""
+    """Returns a rate as ``"459 TFLOP/s"``, or FLOPs with ``unit="FLOP"``: powers of ten, three significant digits."""
     return _scaled(flops, unit, (*"EPTGMk", ""))
 
 
@@ -136,13 +136,13 @@ def plural(what: str, number: float) -> str:
 
 
 def counted(number: float, what: str) -> str:
-    """Returns ``"1 chip"``, ``"1,024 chips"``, ``"2 microbatches"``."""
+    """Returns a number with the singular or plural of ``what``: ``"1 chip"``, ``"1,024 chips"``, ``"2 batches"``."""
     number_text = f"{number:,.0f}" if number == round(number) else f"{number:.4g}"
     return f"{number_text} {plural(what, number)}"
 
 
 def format_count(count: float) -> str:
-    """Returns ``"4 Mi"`` for exactly 1 to 1023 Ki, Mi or Gi, else powers of ten as `format_params` does."""
+    """Returns a count as ``"4 Mi"`` if it is exactly 1 to 1023 Ki, Mi or Gi, else by `format_params`."""
     whole_count = int(count)
     for scale, prefix in ((2**30, "Gi"), (2**20, "Mi"), (2**10, "Ki")):
         if whole_count == count and whole_count >= scale and whole_count % scale == 0 and whole_count // scale < 1024:
@@ -151,7 +151,7 @@ def format_count(count: float) -> str:
 
 
 def format_params(count: float) -> str:
-    """Returns ``"70.6 B"`` for a number of parameters: powers of ten, three significant digits."""
+    """Returns a number of parameters as ``"70.6 B"``: powers of ten, three significant digits."""
     return _scaled(count, "", (*"TBMk", "")).strip()
 
 
@@ -162,10 +162,10 @@ _SHOWN: dict[str, Callable[[float], str]] = {
     r"params": format_params,
     r"(?<!per_)s(_lower|_upper)?": format_seconds,
 }
-"""How numbers are printed, by the unit that the name of their field ends with; the first pattern that fits."""
+"""Pattern of the end of a field's name -> function that formats its numbers; the first pattern that matches counts."""
 
 
 def shown_by_name(name: str) -> Callable[[float], str] | None:
-    """Returns what prints a field of this name, by the unit at its end: `format_seconds` for ``step_s``, `format_bytes`
-    for ``hbm_bytes_per_chip``; None if it names no unit, or one that is printed in several ways."""
+    """Returns the function that formats a field, by the unit that its name ends with: `format_seconds` for ``step_s``,
+    `format_bytes` for ``hbm_bytes_per_chip``; None for names that end in no unit of `_SHOWN`."""
     return next((show for unit_pattern, show in _SHOWN.items() if re.search(f"(^|[_./]){unit_pattern}$", name)), None)
