@@ -132,7 +132,7 @@ OTHER = collective("layer:forward:h=all_gather", own_s=8.0, wall_s=8.0)
 
 def test_communication_that_shows():
     found = text(row("collectives over fsdp", 1.0, 4.0), ops=(GATHER, OTHER))
-    assert "1 s of 4 s on a device is not hidden, 250 ms waits for other devices" in found
+    assert "1 s of 4 s on a device exposed, 250 ms waits for other devices" in found
     assert "more sequences per device (now 4)" in found
     assert "fewer devices in fsdp=8" in found
     assert "tensor" not in found

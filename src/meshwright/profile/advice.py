@@ -79,13 +79,13 @@ def _collectives(row: TimeRow, case: AdviceCase) -> str:
     op_costs = ((op, case.expected.get(op.step)) for op in case.times.ops if op.kind == "collective")
     axis_ops = [op for op, cost in op_costs if set(cost.axes if cost else ()) == set(axes)]
     exposed_s, own_s, waited_s = (sum(getattr(op, name) for op in axis_ops) for name in ("wall_s", "own_s", "waited_s"))
-    text = f"{format_seconds(exposed_s)} of {format_seconds(own_s)} on a device is not hidden"
+    text = f"{format_seconds(exposed_s)} of {format_seconds(own_s)} on a device exposed"
     if waited_s:
         text += f", {format_seconds(waited_s)} waits for other devices"
     if row.difference_s < 0:
         return f"{text}; faster than predicted"
     if not exposed_s:
-        return f"{text}: it costs nothing until the compute that hides it shrinks"
+        return f"{text}: it costs nothing until the compute beside it shrinks"
     change_texts = [f"more sequences per device (now {case.seqs_per_device:g})"]
     if sizes_text:
         change_texts.append(f"fewer devices in {sizes_text}")

@@ -239,7 +239,7 @@ def as_text(pieces: Iterable[Piece], width: int, more: Collection[str] = MORE) -
             left.append(piece.what)
         else:
             if isinstance(piece, Table) and piece.first and "all" not in more and piece.rows[piece.first :]:
-                left.append(f"{len(piece.rows):,} rows of {piece.title or 'the table'}")
+                left.append(f"{len(piece.rows):,} rows of {piece.title or piece.heads[0].title}")
                 piece = msgspec.structs.replace(piece, rows=piece.rows[: piece.first])
             printed += _piece_lines(piece, width)
     yield from printed

@@ -114,6 +114,7 @@ def test_a_trace_from_elsewhere_says_the_same(profiled, plan_file, call):
     measured = {name: parse_time(seconds[name]) for name in ("step under the profiler", *parts)}
     assert sum(measured[name] for name in parts) == pytest.approx(measured["step under the profiler"], rel=0.01)
     assert "worst first" in text.out
+    assert len(text.out.splitlines()) <= 40
     assert max(map(len, text.out.splitlines())) <= 80
 
 
@@ -252,7 +253,7 @@ def test_a_server_decodes(one_device, call, tmp_path):
         assert steps[name]["predicted_s"] > 0
         assert steps[name]["measured_s"] > 0
     assert {"weights", "cache"} <= {owner["kind"] for owner in found["memory"]["owners"]}
-    text = call("profile", str(one_device), *asked, "--out", str(tmp_path)).out
+    text = call("profile", str(one_device), *asked, "--out", str(tmp_path), "--notes").out
     assert re.search(r"^host: [\d.]+ [mu]s of CPU time a step in the thread that dispatches it$", text, re.M)
 
 

@@ -43,9 +43,9 @@ def test_a_step_on_emulated_devices(call, rates, tmp_path):
     said = call(*asked)
     assert (said.code, said.err) == (0, "")
     assert "partitioned and its buffers assigned, for 4 emulated CPU devices" in said.words
-    assert "without a name 0.00% of all bytes" in said.words
-    assert "bytes that each device receives in a step; those of explain and shard are of the arrays" in said.words
-    assert "matrix products 5.34 GFLOPs on a device, derived 5.34 GFLOPs (+0.00%)" in said.words
+    assert "without a name 0.00% of all bytes that a device sends" in said.words
+    assert "bytes bytes sent, sent," in said.words
+    assert "matrix products 5.34 GFLOP on a device, derived 5.34 GFLOP (+0.00%)" in said.words
     assert max(map(len, said.out.splitlines())) <= 80
     assert (keep / "module.hlo").stat().st_size > 10_000
 

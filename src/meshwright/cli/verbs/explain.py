@@ -172,12 +172,12 @@ def _binding_limits(told: Explanation) -> Sequence[Limit]:
 
 def _conditions(told: Explanation) -> Iterator[str]:
     plan, texts = told.plan, [f"times rest on {told.plan.calibration.describe()}"]
+    ratio, sheet_ratio = told.symbols.fsdp_alpha, told.sheet.fsdp_alpha
     limit = next((limit for limit in told.limits if limit.name == "tokens/chip, FSDP alone"), None)
-    if limit is not None and limit.name in told.sheet_bounds:
-        rates = [four_digits(letters.fsdp_alpha or 0.0) for letters in (told.symbols, told.sheet)]
-        tokens = four_digits(limit.limit), four_digits(told.sheet_bounds[limit.name])
-        texts += ["C/W {} FLOPs/byte ({} by the data sheet)".format(*rates)]
-        texts += ["FSDP alone needs {} tokens a chip ({})".format(*tokens)]
+    if limit is not None and limit.name in told.sheet_bounds and ratio and sheet_ratio:
+        sheet_bound = told.sheet_bounds[limit.name]
+        texts += [f"C/W {four_digits(ratio)} FLOPs/byte ({four_digits(sheet_ratio)} by the data sheet)"]
+        texts += [f"FSDP alone needs {four_digits(limit.limit)} tokens a chip ({four_digits(sheet_bound)})"]
     yield "; ".join(texts)
     yield from power_notes(plan.cluster.chip, plan.calibration)
     yield from assumption_notes(plan.setting)

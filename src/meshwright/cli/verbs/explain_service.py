@@ -155,7 +155,7 @@ def _amount(part: StepPart, seconds: float = 0.0) -> str | None:
     if part.amount is None:
         return None
     if part.name == "FLOPs":
-        return format_flops(part.amount / seconds) if seconds else format_flops(part.amount, unit="FLOPs")
+        return format_flops(part.amount / seconds) if seconds else format_flops(part.amount, unit="FLOP")
     return format_rate(part.amount / seconds) if seconds else format_bytes(part.amount)
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 from meshwright.cli.output import width
 from meshwright.cli.verb import MESH, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.units import format_bytes
+from meshwright.core.units import counted, format_bytes
 from meshwright.hlo.collectives import collective_rows, collectives
 from meshwright.hlo.files import StableHlo, has_entry, hlo_file, read_hlo
 from meshwright.hlo.graph import block_graphs, computation_graph
@@ -35,7 +35,7 @@ class Given(Options):
         "The block of the model whose graph is drawn, such as layer.", "--step-block", needs={"png": "--png"}
     )
     stablehlo: bool = option("FILE is StableHLO, whatever its name.")
-    top: int = option("Rows of each table.", type=click.IntRange(1), default=8)
+    top: int | None = option("Rows of each table.", type=click.IntRange(1))
 
 
 @verb(Given)
@@ -51,7 +51,7 @@ def command(given: Given) -> Answer:
         return _explained(program, given.op, given.png)
     if program.entry == LINES:
         op_names = [instruction.name for instruction in program if instruction.opcode != "parameter"]
-        rows = [_explained(program, name, None) for name in op_names[: given.top]]
+        rows = [_explained(program, name, None) for name in op_names[: given.top or 8]]
         return Answer({"instructions": [row.facts for row in rows]}, [piece for row in rows for piece in row.pieces])
     if given.png:
         return _drawn(program, given)
@@ -64,7 +64,8 @@ def _stable(path: Path, hlo: StableHlo) -> Answer:
     mesh_text = f" over a mesh of {hlo.mesh}" if hlo.mesh else ""
     fields = ("num_partitions", "num_functions", "mesh", "collectives")
     facts = {"file": path, "format": "stablehlo", "module": hlo.name, **{name: getattr(hlo, name) for name in fields}}
-    program_text = f"StableHLO for {hlo.num_partitions} partitions{mesh_text}, {hlo.num_functions} functions"
+    partitions_text, functions_text = counted(hlo.num_partitions, "partition"), counted(hlo.num_functions, "function")
+    program_text = f"StableHLO for {partitions_text}{mesh_text}, {functions_text}"
     note = f"{kinds_text} written in the program; the compiler has added none yet"
     return Answer(facts, [Fact(hlo.name, program_text), Fact("collectives", note)])
 
@@ -122,6 +123,8 @@ MAX_NAME = 28
 MAX_BODY = 44
 """Most characters on one line of an instruction's name, and of a loop body's."""
 _MAX_STEPS = 4
+FIRST = {"collectives": 6, "loops": 4, "largest": 3, "relayouts": 1, "paddings": 2}
+"""Rows of each table that a text has without --top and --all."""
 
 
 def _summary(module: Module, mesh: Mapping[str, int]) -> Facts:
@@ -160,12 +163,13 @@ def _labelled(struct: Any, *more_names: str) -> Facts:
     return fields | {"label": str(struct.label) if struct.label else None}
 
 
-def _summary_text(summary: Mapping[str, Any], top: int) -> Iterator[Piece]:
-    """Yields the tables, ``top`` rows of each."""
-    devices_text = f"{summary['num_partitions']} partitions"
+def _summary_text(summary: Mapping[str, Any], top: int | None) -> Iterator[Piece]:
+    """Yields the tables, ``top`` rows of each, or the first ones."""
+    devices_text = counted(summary["num_partitions"], "partition")
     if summary["num_replicas"] > 1:
-        devices_text += f" x {summary['num_replicas']} replicas"
-    counts_text = f"{summary['num_computations']:,} computations, {summary['num_instructions']:,} instructions"
+        devices_text += f" x {counted(summary['num_replicas'], 'replica')}"
+    names = ("computation", "instruction")
+    counts_text = ", ".join(counted(summary[f"num_{name}s"], name) for name in names)
     column_width = max(18, len(summary["module"]) + 2)
     yield Fact(summary["module"], f"HLO for {devices_text}: {counts_text}", column=column_width)
     if not summary.get("whole", True):
@@ -176,19 +180,18 @@ def _summary_text(summary: Mapping[str, Any], top: int) -> Iterator[Piece]:
     else:
         yield Fact("collectives", summary["why"] or "none")
         yield ""
-    for title, rows, columns in _tables(summary):
+    for title, rows, columns, first in _tables(summary):
         if rows:
-            yield _table(title, rows, top, columns)
+            yield _table(title, rows, top, columns, first)
 
 
-def _table(title: str, rows: Sequence[Any], top: int, columns: TableColumns) -> Table:
-    """Returns the first rows, without empty columns."""
-    return Table.of(
-        rows[:top], columns, f"{title} (the first {top} of {len(rows)})" if len(rows) > top else title
-    ).known()
+def _table(title: str, rows: Sequence[Any], top: int | None, columns: TableColumns, first: int) -> Table:
+    """Returns the ``top`` rows, or all with the ``first`` ones for a text, without empty columns."""
+    top_text = f" (the first {top} of {len(rows)})" if top and len(rows) > top else ""
+    return Table.of(rows[:top], columns, f"{title}{top_text}", None if top else first).known()
 
 
-def _collectives_table(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bool) -> Table:
+def _collectives_table(rows: Sequence[Mapping[str, Any]], top: int | None, has_mesh: bool) -> Table:
     has_near = any(step.startswith("near ") for row in rows for step in row["steps"])
     total_bytes = sum(row["total_bytes"] for row in rows)
     over_column = {"over": lambda row: ", ".join(row["axes"]) or "-"} if has_mesh else {"devices": "group_size"}
@@ -202,7 +205,8 @@ def _collectives_table(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bo
             "; ".join([*(["async"] if row["is_async"] else []), *row["notes"]]), _steps(row["steps"])
         ),
     }
-    return _table(f"Collectives, {format_bytes(total_bytes)} in full arrays", rows, top, columns)
+    title = f"Collectives, {format_bytes(total_bytes)}: bytes of the arrays"
+    return _table(title, rows, top, columns, FIRST["collectives"])
 
 
 def _steps(steps: Sequence[str]) -> str:
@@ -251,19 +255,19 @@ PADDED: TableColumns = {
 }
 
 
-def _tables(summary: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], TableColumns]]:
-    """Yields title, rows and columns of the tables after the collectives."""
-    yield "Loops", summary["loops"], LOOPS
+def _tables(summary: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], TableColumns, int]]:
+    """Yields title, rows, columns and first rows of the tables after the collectives."""
+    yield "Loops", summary["loops"], LOOPS, FIRST["loops"]
     rows_by_array: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in summary["largest"]:
         rows_by_array.setdefault((row["name"], row["shape"], row["memory_space"], row["times"]), []).append(row)
     array_rows = [{**group[0], "arrays": len(group)} for group in rows_by_array.values()]
-    yield "Arrays that it allocates or takes", array_rows, ARRAYS
+    yield "Largest arrays", array_rows, ARRAYS, FIRST["largest"]
     total_bytes = sum(row["total_bytes"] for row in summary["relayouts"] if not row["inside_fusion"])
     total_text = f", {format_bytes(total_bytes)} by those not fused" if total_bytes else ""
-    yield f"Copies to another layout{total_text}", summary["relayouts"], COPIES
+    yield f"Copies to another layout{total_text}", summary["relayouts"], COPIES, FIRST["relayouts"]
     padded_rows = [row for row in summary["paddings"] if row["padded_bytes"] >= MIN_PADDED_BYTES]
-    yield "Padding that tiles add, largest first", padded_rows, PADDED
+    yield "Padding of tiles", padded_rows, PADDED, FIRST["paddings"]
 
 
 def _place_text(label: str, text: str) -> Paragraph:

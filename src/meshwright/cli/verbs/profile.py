@@ -1,6 +1,6 @@
 """`meshwright profile`: a few steps of a plan under the profiler, each figure beside its prediction."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,9 @@ from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_f
 from meshwright.cli.output import busy_words, or_dash, say
 from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_seconds
+from meshwright.core.units import counted, format_bytes, format_seconds
 from meshwright.plan.plan_file import Plan
-from meshwright.report.answer import Answer, Facts, Piece, Table
+from meshwright.report.answer import Answer, Condition, Detail, Facts, Piece, Table
 from meshwright.spec.model import require_runnable
 from meshwright.verify.request import AskedStep
 
@@ -96,51 +96,43 @@ def _run(plan: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int 
 
 # -- what is answered -----------------------------------------------------------------------------------
 
-SHOWN_STEPS = 8
+SHOWN_ROWS = 4
+SHOWN_ADVICE = 1
 
 
 def profile_answer(profile: "Profile", folder: Path) -> Answer:
-    """Writes the report into the folder. Returns its short form, and as data all but the single samples of memory."""
+    """Writes the report into the folder. Returns a summary; its data has everything but the raw memory samples."""
     from meshwright.report.machine.profile_report import write_report
 
     paths = write_report(profile, folder)
     facts = _facts(profile) | {"files": paths}
     raw = [profile.comparison.terms, profile.comparison.steps, [facts]]
-    return Answer(facts, _text(profile, paths), raw=raw)
+    return Answer(facts, _text(profile, folder), raw=raw)
 
 
-def _text(profile: "Profile", paths: Sequence[Path]) -> Iterator[Piece]:
-    """Yields one screen: the step, where its time goes, the worst terms and steps, advice, memory, files."""
+def _text(profile: "Profile", folder: Path) -> Iterator[Piece]:
+    """Yields one screen: the step, where its time goes, the worst terms and steps, advice, memory, the folder."""
     from meshwright.plan.why.explain import attention_kernel
-    from meshwright.report.machine.profile_report import difference_words, headline_rows, times_table
+    from meshwright.report.machine.profile_report import REPORT, difference_words, headline_rows, times_table
 
     times, comparison = profile.times, profile.comparison
     predicted_parts = comparison.predicted.parts
     part_rows = [(name, predicted_parts[name], seconds, format_seconds) for name, seconds in times.mean.parts.items()]
     yield Table.compared([*headline_rows(profile), *part_rows])
     yield from busy_words()
-    hidden_text = or_dash(times.overlap, "{:.0%}".format)
-    waits_text = f", waits {format_seconds(times.waited_s)} for other devices" if times.waited_s else ""
+    waits_text = f" ({format_seconds(times.waited_s)} of it for other devices)" if times.waited_s else ""
+    overlap_text = or_dash(times.overlap, "{:.0%}".format)
     yield (
-        f"the five parts are of a mean device under the profiler and sum to its step; communication "
-        f"takes {format_seconds(times.communication_s)}{waits_text}, and {hidden_text} of it hides behind compute"
+        f"the five parts are of a mean device under the profiler and sum to its step; communication takes "
+        f"{format_seconds(times.communication_s)}{waits_text}, {overlap_text} of it overlapped"
     )
-    if comparison.shares_cores:
-        yield (
-            "emulated devices share the cores: below, each instant of the machine's time is divided among the "
-            "instructions that run then and do not wait; kinds of work sum to the step under the profiler"
-        )
-    if profile.plan.job.trains:
-        yield f"attention by the kernel {attention_kernel(profile.plan)}"
-    if profile.host_s is not None:
-        yield f"host: {format_seconds(profile.host_s)} of CPU time a step in the thread that dispatches it"
-    for warning in profile.warnings:
-        yield warning[:1].lower() + warning[1:].removesuffix(".")
     yield ""
-    yield times_table(comparison.terms, "kind of work, worst first")
-    yield times_table(comparison.steps[:SHOWN_STEPS], "derived step, worst first")
-    for advice in profile.advice:
-        yield f"{advice.term}, {difference_words(advice.difference_s)}: {advice.text}"
+    yield times_table(comparison.terms, "kind of work, worst first", SHOWN_ROWS)
+    yield times_table(comparison.steps, "derived step, worst first", SHOWN_ROWS)
+    advice = [f"{row.term}, {difference_words(row.difference_s)}: {row.text}" for row in profile.advice]
+    yield from advice[:SHOWN_ADVICE]
+    if left := advice[SHOWN_ADVICE:]:
+        yield Detail(f"advice on {counted(len(left), 'kind')} of work", left)
     peak = profile.memory.peak
     if peak:
         largest_owner = profile.memory.owners[0]
@@ -149,7 +141,18 @@ def _text(profile: "Profile", paths: Sequence[Path]) -> Iterator[Piece]:
             f"memory: peak {format_bytes(peak.num_bytes)} {owner_text}; largest on a device: {largest_owner.name} "
             f"({largest_owner.kind}), {format_bytes(largest_owner.num_bytes)}"
         )
-    yield f"wrote {', '.join(map(str, paths))}"
+    yield f"wrote {folder / REPORT}, its pictures and a timeline"
+    yield from (Condition(text[:1].lower() + text[1:].removesuffix(".")) for text in profile.warnings)
+    yield Condition(f"MFU is a share of the {profile.plan.strategy.matmul_dtype} peak")
+    if profile.host_s is not None:
+        yield Condition(f"host: {format_seconds(profile.host_s)} of CPU time a step in the thread that dispatches it")
+    if profile.plan.job.trains:
+        yield Condition(f"attention by the kernel {attention_kernel(profile.plan)}")
+    if comparison.shares_cores:
+        yield Condition(
+            "emulated devices share the cores: each instant of the machine's time is divided among the instructions "
+            "that run then and do not wait; kinds of work sum to the step under the profiler"
+        )
 
 
 OF_PROFILE = ("platform", "step_s", "host_s", "mfu", "hfu", "flops", "advice", "notes")

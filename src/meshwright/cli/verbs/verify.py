@@ -14,9 +14,9 @@ from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_f
 from meshwright.cli.verb import option, verb
 from meshwright.cli.verbs.plan_words import microbatch_words, remat_words, sharding_words
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import counted, format_bytes, format_count, format_flops, format_seconds
+from meshwright.core.units import counted, format_bytes, format_flops, format_seconds
 from meshwright.plan.plan_file import PHASES, GenerationPhase, ServicePlan
-from meshwright.report.answer import Answer, Fact, Heading, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Condition, Detail, Fact, Heading, Piece, Table, TableColumns
 from meshwright.spec.strategy import Form, mesh_words
 from meshwright.verify.request import AskedStep, Depth
 from meshwright.verify.targets import CompilerPlatform
@@ -94,7 +94,7 @@ def _service_answer(plan: ServicePlan, given: Given) -> Answer:
     pieces: list[Piece] = []
     traffic_rows = []
     for phase, proof in proof_by_phase.items():
-        pieces += [*proof_text(proof), ""]
+        pieces += [*proof_text(proof, first=8 // len(proof_by_phase)), ""]
         traffic_rows += [{"step": phase, **asdict(row)} for row in (proof.traffic.rows if proof.traffic else ())]
     facts = {str(phase): proof_table(proof) for phase, proof in proof_by_phase.items()}
     error = next(filter(None, map(_error_of, proof_by_phase.values())), None)
@@ -120,7 +120,7 @@ def _error_of(proof: "Proof") -> CannotRunError | None:
 
 # -- what is printed ----------------------------------------------------------------------------------
 
-_wide, _flops = partial(Fact, column=22), partial(format_flops, unit="FLOPs")
+_wide, _flops = partial(Fact, column=22), partial(format_flops, unit="FLOP")
 HOW = {
     "lower": "lowered only: every array divides and every type agrees",
     "partition": "partitioned and its buffers assigned",
@@ -128,36 +128,25 @@ HOW = {
 }
 
 
-def proof_text(proof: "Proof") -> Iterator[Piece]:
-    """Yields the target and how far it was compiled, the memory, and the collectives with their differences."""
+def proof_text(proof: "Proof", first: int = 8) -> Iterator[Piece]:
+    """Yields how far the step was compiled and whether it fits, its collectives (the ``first`` rows) with their
+    differences, and its products; then what the answer rests on."""
     request, outcome = proof.request, proof.outcome
     strategy, setting = request.strategy, request.setting
     headline = f"{setting.model.name} on {setting.cluster.short_name}, {request.step}: {mesh_words(strategy.mesh)}"
     if request.step == "train":
         choice_texts = (words_of(strategy) for words_of in (microbatch_words, remat_words, sharding_words))
         headline += f"; {', '.join(filter(None, choice_texts))}"
-    yield f"{headline}; {format_count(setting.job.batch_seqs)} sequences of {format_count(setting.job.seq_len)}"
-    if request.form == "gspmd":
-        yield Fact("form", "GSPMD: the derived shardings as constraints, collectives by the compiler")
+    yield f"{headline}; {counted(setting.job.batch_seqs, 'sequence')} of {setting.job.seq_len:,}"
     if outcome.lowered and proof.runs:
         chips_text = f"{setting.cluster.num_chips:,} x {setting.cluster.chip.full_name or setting.cluster.chip.name}"
         if request.target.platform == "cpu":
-            chips_text = f"{request.target.num_devices:,} emulated CPU devices"
+            chips_text = counted(request.target.num_devices, "emulated CPU device")
         yield Fact("compiled", f"{HOW[request.depth]}, for {chips_text}")
-    yield Fact(
-        "took",
-        f"{format_seconds(outcome.cpu_s)} of CPU, {format_bytes(outcome.max_rss_bytes)} of memory, "
-        f"{format_seconds(outcome.wall_s)} of the clock",
-    )
-    if request.target.note:
-        yield Fact("note", request.target.note)
-    if value_by_option := outcome.compiler.used:
-        yield Fact("options", ", ".join(f"{name}={str(value).lower()}" for name, value in value_by_option.items()))
-    yield from (Fact("note", note) for note in outcome.compiler.notes)
     if proof.memory is not None:
         yield from _memory_text(proof.memory)
     if proof.traffic is not None:
-        yield from _traffic_text(proof.traffic, proof.request.form)
+        yield from _traffic_text(proof.traffic, request.form, first)
     if proof.overlap is not None and proof.overlap.rows:
         yield from _overlap_text(proof.overlap)
     if proof.products is not None:
@@ -166,26 +155,38 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
         yield Fact("collectives", f"could not be read: {proof.traffic_error}")
     if proof.exchange is not None:
         yield from _exchange_text(proof.exchange)
+    if request.target.note:
+        yield Condition(request.target.note)
+    if request.form == "gspmd":
+        yield Condition("GSPMD: the derived shardings as constraints, collectives by the compiler")
+    yield from map(Condition, outcome.compiler.notes)
+    option_texts = [f"{name}={str(value).lower()}" for name, value in outcome.compiler.used.items()]
+    if option_texts:
+        yield Condition(f"options of the compiler: {', '.join(option_texts)}")
+    yield Condition(
+        f"took {format_seconds(outcome.cpu_s)} of CPU, {format_bytes(outcome.max_rss_bytes)} of memory, "
+        f"{format_seconds(outcome.wall_s)} in all"
+    )
 
 
 def _memory_text(memory: "MemoryComparison") -> Iterator[Piece]:
     verdict = "fits" if memory.fits else "does not fit"
+    peak_text = "" if memory.peak is None else f"; {format_bytes(memory.peak)} at once, by the compiler's count"
     yield Fact(
         "memory",
         f"{verdict}: {format_bytes(memory.needed)} of {format_bytes(memory.available)} a chip; predicted "
-        f"{format_bytes(memory.predicted)} ({memory.error:+.1%})",
+        f"{format_bytes(memory.predicted)} ({memory.error:+.1%}){peak_text}",
     )
-    if memory.peak is not None:
-        yield Fact("peak", f"{format_bytes(memory.peak)} alive at once, by the compiler's count")
     rows = [
-        *((f"  {name}", value, None) for name, value in memory.items.items() if value > 0),
+        *((f"  {name.replace('_', ' ')}", value, None) for name, value in memory.items.items() if value > 0),
         ("arguments", memory.predicted_arguments, memory.arguments),
         ("all else", memory.predicted_temporaries, memory.temporaries),
     ]
-    yield Table(["memory of a chip", Heading("predicted", format_bytes), Heading("compiled", format_bytes)], rows)
+    headings = [Heading("memory of a chip"), Heading("predicted", format_bytes), Heading("compiled", format_bytes)]
+    yield Detail("memory by item", [Table(headings, rows)])
 
 
-def _traffic_text(traffic: "TrafficComparison", form: Form) -> Iterator[Piece]:
+def _traffic_text(traffic: "TrafficComparison", form: Form, first: int) -> Iterator[Piece]:
     if not traffic.rows:
         yield Fact("collectives", "none")
         return
@@ -193,15 +194,14 @@ def _traffic_text(traffic: "TrafficComparison", form: Form) -> Iterator[Piece]:
         "collectives of a step": lambda row: f"{row.kind} over {','.join(row.axes)}",
         "derived": "derived_arrays",
         "compiled": "compiled_arrays",
-        "bytes derived": ("derived_bytes", format_bytes),
-        "bytes compiled": ("compiled_bytes", format_bytes),
+        "bytes sent, derived": ("derived_bytes", format_bytes),
+        "bytes sent, compiled": ("compiled_bytes", format_bytes),
     }
-    yield Table.of(traffic.rows, columns)
-    yield "bytes that each device receives in a step; those of explain and shard are of the arrays"
+    yield Table.of(traffic.rows, columns, first=first)
     for name in dict.fromkeys(row.name for row in traffic.differences):
         yield _wide(name, _difference_words([row for row in traffic.differences if row.name == name]))
     if form == "shard_map":
-        yield _wide("without a name", f"{traffic.remainder:.2%} of all bytes")
+        yield _wide("without a name", f"{traffic.remainder:.2%} of all bytes that a device sends")
 
 
 def _exchange_text(exchange: "ExchangeProof") -> Iterator[Piece]:
@@ -216,7 +216,7 @@ def _exchange_text(exchange: "ExchangeProof") -> Iterator[Piece]:
         "when": "when",
         "bytes sent": ("sent_bytes", format_bytes),
     }
-    yield Table.of(exchange.rows, columns)
+    yield Table.of(exchange.rows, columns, first=8)
     every_text = f"every {exchange.period} steps" if exchange.period > 1 else "every step"
     yield (
         f"outside of the compiled program: {format_bytes(exchange.sent_bytes)} leave each of R islands "
@@ -227,23 +227,22 @@ def _exchange_text(exchange: "ExchangeProof") -> Iterator[Piece]:
 def _overlap_text(overlap: "OverlapComparison") -> Iterator[Piece]:
     """Yields what the schedule overlaps beside what the price hides, and the step with no more overlap than that."""
     columns: TableColumns = {
-        "overlap with compute": lambda row: f"{row.kind} over {','.join(row.axes)}",
+        "bytes sent": lambda row: f"{row.kind} over {','.join(row.axes)}",
         "overlapped": ("overlapped_bytes", format_bytes),
         "exposed": ("exposed_bytes", format_bytes),
         "alone": ("alone_s", format_seconds),
         "price hides": ("hidden_s", format_seconds),
         "how": lambda row: ", ".join(row.overlapped),
     }
-    yield ""
-    yield Table.of(overlap.rows, columns)
-    price, beside_text = overlap.priced, format_seconds(overlap.beside_s)
+    price = overlap.priced
     hidden_text, alone_text, step_text = map(format_seconds, (price.hidden_s, price.alone_s, price.exposed_step_s))
     share_text = f"{price.hidden_s / price.step_s:.0%} of its {format_seconds(price.step_s)}"
     yield _wide(
-        "as compiled",
-        f"compute runs beside {beside_text} of {alone_text} of communication; the price hides {hidden_text} "
-        f"({share_text}). If the rest overlaps with nothing, the step takes {step_text} (MFU {price.exposed_mfu:.0%})",
+        "overlapped",
+        f"{format_seconds(overlap.beside_s)} of {alone_text} of communication as compiled, {hidden_text} by the price "
+        f"({share_text}). If the rest is exposed, the step takes {step_text} (MFU {price.exposed_mfu:.0%})",
     )
+    yield Detail("overlap by collective", [Table.of(overlap.rows, columns)])
 
 
 def _products_text(products: "Products") -> Iterator[Piece]:

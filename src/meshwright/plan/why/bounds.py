@@ -164,10 +164,10 @@ def switched_letters(cluster: Cluster, peak: float, shares: Efficiency) -> dict[
 
 def sheet_letters(letters: Letters, cluster: Cluster, dtype: str, rates: Calibration) -> Letters:
     """Returns the letters with C and W of the data sheet; those of priced steps stay as they are."""
-    chip, peak_flops = cluster.chip, cluster.chip.peak_flops.get(dtype, letters.peak_flops)
-    hbm_tokens, sheet_rate = letters.hbm_tokens, chip.hbm_bytes_per_s
-    if hbm_tokens and sheet_rate:
-        hbm_tokens *= memory_rate(chip, rates) / sheet_rate * peak_flops / letters.peak_flops
+    chip, hbm_tokens = cluster.chip, letters.hbm_tokens
+    peak_flops = chip.peak_flops.get(dtype, letters.peak_flops)
+    if hbm_tokens and chip.hbm_bytes_per_s:
+        hbm_tokens *= peak_flops / letters.peak_flops * memory_rate(chip, rates) / chip.hbm_bytes_per_s
     return msgspec.structs.replace(
         letters,
         alpha=letters.sheet_alpha or letters.alpha,

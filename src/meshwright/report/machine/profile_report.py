@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
-from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
+from meshwright.core.units import counted, format_bytes, format_flops, format_rate, format_seconds
 from meshwright.profile.compare import TimeRow
 from meshwright.profile.memory import MemoryProfile
 from meshwright.profile.summary import Profile
@@ -49,7 +49,7 @@ def report_text(profile: Profile) -> str:
     """Returns the page as Markdown."""
     plan, comparison = profile.plan, profile.comparison
     num_left = len(comparison.steps) - MAX_STEPS
-    rest_text = f"\n{num_left} further steps differ by less.\n" if num_left > 0 else ""
+    rest_text = f"\n{counted(num_left, 'further step')} differ by less.\n" if num_left > 0 else ""
     text_by_title = {
         "Furthest from the prediction": _terms(profile),
         "Where the wall time of a step goes": f"![where]({WHERE})\n\n{_where(profile)}\n{WHERE_WORDS}",
@@ -95,12 +95,12 @@ def _summary(profile: Profile) -> str:
     rows: list[tuple[str, float | None, float | None, Show]] = [
         *headline_rows(profile),
         ("FLOPs of products on a device", profile.predicted_flops, profile.flops, partial(format_flops, unit="FLOP")),
-        ("communication hidden behind compute", *overlap_shares, "{:.0%}".format),
+        ("communication overlapped", *overlap_shares, "{:.0%}".format),
     ]
     return as_markdown(Table.compared(rows))
 
 
-def times_table(rows: Sequence[TimeRow], what: str) -> Table:
+def times_table(rows: Sequence[TimeRow], what: str, first: int | None = None) -> Table:
     """Returns a table of predicted and measured seconds and their difference; ``what`` heads the names."""
     return Table.of(
         rows,
@@ -111,6 +111,7 @@ def times_table(rows: Sequence[TimeRow], what: str) -> Table:
             "measured": "measured_s",
             "difference": ("difference_s", lambda s: f"{'-' if s < 0 else '+'}{format_seconds(abs(s))}"),
         },
+        first=first,
     )
 
 
@@ -190,7 +191,9 @@ def _float32(profile: Profile) -> str:
         return "None: no product of the program takes float32 operands.\n"
     flops = sum(row.flops for row in rows)
     missed_text = f" {len(profile.missed)} of them miss the matrix units." if profile.platform != "cpu" else ""
-    head_text = f"{len(rows)} products take float32 operands, {flops / profile.flops:.0%} of the FLOPs.{missed_text} "
+    head_text = (
+        f"{counted(len(rows), 'product')} of float32 operands, {flops / profile.flops:.0%} of the FLOPs.{missed_text} "
+    )
     columns: TableColumns = {
         "instruction": "name",
         "derived step": "step",
