@@ -64,7 +64,7 @@ CALLS = {
         (lambda: mw.flex_attention(QKV, QKV, QKV, score_mod=lambda s, b, h, q, k: s[None]), "score_mod returns"),
         (lambda: mw.flex_attention(QKV, QKV, QKV, scale="x"), "scale is 'x'"),
         (lambda: mw.flex_attention(QKV, QKV, QKV, sinks=QKV[0, 0, 0]), "one number for each of 2 heads"),
-        (lambda: mw.flex_attention(QKV, QKV, QKV, kernel="x"), "attention by 'x' on cpu: use xla"),
+        (lambda: mw.flex_attention(QKV, QKV, QKV, kernel="x"), "kernel 'x' cannot run on cpu: use xla"),
     ],
     "block_table": [
         (lambda: mw.block_table("causal", q_len=8, kv_len=8), "mask is 'causal'. Give a function."),

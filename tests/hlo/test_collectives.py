@@ -76,7 +76,7 @@ def test_traffic_is_summed_over_trips():
 
 def test_a_loop_without_a_trip_count_is_refused():
     text = MODULE.replace(f", {TRIPS}", "")
-    with pytest.raises(ValueError, match="loop loop states no trip count"):
+    with pytest.raises(ValueError, match="loop loop states no readable trip count"):
         collectives(text, MESH)
 
 

@@ -48,12 +48,12 @@ def test_stablehlo_says_what_it_is(tmp_path):
 def test_refused(tmp_path):
     with pytest.raises(InputError, match="there is no file or folder"):
         hlo_file(tmp_path / "none")
-    with pytest.raises(InputError, match="holds no"):
+    with pytest.raises(InputError, match="has no"):
         hlo_file(tmp_path)
     (tmp_path / "a.txt").write_text("nothing of the kind")
-    with pytest.raises(InputError, match="is no whole HLO text"):
+    with pytest.raises(InputError, match="is not a complete HLO text"):
         read_hlo(tmp_path / "a.txt")
-    with pytest.raises(InputError, match="is no StableHLO"):
+    with pytest.raises(InputError, match="is not StableHLO"):
         read_hlo(tmp_path / "a.txt", stablehlo=True)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="is not text"):
@@ -82,7 +82,7 @@ ADD = "%add {\n  %a = f32[] parameter(0)\n  ROOT %b = f32[] negate(%a)\n}\n"
 def test_damaged_programs_are_named(tmp_path, lines, message):
     body = "\n".join(f"  {line}" for line in ("%p = f32[] parameter(0)", *lines, "ROOT %r = f32[] negate(%p)"))
     (tmp_path / "a.txt").write_text(f"HloModule m\n\n{ADD}\nENTRY %main {{\n{body}\n}}\n")
-    with pytest.raises(InputError, match=f"a.txt is no whole HLO text: .*{message}"):
+    with pytest.raises(InputError, match=f"a.txt is not a complete HLO text: .*{message}"):
         read_hlo(tmp_path / "a.txt")
 
 
@@ -94,5 +94,5 @@ def test_a_program_without_a_name(tmp_path):
 def test_a_program_of_too_many_computations_inside_each_other(tmp_path):
     links = [f"%c{n} {{\n  ROOT %x{n} = f32[] call(), to_apply=%c{n - 1}\n}}\n" for n in range(1, 3000)]
     (tmp_path / "a.txt").write_text("%c0 {\n  ROOT %x0 = f32[] constant(1)\n}\n" + "".join(links))
-    with pytest.raises(InputError, match="has 101 computations inside each other"):
+    with pytest.raises(InputError, match="has computations nested 101 deep"):
         read_hlo(tmp_path / "a.txt")

@@ -100,7 +100,7 @@ def test_a_loop_that_would_not_end_is_not_counted(start, bound, step, direction)
 
 def test_a_bound_that_the_body_changes_is_not_trusted():
     text = LOOP.replace("tuple(%next, %ar, %m)", "tuple(%next, %ar, %next)").replace("DIRECTION", "LT")
-    with pytest.raises(ValueError, match="loop loop states no trip count"):
+    with pytest.raises(ValueError, match="loop loop states no readable trip count"):
         collectives(text.replace("STEP", "1").replace("START", "0").replace("BOUND", "8"), {"x": 4})
 
 

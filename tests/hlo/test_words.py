@@ -17,8 +17,8 @@ def test_a_layout_in_words():
     assert facts == [
         ("shape", "bf16[4,4096,8,64]: 8,388,608 x bf16 of 2 B, 16.8 MB"),
         ("order", "{3,1,2,0}: dim 3 (64) is contiguous, outside it dim 1 (4,096), then dim 2 (8), then dim 0 (4)"),
-        ("tiles", "T(8,128): 8 x 128 elements of dim 1 x dim 3 lie together"),
-        ("tiles", "(2,1): inside, 2 rows share 32-bit words, an element of each beside the other"),
+        ("tiles", "T(8,128): 8 x 128 elements of dim 1 x dim 3 are contiguous"),
+        ("tiles", "(2,1): inside, 2 rows share 32-bit words, with one element of each"),
         ("memory", "S(1): VMEM, the on-chip memory that the vector and matrix units read"),
         ("padding", "33.6 MB in memory, 50.0% of it padding: dim 3 from 64 to 128"),
     ]
@@ -28,7 +28,7 @@ def test_small_and_plain_layouts():
     assert order_words(shape("f32[]")) == "one number"
     assert order_words(shape("f32[7]{0}")) == "{0}: dim 0 (7) is contiguous"
     assert tile_words(shape("f32[7,8]{1,0}")) == []
-    assert tile_words(shape("bf16[1024]{0:T(1024)(128)(2,1)}"))[1] == "(128): inside, 128 elements lie together"
+    assert tile_words(shape("bf16[1024]{0:T(1024)(128)(2,1)}"))[1] == "(128): inside, 128 elements are contiguous"
     assert padding_words(shape("f32[8,128]{1,0:T(8,128)}")) == "none"
     assert padding_words(shape("s32[]{:T(128)}")) == "512 B in memory, 99.2% of it padding"
     assert space_words(0, is_tpu=False) == "the GPU's memory"

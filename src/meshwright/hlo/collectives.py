@@ -16,7 +16,7 @@ from meshwright.hlo.products import fuses_compute, runs_beside_compute
 from meshwright.hlo.shapes import parse_shapes, shape_bytes
 
 Overlap = Literal["", "start/done", "async fusion", "windowed", "between slices"]
-"""How a collective runs beside compute; empty for an exposed one, which the program waits for."""
+"""How a collective overlaps with compute; "" for an exposed one, for which the program waits."""
 
 KINDS = {
     "all-gather": "all_gather",
@@ -37,24 +37,23 @@ _PASSING = {
     *("bitcast", "copy", "copy-done", "copy-start", "reshape", "get-tuple-element", "all-reduce-done"),
     *("add", "convert", "multiply", "subtract"),
 }
-"""Elementwise and copying opcodes: a slice of their result needs only a slice of their operand."""
+"""Elementwise and copying opcodes: a slice of their result needs only the same slice of their operand."""
 MAX_STEPS_AWAY = 8
-"""Most unlabelled instructions in a row that the search for a label passes."""
+"""Most unlabelled instructions in a row that the search for the nearest label crosses."""
 
 
 class CompiledCollective(msgspec.Struct, frozen=True):
     """One collective of a program.
 
-    ``full_bytes`` are those of the whole array on the group: the result of an all-gather, the operand of a reduce-
-    scatter, either of an all-reduce, the blocks of the whole group for an all-to-all (for a ragged one the whole
+    ``full_bytes`` is the size of the whole array on the group: the result of an all-gather, the operand of a
+    reduce-scatter, either of an all-reduce, the blocks of the whole group for an all-to-all (for a ragged one the whole
     buffers, which its rows may not fill). ``trips`` is how often it runs in one call of the program, ``axes`` the mesh
-    axes that its groups span (empty for groups that are not along axes), ``group_size`` that of the largest group and
-    ``group_sizes`` all sizes where they differ, ``num_arrays`` how many arrays it combines, ``dtype`` that of the
-    largest. ``sliced``: an all-reduce of which each device keeps a slice, as a reduce-scatter would leave it.
-    ``windowed``: a permute of a matmul that was cut to overlap with it. ``dcn``: between TPU slices, over the data-
-    centre network. ``overlap``: how it runs beside compute in the schedule; empty if it does not. ``label``: the
-    derived step that it came from; if the compiler dropped the label, ``near`` is the closest step that takes or makes
-    its array.
+    axes that its groups span (empty for groups that are not along axes), ``group_size`` the size of the largest group
+    and ``group_sizes`` all sizes if they differ, ``num_arrays`` how many arrays it combines, ``dtype`` the largest
+    array's. ``sliced``: an all-reduce of which each device keeps a slice, as a reduce-scatter would leave it.
+    ``windowed``: a permute of a matmul that was cut to overlap with it. ``dcn``: between TPU slices, over the
+    data-centre network. ``overlap``: how it overlaps with compute in the schedule; empty if it does not. ``label``: its
+    derived step; if the compiler dropped the label, ``near`` is the closest step that reads or computes its array.
     """
 
     kind: str
@@ -82,7 +81,7 @@ class CompiledCollective(msgspec.Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lists its special properties, a few words each."""
+        """Returns the collective's special properties, a few words each."""
         truth_by_note = {
             "between slices": self.dcn,
             "cut matmul": self.windowed,
@@ -94,27 +93,27 @@ class CompiledCollective(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> str:
-        """Its derived step as ``block:phase:result``, or ``near`` and the nearest one; empty if none is known."""
+        """The derived step as ``block:phase:result``, with "near " before the nearest one; empty if unknown."""
         label = self.label or self.near
         return f"{'' if self.label else 'near '}{label.block}:{label.phase}:{label.result}" if label else ""
 
 
 def collectives(program: str | Module, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
     """Returns every collective of an optimised HLO module, parsed or as text, with the trip counts of the loops around
-    it, but none of further rounds of an exchange.
+    it, except further rounds of an expert exchange.
 
-    ``mesh`` maps axis to size, major to minor; an empty one leaves the axes empty. The module's device numbers are
-    taken to run over it row-major, as they do for a mesh built from ``jax.devices()`` in order, slice by slice where
-    there are several. Raises ValueError for a loop around a collective whose trip count cannot be read.
+    ``mesh`` maps axis to size, major to minor; with an empty mesh the axes stay empty. The module's device numbers are
+    assumed to be row-major over the mesh, as for a mesh built from ``jax.devices()`` in order, slice by slice if there
+    are several. Raises ValueError for a loop around a collective whose trip count cannot be read.
     """
     module = parse_module(program) if isinstance(program, str) else program
     return tuple(_Walk(module, mesh).computation(_Around(computation=module.entry)))
 
 
 class _Around(msgspec.Struct, frozen=True, kw_only=True):
-    """Context in which an instruction runs: its computation, the caller, and how often.
+    """Context in which a computation runs: its name, the caller, and how often it runs.
 
-    ``start`` is the instruction that starts it asynchronously, itself or around the caller; None if none does.
+    ``start`` is the -start instruction around it, if it is part of an asynchronous operation; else None.
     """
 
     computation: str
@@ -160,7 +159,7 @@ class _Walk:
             num_trips = 1 if is_branch else trip_count(self.module, caller)
             if num_trips is None:
                 raise ValueError(
-                    f"loop {caller.name} states no trip count that can be read; its collectives cannot be counted."
+                    f"loop {caller.name} states no readable trip count; its collectives cannot be counted."
                 )
             own_trips = num_trips
         return _Around(
@@ -173,7 +172,7 @@ class _Walk:
         )
 
     def reaches(self, name: str) -> bool:
-        """True if a computation, or one that it calls, contains a collective that counts there."""
+        """True if a computation, or one that it calls, contains a collective that `counts`."""
         if name not in self.reaching:
             body = self.module.computations.get(name)
             self.reaching[name] = body is not None and any(
@@ -182,7 +181,7 @@ class _Walk:
         return self.reaching[name]
 
     def counts(self, one: Instruction) -> bool:
-        """True for a collective, but no later piece of an asynchronous one, which may run in any loop."""
+        """True for a collective, but not for later pieces of an asynchronous one, which may run in any loop."""
         computations = self.begun.get(one.async_key)
         is_collective = one.opcode.removesuffix("-start") in KINDS
         if one.opcode == "send":
@@ -225,7 +224,7 @@ class _Walk:
         )
 
     def overlap(self, one: Instruction, around: _Around, num_bytes: int, *, windowed: bool) -> Overlap:
-        """Says how a collective runs beside compute, by the order of the instructions."""
+        """Returns how a collective overlaps with compute, by the order of the instructions; "" if it is exposed."""
         if async_key := one.async_key:
             return "async fusion" if fuses_compute(self.module, async_key) else ""
         start_op = around.start or one
@@ -239,7 +238,7 @@ class _Walk:
         return "between slices" if one.opcode == "send" else "windowed" if windowed else "start/done"
 
     def running(self, one: Instruction, around: _Around) -> Instruction:
-        """Returns the instruction that runs a collective in its loop or in the entry; of several pieces, the last."""
+        """Returns the instruction that runs a collective in its loop or the entry; of several pieces, the last."""
         caller = around.caller
         if caller is None or (caller.opcode != "fusion" and not caller.opcode.endswith("-start")):
             return one
@@ -263,7 +262,7 @@ class _Walk:
         """Returns (full bytes, number of arrays) of a collective with operands of these shapes."""
         operand_bytes = [shape_bytes(shape) for shape in shapes]
         if one.opcode == "send":
-            # of an all-gather more arrives than is sent
+            # an all-gather receives more than it sends
             received_bytes = receive_op.shapes[0].num_bytes if (receive_op := self.receive(one)) else 0
             return max(operand_bytes[0], received_bytes) * (size if kind == "all_to_all" else 1), 1
         if one.opcode.startswith("ragged"):
@@ -278,13 +277,13 @@ class _Walk:
         return sum(operand_bytes), len(operand_bytes)
 
     def given(self, one: Instruction) -> list[str]:
-        """Returns the shapes of an instruction's operands; for a send, of what it sends."""
+        """Returns the shapes of an instruction's operands; for a send only of the array that it sends."""
         computation = self.module.computations[one.computation]
         shape_texts = [computation.by_name[name].shape for name in one.operands if name in computation.by_name]
         return shape_texts[:1] if one.opcode == "send" else shape_texts
 
     def receive(self, send: Instruction) -> Instruction | None:
-        """Returns the receive that belongs to a send between slices, or None."""
+        """Returns the recv instruction of a send between slices, or None."""
         rendezvous_match = _RENDEZVOUS.search(send.attributes)
         for instruction in self.module.computations[send.computation].instructions:
             if rendezvous_match and instruction.opcode == "recv" and rendezvous_match[0] in instruction.attributes:
@@ -323,11 +322,11 @@ def _takes_slice(module: Module, user: Instruction, source: Instruction) -> bool
 
 
 def nearest_step(module: Module, one: Instruction, *, kind: str) -> StepLabel | None:
-    """Returns the label of the nearest step that reads a gather's result, or that makes another collective's operand.
+    """Returns the label of the nearest step that reads a gather's result, or that computes another collective's
+    operand.
 
     None if there is none near. XLA drops labels of the collectives that it rewrites: all between TPU slices, and those
-    that it combines. ``one`` runs the collective: itself, or the fusion that ends one of several pieces.
-    """
+    that it combines. ``one`` runs the collective: itself, or the fusion that ends one of several pieces."""
     is_gather = kind in ("all_gather", "broadcast")
     for neighbours in (_users, _makers) if is_gather else (_makers, _users):
         seen_keys, front = {(one.computation, one.name)}, [one]
@@ -345,7 +344,7 @@ def _users(module: Module, one: Instruction) -> Sequence[Instruction]:
 
 
 def _makers(module: Module, one: Instruction) -> Sequence[Instruction]:
-    """Returns the operands; for an element of a loop's state or result, what the loop's body assigns to it."""
+    """Returns the operands; for an element of a loop's state or result, the value that the body assigns to it."""
     computation = module.computations[one.computation]
     operands = [computation.by_name[name] for name in one.operands if name in computation.by_name]
     if one.opcode != "get-tuple-element" or not operands:
@@ -364,7 +363,7 @@ def _makers(module: Module, one: Instruction) -> Sequence[Instruction]:
 
 
 class CollectiveRow(msgspec.Struct, frozen=True):
-    """Identical collectives; ``times`` counts all their executions, loops included."""
+    """Identical collectives; ``times`` counts all their executions, in loops too."""
 
     kind: str
     axes: tuple[str, ...]
@@ -376,7 +375,7 @@ class CollectiveRow(msgspec.Struct, frozen=True):
     is_async: bool
     notes: tuple[str, ...]
     steps: tuple[str, ...]
-    """Derived steps that they came from, see `CompiledCollective.step`."""
+    """The collectives' derived steps, see `CompiledCollective.step`."""
 
 
 def collective_rows(found: Iterable[CompiledCollective]) -> tuple[CollectiveRow, ...]:

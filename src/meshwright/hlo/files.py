@@ -1,4 +1,4 @@
-"""Finds and opens a compiled program: an HLO text, the folder of a dump, or StableHLO, which is not compiled yet."""
+"""Finds and opens a compiled program: an HLO text, a dump folder, or StableHLO, which is not compiled yet."""
 
 import re
 from collections import Counter
@@ -33,7 +33,7 @@ class StableHlo(msgspec.Struct, frozen=True):
 
 
 def hlo_file(path: Path) -> Path:
-    """Returns the file, or an instruction that was given for it, or the largest optimised module of a dump's folder."""
+    """Returns a file or instruction text itself, or a dump's largest optimised module. Raises InputError if none."""
     if WRITTEN in str(path) or path.is_file():
         return path
     if not path.is_dir():
@@ -42,13 +42,13 @@ def hlo_file(path: Path) -> Path:
     for candidates in ([f for f in files if _OPTIMISED.search(f.name)], [f for f in files if f.suffix == ".hlo"]):
         if candidates:
             return max(candidates, key=lambda file: file.stat().st_size)
-    raise InputError(f"{path} holds no *after_optimizations.txt and no *.hlo. Dump with --xla_dump_hlo_as_text.")
+    raise InputError(f"{path} has no *after_optimizations.txt and no *.hlo. Dump with --xla_dump_hlo_as_text.")
 
 
 def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
     """Returns the program in a file; ``stablehlo`` says that it is StableHLO, whatever its name.
 
-    Raises InputError for text that is neither HLO nor StableHLO, or that breaks off.
+    Raises InputError for text that is neither HLO nor StableHLO, or that is cut off.
     """
     advice = "Give optimised HLO as text, such as compiled.as_text()."
     text = str(path) if WRITTEN in str(path) else read_text(path, advice, most=MOST_PROGRAM)
@@ -59,7 +59,7 @@ def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
             raise InputError(f"{path} breaks off inside its ENTRY computation. Give the whole text.")
         return module
     if "func.func" not in text:
-        raise InputError(f"{path} is no StableHLO: it has no function. Give lowered.as_text() or optimised HLO.")
+        raise InputError(f"{path} is not StableHLO: it has no function. Give lowered.as_text() or optimised HLO.")
     name_match, partitions_match, mesh_match = (pattern.search(text) for pattern in (_NAME, _PARTITIONS, _MESH))
     return StableHlo(
         name=name_match[1] if name_match else "?",
@@ -77,9 +77,9 @@ def read_module(text: str, source: Path | str) -> Module:
             raise ValueError("it has a number of hundreds of digits.")
         return require_readable(parse_module(text))
     except ValueError as error:
-        raise InputError(f"{source} is no whole HLO text: {error} Give compiled.as_text() or a dump.") from None
+        raise InputError(f"{source} is not a complete HLO text: {error} Give compiled.as_text() or a dump.") from None
 
 
 def has_entry(text: str) -> bool:
-    """True if an HLO text has an ENTRY computation; otherwise it is a part of a program, or cut off."""
+    """True if an HLO text has an ENTRY computation; without one it is a part of a program, or cut off."""
     return _ENTRY.search(text) is not None

@@ -1,4 +1,4 @@
-"""The graph of a layer in a compiled program: what feeds what, with all instructions of a derived step as one node."""
+"""The data-flow graph of a layer in a compiled program, with all instructions of a derived step as one node."""
 
 import re
 from collections import Counter, defaultdict
@@ -37,8 +37,8 @@ class Node(msgspec.Struct, frozen=True):
 class ComputationGraph(msgspec.Struct, frozen=True):
     """Nodes in execution order, and edges (from, to) by key; all edges point forward.
 
-    ``alike`` names computations with the same nodes and edges; ``times`` counts the runs of all in a program's call.
-    """
+    ``alike`` names other computations with the same nodes and edges; ``times`` is how often all of them run in one call
+    of the program."""
 
     name: str
     times: int
@@ -61,8 +61,8 @@ def computation_graph(module: Module, name: str) -> ComputationGraph:
 def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, ...]:
     """Builds a graph for each computation that runs a block of the model: a layer's forward pass, then its backward.
 
-    The default block is the one with most instructions; a program without labels gives the two loops with most nodes.
-    Raises InputError for a block that no instruction belongs to.
+    The default block is the one with most instructions; for a program without labels, the two loops with most nodes.
+    Raises InputError for a block to which no instruction belongs.
     """
     blocks = Counter(label.block for op in module if (label := op.label) and label.phase != "update")
     if block and block not in blocks:
@@ -74,10 +74,10 @@ def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, .
         drawn_graphs = drawn_graphs or [computation_graph(module, module.entry)]
         return tuple(sorted(drawn_graphs, key=lambda graph: _first(module, graph)))
     chosen_block = block or blocks.most_common(1)[0][0]
-    # A loop inside one step, such as that over blocks of attention, is part of the step's node.
+    # A loop inside one step, such as a loop over blocks of attention, is part of the step's node.
     names_in_steps = {name for name, caller in module.callers.items() if caller.label}
     graphs = [_graph(module, body, chosen_block) for body in executed(module) if body.name not in names_in_steps]
-    # Steps that the compiler hoisted out of a loop stand alone, without edges.
+    # Steps that the compiler hoisted out of a loop have no edges.
     connected_graphs = [graph for graph in graphs if graph.edges] or [graph for graph in graphs if graph.nodes]
     return _without_copies(sorted(connected_graphs, key=lambda graph: _first(module, graph)))
 
@@ -95,13 +95,13 @@ def _without_copies(graphs: Sequence[ComputationGraph]) -> tuple[ComputationGrap
 
 
 def _first(module: Module, graph: ComputationGraph) -> int:
-    """Returns the position in the entry of the loop that runs a computation."""
+    """Returns the position, in the entry, of the instruction that runs a computation; -1 for the entry itself."""
     callers, entry_names = list(module.around(graph.name)), list(module.computations[module.entry].by_name)
     return entry_names.index(callers[-1].name) if callers and callers[-1].name in entry_names else -1
 
 
 def _graph(module: Module, computation: Computation, block: str | None) -> ComputationGraph:
-    """Builds the graph: steps and heavy instructions are nodes, paths through all others are edges."""
+    """Builds the graph: steps and heavy instructions are nodes, paths through other instructions are edges."""
     role_of = {i.name: _role(module, i) for i in computation.instructions if i.opcode not in NO_WORK}
     names_of: dict[str, list[str]] = defaultdict(list)
     text_of: dict[str, str] = {}
@@ -125,7 +125,7 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Compu
         hidden_keys = role_of[instruction.name].beside
         hidden_keys_of[key] |= hidden_keys
         edges |= {(source_key, key) for source_key in source_keys if source_key != key}
-        # A fusion that passes on a buffer of an overlapping collective does not make it: the collective does.
+        # A fusion passes on a buffer of an overlapping collective, which the collective computes.
         keys_of[instruction.name] = frozenset({key}) | (source_keys & hidden_keys)
     kind_of = {key: min((role_of[name].kind for name in names), key=_STRENGTH.index) for key, names in names_of.items()}
     index_of = {instruction.name: index for index, instruction in enumerate(computation.instructions)}
@@ -144,9 +144,9 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Compu
 
 
 class _Role(msgspec.Struct, frozen=True):
-    """How an instruction appears in a graph; ``text`` is for those without a label.
+    """How an instruction appears in a graph; ``text`` describes it if it has no label.
 
-    The pieces that start and end an asynchronous collective of a TPU have its key as ``chain``. ``beside`` names the
+    The pieces that start and end an asynchronous TPU collective have its key as ``chain``. ``beside`` has the keys of
     collectives that overlap with a fusion, which only passes their buffers on.
     """
 
@@ -158,7 +158,7 @@ class _Role(msgspec.Struct, frozen=True):
 
 
 def _node(name: str, role: _Role | None, block: str | None, *, labelled: bool) -> tuple[str, str]:
-    """Returns (key, text) of an instruction's node; empty if it has none."""
+    """Returns (key, text) of an instruction's node; empty strings if it has none."""
     if role is None:
         return "", ""
     if label := role.label:

@@ -23,9 +23,9 @@ _SLICE_STRIDE = 100_000
 
 
 def replica_groups(text: str, num_devices: int) -> Groups:
-    """Parses the groups in an instruction's attributes; all devices form one group if none are given.
+    """Parses the groups in an instruction's attributes; without groups all devices form one.
 
-    Numbers index the devices of the mesh row-major. Raises ValueError for a form that is not known.
+    Numbers index the devices of the mesh row-major. Raises ValueError for an unknown form.
     """
     if explicit_match := _EXPLICIT.search(text):
         return _lists(explicit_match[1])
@@ -40,17 +40,17 @@ def replica_groups(text: str, num_devices: int) -> Groups:
 
 
 def permute_pairs(text: str) -> Groups:
-    """Returns the (source, target) pairs of a collective-permute."""
+    """Returns the (source, target) pairs of a collective-permute; () if the text has none."""
     match = _PAIRS.search(text)
     return _lists(match[1]) if match else ()
 
 
 def slice_groups(text: str) -> Groups:
-    """Parses the groups of a transfer between slices, whose devices are numbered slice by slice.
+    """Parses the groups of a transfer between slices; returned devices are numbered slice by slice.
 
-    XLA counts slices from 1: ``{1,2}x{0:3}`` is each of four devices with its twin in the other slice, and a list of
-    devices, or of sends such as ``{100003->200003}``, has numbers: 200003 is device 3 of slice 2. Empty if the text
-    names no target.
+    XLA counts slices from 1: ``{1,2}x{0:3}`` groups each of four devices with the device of the same number in the
+    other slice; in a list of devices, or of sends such as ``{100003->200003}``, 200003 is device 3 of slice 2. Empty if
+    the text names no target.
     """
     if range_match := _SLICES.search(text):
         slice_numbers, slice_size = np.array(_ints(range_match[1])), int(range_match[3]) + 1
@@ -70,7 +70,7 @@ def group_size(groups: Groups) -> int:
 
 
 def are_shifted(groups: Groups, mesh: Mapping[str, int]) -> bool:
-    """True if the groups are one group shifted over the mesh, as groups along its axes are, or if there is no mesh."""
+    """True if the groups are one group shifted over the mesh, as groups along axes are, or if there is no mesh."""
     if not mesh or len(groups) != 1:
         return len(groups) < 2
     coordinates = np.array(np.unravel_index(np.sort(groups[0], axis=1), tuple(mesh.values())))
@@ -118,8 +118,8 @@ def _transposed(shape: list[int], order: list[int]) -> NDArray[np.int64]:
 def _named_groups(mesh: str, devices: str | None, axes: str) -> NDArray[np.int64]:
     """Parses groups over named axes of an explicit mesh: ``'data'=2,'tensor'=4`` and ``'tensor'``.
 
-    ``devices`` are the mesh's device numbers where they are not row-major: a list, or ``[4,2]T(1,0)``. An axis may be
-    a part of one: ``'tensor':(2)2`` are the last 2 of a tensor axis of 4, behind the first 2.
+    ``devices`` are the mesh's device numbers if they are not row-major: a list, or ``[4,2]T(1,0)``. A group may span
+    part of an axis: ``'tensor':(2)2`` is the minor half of a tensor axis of 4, split into 2 x 2.
     """
     size_of = {(name, "whole"): int(size) for name, size, _, _ in _AXIS.findall(mesh)}
     device_ids = _mesh_devices(devices, math.prod(size_of.values()))
@@ -134,7 +134,7 @@ def _named_groups(mesh: str, devices: str | None, axes: str) -> NDArray[np.int64
 
 
 def _split(dims: Mapping[tuple[str, str], int], name: str, before: int, size: int) -> dict[tuple[str, str], int]:
-    """Splits one axis of the mesh into three, of which the group spans the middle one."""
+    """Splits a mesh axis into three, of which the group spans the middle one. Raises ValueError if it cannot."""
     axis_size = dims.get((name, "whole"), 0)
     if not axis_size or axis_size % (before * size):
         raise ValueError(f"replica groups in a form that is not known: {name!r}:({before}){size} of {dict(dims)}")

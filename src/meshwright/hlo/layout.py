@@ -1,4 +1,4 @@
-"""What layouts and tilings cost in a compiled program: padding, copies that only change a layout, largest arrays."""
+"""The cost of layouts and tilings in a compiled program: padding, copies that only change a layout, largest arrays."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ _VIEWS = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all", "constant"),
     *("add-dependency", "opt-barrier", "optimization-barrier", "copy-done", "slice-done", "partition-id", "send-done"),
 }
-"""Opcodes that allocate no array: their result is part of another array, or written by another instruction."""
+"""Opcodes that allocate no array: their result is part of another array, or was written by another instruction."""
 _RUNS = ("body", "condition", "branch_computations", "true_computation", "false_computation")
 
 
 class Padded(msgspec.Struct, frozen=True):
-    """Arrays of one shape and layout that tiling pads."""
+    """Arrays of one shape and layout, to which tiling adds padding."""
 
     name: str
     shape: str
@@ -41,7 +41,7 @@ class Padded(msgspec.Struct, frozen=True):
 
 
 class Relayout(msgspec.Struct, frozen=True):
-    """A copy whose result has another dim order or tiling than its operand."""
+    """A copy whose result has a different dim order or tiling than its operand."""
 
     name: str
     before: str
@@ -58,7 +58,7 @@ class Relayout(msgspec.Struct, frozen=True):
 
 
 class Largest(msgspec.Struct, frozen=True):
-    """One array that the program allocates or takes as a parameter, with its bytes in memory."""
+    """One array that the program allocates or has as a parameter, with its bytes in memory."""
 
     name: str
     opcode: str
@@ -70,7 +70,7 @@ class Largest(msgspec.Struct, frozen=True):
 
 
 def executed(module: Module) -> tuple[Computation, ...]:
-    """Returns the computations that run instruction by instruction: the entry, loops and calls, but no fusions."""
+    """Returns the computations that run instruction by instruction: entry, loops, branches and calls, not fusions."""
     computations, stack = [], [module.entry]
     while stack:
         name = stack.pop()
@@ -136,7 +136,7 @@ def relayouts(module: Module) -> tuple[Relayout, ...]:
 
 
 def largest_arrays(module: Module) -> tuple[Largest, ...]:
-    """Returns the arrays that the program allocates or takes as parameters, largest first."""
+    """Returns the arrays that the program allocates or has as parameters, largest first."""
     rows = [
         Largest(
             name=instruction.name,
@@ -168,8 +168,8 @@ def layout_text(shape: Shape) -> str:
 def tile_offset(tiles: tuple[tuple[int, ...], ...], position: tuple[int, ...]) -> int:
     """Returns the offset in memory, in elements, of the element at ``position`` of a tile.
 
-    Every further tile divides the one before it: (row, column) in ``(8,128)(2,1)`` has the offset
-    256 (row // 2) + 2 column + row % 2.
+    Every further tile divides the one before it: (row, column) in ``(8,128)(2,1)`` has the offset 256 (row // 2) + 2
+    column + row % 2.
     """
     sizes, places = list(tiles[0]), list(position)
     for tile in tiles[1:]:

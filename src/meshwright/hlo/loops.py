@@ -1,4 +1,4 @@
-"""Trip counts of the loops of a compiled program: stated by the compiler, or read from counter, bound and step."""
+"""Trip counts of the loops of a compiled program: stated by the compiler, or computed from counter, bound and step."""
 
 import math
 import re
@@ -17,7 +17,7 @@ _SAME_VALUE = {"bitcast", "convert", "copy", "copy-done", "copy-start", "optimiz
 
 
 class Loop(msgspec.Struct, frozen=True):
-    """One loop of a module; ``total_trips`` includes the loops around it. None: unknown."""
+    """One loop of a module; ``total_trips`` is the product with the trips of the loops around it. None: unknown."""
 
     name: str
     body: str
@@ -28,7 +28,7 @@ class Loop(msgspec.Struct, frozen=True):
 
 
 class _Value(NamedTuple):
-    """The result of an instruction, inside the fusions (outermost first) that were entered to reach it."""
+    """The result of an instruction, and the fusions (outermost first) that were entered to reach it."""
 
     module: Module
     at: Instruction
@@ -39,7 +39,7 @@ class _Value(NamedTuple):
         return self._replace(at=self.module.operand(self.at, number))
 
     def settled(self, number: int | None = None) -> "_Value":
-        """Traces the value, or that of an operand, back through copies, tuples and fusions."""
+        """Traces the value, or operand ``number``, back through copies, tuples and fusions."""
         value = self if number is None else self.operand(number)
         while True:
             instruction = value.at
@@ -60,7 +60,7 @@ class _Value(NamedTuple):
 
     @property
     def element(self) -> int | None:
-        """Index of the value in the computation's only parameter; None if it is no element of it."""
+        """Index of the value in the computation's only parameter; None if it is not an element of it."""
         if self.at.opcode != "get-tuple-element":
             return None
         state = self.settled(0)
@@ -70,12 +70,12 @@ class _Value(NamedTuple):
 
     @property
     def number(self) -> int | None:
-        """The value of an integer constant; None for all else."""
+        """The value of an integer constant; None for other values."""
         source = self.settled().at
         return int(source.literal) if source.opcode == "constant" and _WHOLE.fullmatch(source.literal) else None
 
     def before(self, loop: Instruction | None) -> "_Value | None":
-        """Traces the value out of the loops around it; None if one of them changes it."""
+        """Traces the value out of ``loop`` and the loops around it; None if a loop changes it."""
         index = self.element
         if index is None or loop is None or loop.opcode != "while":
             return self
@@ -87,7 +87,7 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
     """Returns how often a ``while`` runs its body; None if that cannot be read.
 
     TPU modules state no count: it is ceil((bound - start) / step), from the comparison in the loop's condition, the
-    values that the loop starts with and what its body adds, all of which have to be constants.
+    initial values and what its body adds, all of which must be constants.
     """
     if stated_match := _STATED.search(loop.attributes):
         return int(stated_match[1])
@@ -113,12 +113,12 @@ def runs_at_most_once(module: Module, loop: Instruction) -> bool:
 
 
 def runs_further_rounds(module: Module, loop: Instruction) -> bool:
-    """True for a loop over further rounds of an exchange (`core.labels.FURTHER_ROUNDS`): none where loads are even."""
+    """True for a loop over further rounds of an exchange (`core.labels.FURTHER_ROUNDS`): none run if loads are even."""
     return loop.opcode == "while" and trip_count(module, loop) is None and _in_scope(module, loop, FURTHER_ROUNDS)
 
 
 def _in_scope(module: Module, loop: Instruction, scope: str) -> bool:
-    """True if a loop, or all that is named in the body of a loop without a name, is in a scope."""
+    """True if a loop's name, or every name in the body of a loop without a name, contains a scope."""
     body = module.computations.get(dict(loop.called).get("body", ""))
     op_names = [instruction.op_name for instruction in (body.instructions if body else ()) if instruction.op_name]
     return all(scope in name for name in ([loop.op_name] if loop.op_name else op_names or [""]))
@@ -162,7 +162,7 @@ def _initial(module: Module, loop: Instruction, index: int) -> _Value | None:
 
 
 def _made(module: Module, loop: Instruction, index: int) -> _Value | None:
-    """Returns what the body of a loop assigns to element ``index`` of its state; None if the state is no tuple."""
+    """Returns the value that a loop's body assigns to element ``index`` of its state; None if that is no tuple."""
     root = _Value(module, module.body(loop, "body").root).settled()
     return root.settled(index) if root.at.opcode == "tuple" else None
 

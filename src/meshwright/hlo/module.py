@@ -35,9 +35,9 @@ _FIELD = re.compile(r"(\w+)=(\d+)")
 CONTAINERS = ("while", "conditional", "call")
 """Opcodes that only run other computations."""
 LINES = "lines"
-"""Name of the computation that holds instructions which the text gives without one."""
+"""Name of the computation for instructions that a text has outside of any computation."""
 NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
-"""Opcodes that neither compute nor move anything."""
+"""Opcodes that neither compute nor move data."""
 
 
 class SourceLine(msgspec.Struct, frozen=True):
@@ -54,8 +54,8 @@ class SourceLine(msgspec.Struct, frozen=True):
 class Instruction(msgspec.Struct, frozen=True, dict=True):
     """One instruction: ``%name = shape opcode(operands), attributes``.
 
-    ``shape`` and ``attributes`` are the module's own text; ``literal`` is what stands between the parentheses of a
-    constant or a parameter, which have no operands.
+    ``shape`` and ``attributes`` are the module's own text; ``literal`` is the text in the parentheses of a constant or
+    a parameter, which have no operands.
     """
 
     name: str
@@ -68,13 +68,13 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
     literal: str = ""
 
     def number(self, text: str) -> int:
-        """Returns the whole number that ``text``, a part of the instruction, is. Raises InputError for another text."""
+        """Returns ``text``, a part of the instruction, as an integer. Raises InputError unless it is decimal digits."""
         if not text.isdecimal():
             raise InputError(f"{self.opcode} {self.name} has {text[:40]!r} for a number. Give the whole text.")
         return int(text)
 
     def attribute(self, key: str) -> str:
-        """Returns one attribute as written, with braces and quotes; the empty text if it is not set."""
+        """Returns one attribute as written, with braces and quotes; "" if it is not set."""
         key_start = f", {self.attributes}".find(f", {key}=")
         if key_start < 0:
             return ""
@@ -83,18 +83,18 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def op_name(self) -> str:
-        """Path of the JAX operations that it came from; empty if it has none."""
+        """Path of the JAX operations from which the instruction was compiled; empty if it has none."""
         match = _OP_NAME.search(self.attributes)
         return match[1].replace('\\"', '"') if match else ""
 
     @cached_property
     def label(self) -> StepLabel | None:
-        """The derived step that it belongs to; None if it has no label."""
+        """The derived step that the instruction belongs to; None if it has no label."""
         return find_label(self.op_name)
 
     @property
     def target(self) -> str:
-        """Library or kernel that a custom call invokes; empty for others."""
+        """Library or kernel that a custom call invokes; empty for other instructions."""
         match = _TARGET.search(self.attributes) if self.opcode == "custom-call" else None
         return match[1] if match else ""
 
@@ -105,7 +105,7 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def async_key(self) -> str:
-        """Key that all pieces of one asynchronous TPU collective share; empty for all else."""
+        """Key that all pieces of one asynchronous TPU collective share; empty for other instructions."""
         if "async_collective_fusion_config" not in self.attributes:
             return ""
         chain = _CHAIN.search(self.attributes)
@@ -131,7 +131,7 @@ class Computation(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Name -> the instructions that read it."""
+        """Name -> the instructions that read it, in the computation's order."""
         readers_by_name: dict[str, list[Instruction]] = {instruction.name: [] for instruction in self.instructions}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
@@ -176,7 +176,7 @@ class Module(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def callers(self) -> Mapping[str, Instruction]:
-        """Computation -> one instruction that calls it."""
+        """Computation -> one instruction that calls it, the last one in the text."""
         return {name: caller for caller in self for _, name in caller.called}
 
     def around(self, computation: str) -> Iterator[Instruction]:
@@ -186,14 +186,14 @@ class Module(msgspec.Struct, frozen=True, dict=True):
             computation = caller.computation
 
     def body(self, one: Instruction, role: str = "calls") -> Computation:
-        """Returns a computation that an instruction calls, such as a loop's ``body``. Raises InputError without it."""
+        """Returns the computation that an instruction calls as its ``role``. Raises InputError if there is none."""
         name = dict(one.called).get(role, "")
         if name not in self.computations:
             raise InputError(f"{one.opcode} {one.name} calls {name!r}, which the text lacks. Give the whole text.")
         return self.computations[name]
 
     def operand(self, one: Instruction, number: int) -> Instruction:
-        """Returns the instruction that makes an operand. Raises InputError without it."""
+        """Returns the instruction that computes an operand. Raises InputError if there is no operand of this number."""
         if number >= len(one.operands):
             raise InputError(f"{one.opcode} {one.name} has no operand {number}. Give the whole text.")
         return self.computations[one.computation].by_name[one.operands[number]]
@@ -204,20 +204,20 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         return tuple(inner for body in bodies if body for inner in body.instructions)
 
     def fused(self, one: Instruction) -> Iterator[Instruction]:
-        """Yields the instruction and everything fused into it, at any depth."""
+        """Yields the instruction and all instructions fused into it, at any depth."""
         yield one
         if one.opcode not in CONTAINERS:
             for inner in self.inside(one):
                 yield from self.fused(inner)
 
     def find(self, name: str) -> Instruction | None:
-        """Returns the instruction of this name, first from the entry computation; None if there is none."""
+        """Returns the instruction of this name, from the entry computation if it has one; None if there is none."""
         bare_name = name.removeprefix("%")
         computations = [self.computations[self.entry], *self.computations.values()] if self.entry else []
         return next((c.by_name[bare_name] for c in computations if bare_name in c.by_name), None)
 
     def source(self, instruction: Instruction) -> tuple[SourceLine, ...]:
-        """Returns the Python source lines that made it, innermost call first; empty if the module does not say."""
+        """Returns an instruction's Python source lines, innermost call first; empty if the module lists none."""
         line_match = _SOURCE.search(instruction.attributes)
         if line_match:
             return (SourceLine(file=line_match[1], line=int(line_match[2] or 0)),)
@@ -230,7 +230,7 @@ class Module(msgspec.Struct, frozen=True, dict=True):
 
 
 def parse_module(text: str) -> Module:
-    """Parses an HLO text, or instructions alone, whose operands are then parameters. Raises ValueError for others."""
+    """Parses HLO text, or bare instructions, whose unknown operands become parameters; else raises ValueError."""
     computations: dict[str, Computation] = {}
     entry_name, lines = "", text.splitlines()
     for name, is_entry, body_lines in _bodies(lines):
@@ -256,16 +256,16 @@ def parse_module(text: str) -> Module:
 
 
 NEEDED = {"fusion": ("calls",), "while": ("body", "condition"), "call": ("to_apply",), "get-tuple-element": ("index",)}
-"""Opcode -> attributes without which it cannot be read."""
+"""Opcode -> attributes that the instruction must have."""
 _TYPED = re.compile(r"([a-z]\w*\[[^\s\[\]]*\](?:\{[^{}]*\})?) %([\w.\-]+)")
 _FAR = re.compile(r"(replica_groups|source_target_pairs)=\S*\d{9}")
 _READS = re.compile(r"copy|-done|element|while|slice|send|gather|reduce|all-to|permute|broadcast|bitcast|convert")
 MOST_NESTED, MOST_EXPANDED, MOST_DEVICES = 100, 10_000_000, 10_000_000
-"""Bounds on computations inside each other, instructions with all that they call, and devices."""
+"""Limits on the nesting of computations, on instructions including all that they call, and on devices."""
 
 
 def require_readable(module: Module) -> Module:
-    """Returns the module. Raises ValueError if it is damaged, too large, or has computations that run themselves."""
+    """Returns the module. Raises ValueError if it is damaged, too large, or has computations that call themselves."""
     if module.num_devices > MOST_DEVICES:
         raise ValueError(f"it is for {module.num_devices:.2g} devices; at most {MOST_DEVICES:.0e} are read.")
     callees = {name: [n for i in c.instructions for _, n in i.called] for name, c in module.computations.items()}
@@ -278,7 +278,7 @@ def require_readable(module: Module) -> Module:
         depth, size = 1 + max((pair[0] for pair in callee_pairs), default=0), sum(pair[1] for pair in callee_pairs)
         nesting_of[name] = depth, size + len(module.computations[name].instructions)
         if depth > MOST_NESTED or size > MOST_EXPANDED:
-            raise ValueError(f"{name} has {depth} computations inside each other, and {size:.0e} instructions in them.")
+            raise ValueError(f"{name} has computations nested {depth} deep, with {size:.0e} instructions in them.")
         names_before = set[str]()
         for op in module.computations[name].instructions:
             index_text = op.attribute("index") or op.literal if op.opcode == "parameter" else "0"
@@ -297,7 +297,7 @@ def require_readable(module: Module) -> Module:
 
 
 def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
-    """Reads the tables of source lines at the head of a module."""
+    """Reads a module's source tables: frame number -> (source line, number of the calling frame, 0 for none)."""
     table_names = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
     tables: dict[str, dict[int, Any]] = {name: {} for name in table_names}
     table_name = ""
@@ -323,7 +323,7 @@ def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
 def _bodies(lines: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
     """Yields (name, is entry, lines of instructions) of each computation.
 
-    An instruction may be broken: the metadata of a Pallas kernel is written with line breaks of its own.
+    An instruction may continue on the next lines: the metadata of a Pallas kernel has line breaks.
     """
     name, is_entry, body_lines = "", False, list[str]()
     for line in lines:
@@ -370,8 +370,8 @@ def _instruction(line: str, computation: str) -> Instruction | None:
 
 
 def _with_elements(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Yields the instructions, and before the first reader of an element that newer texts write as ``%state#2`` the
-    get-tuple-element that it abbreviates."""
+    """Yields the instructions; if newer texts abbreviate an element of a tuple as ``%state#2``, the get-tuple-element
+    comes before its first reader."""
     shape_of = dict[str, str]()
     for instruction in instructions:
         for element in (name for name in instruction.operands if "#" in name and name not in shape_of):

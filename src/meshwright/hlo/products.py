@@ -1,4 +1,4 @@
-"""Finds a program's compute: matrix products with their FLOPs and precision, and what runs beside a collective."""
+"""Finds a program's compute: matrix products with their FLOPs and precision, and compute that overlaps a collective."""
 
 import math
 import re
@@ -8,14 +8,14 @@ from meshwright.hlo.module import CONTAINERS, NO_WORK, Instruction, Module
 from meshwright.hlo.shapes import Shape, shape_bytes
 
 _KERNELS = ("tpu_custom_call", "__cudnn$", "mosaic_gpu", "__gpu$xla.gpu.triton")
-"""First letters of the targets of custom calls that compute; other custom calls only mark or allocate something."""
+"""Prefixes of the targets of custom calls that compute; other custom calls only mark or allocate something."""
 _NO_COMPUTE = {
     *NO_WORK,
     *CONTAINERS,
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"),
     *("send", "recv", "after-all", "custom-call"),
 }
-"""Opcodes that by themselves compute nothing."""
+"""Opcodes that compute nothing themselves."""
 
 _LIBRARY = re.compile(r"gemm|matmul", re.IGNORECASE)
 _CONTRACTED = re.compile(r"(lhs|rhs)_contracting_dim(?:ension)?s\"?[=:]\s*[\[{]([0-9,\" ]*)[\]}]")
@@ -37,15 +37,15 @@ def precision(product: Instruction) -> str:
 
 
 def contracted_dims(product: Instruction) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the dims of both operands that a dot, or a library's product, sums over; None if it does not say."""
+    """Returns the dims of both operands that a dot, or a library's product, sums over; None if the text lacks them."""
     dims_of = {side: tuple(map(int, _NUMBER.findall(dims))) for side, dims in _CONTRACTED.findall(product.attributes)}
     return (dims_of["lhs"], dims_of["rhs"]) if len(dims_of) == 2 else None
 
 
 def product_flops(product: Instruction, instructions: Mapping[str, Instruction]) -> int:
-    """Returns 2 x the elements of the result x the length of the contraction; 0 unless two operands are known.
+    """Returns 2 x the elements of the result x the length of the contraction; 0 unless both operands are known.
 
-    ``instructions`` holds the operands by name.
+    ``instructions`` has the operands by name.
     """
     operand_shapes = [instructions[name].shapes[:1] for name in product.operands[:2] if name in instructions]
     if len(operand_shapes) < 2 or not all((product.shapes, *operand_shapes)):
@@ -57,8 +57,8 @@ def product_flops(product: Instruction, instructions: Mapping[str, Instruction])
 def _sum_length(product: Instruction, left: Shape, right: Shape) -> int:
     """Returns the number of terms summed for each element of the result.
 
-    A convolution sums over the kernel without its output features. Spatial dims that the compiler dilates to carry a
-    batch (on TPU) are not summed.
+    A convolution sums over the kernel's dims except its output features. Spatial dims that the compiler dilates to
+    carry a batch (on TPU) are not summed.
     """
     if product.opcode != "convolution":
         summed_dims = contracted_dims(product) or ((), ())
@@ -76,10 +76,10 @@ def _sum_length(product: Instruction, left: Shape, right: Shape) -> int:
 
 
 def runs_beside_compute(module: Module, start: Instruction, done: str, *, num_bytes: int) -> bool:
-    """True if compute of some size stands between a start and its ``done``, or the end of the computation without one.
+    """True if enough compute runs between a start and its ``done``, or up to the computation's end without a done.
 
-    That is a product, a kernel, or other work that writes at least the collective's ``num_bytes``: memory is several
-    times as fast as links, so that less could not hide it.
+    Enough is a product, a kernel, or other work that writes at least the collective's ``num_bytes``: memory is several
+    times as fast as links, so that less work could not hide the collective.
     """
     instructions = module.computations[start.computation].instructions
     instruction_names = [op.name for op in instructions]
@@ -89,20 +89,20 @@ def runs_beside_compute(module: Module, start: Instruction, done: str, *, num_by
 
 
 def fuses_compute(module: Module, key: str) -> bool:
-    """True if a piece of the asynchronous TPU collective with this key is fused with a product."""
+    """True if a part of the asynchronous TPU collective with this key is fused with a product."""
     piece_names = {instruction.computation for instruction in module if instruction.async_key == key}
     return any(_computes(module, module.computations[name].instructions) for name in piece_names)
 
 
 def _computes(module: Module, instructions: Iterable[Instruction]) -> bool:
-    """True if a product or a kernel is among these instructions, or among those that they call."""
+    """True if a product or a kernel is among these instructions, or in computations that they call."""
     return any(
         is_product(i) or i.target.startswith(_KERNELS) or _computes(module, module.inside(i)) for i in instructions
     )
 
 
 def _written(module: Module, one: Instruction) -> int:
-    """Returns the bytes that elementwise work or a copy writes; of an update in place only the part that changes."""
+    """Returns the bytes that elementwise work or a copy writes; for an update in place only the updated part."""
     suffixes = ("-start", "-done", "-update")
     if one.opcode in _NO_COMPUTE or one.opcode.endswith(suffixes):
         return 0

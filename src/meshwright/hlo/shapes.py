@@ -13,7 +13,7 @@ ELEMENT_BITS = {
     "f8e4m3fn": 8, "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "bf16": 16, "f16": 16,
     "f32": 32, "f64": 64, "c64": 64, "c128": 128,
 }  # fmt: skip
-"""Bits of an element in memory. Types of four bits and fewer take a byte unless the layout packs them, ``E(4)``."""
+"""Bits of an element in memory. Types of four bits or fewer take a byte unless the layout packs them, ``E(4)``."""
 
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=? ]*)\](?:\{([^}]*)\})?")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -27,9 +27,9 @@ _TAIL = re.compile(r"L\((\d+)\)")
 class Shape(msgspec.Struct, frozen=True):
     """One array's shape.
 
-    ``minor_to_major`` lists the dims, the contiguous one first; ``tiles`` tile the minor dims, each cutting the one
-    before it. Both are empty without a layout (row-major), ``tiles`` also if they join dims (``*``). A dim of unknown
-    size is 1, a bounded one its bound. Elements are padded to a multiple of ``tail_elements``.
+    ``minor_to_major`` lists the dims, the contiguous one first; ``tiles`` tile the minor dims, each dividing the
+    previous one. Both are empty without a layout (row-major), ``tiles`` also if they join dims (``*``). A dim of
+    unknown size is 1, a bounded one its bound. Elements are padded to a multiple of ``tail_elements``.
     """
 
     dtype: str
@@ -42,7 +42,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def is_possible(self) -> bool:
-        """True if the layout orders these dims and no tile is empty."""
+        """True if the layout orders exactly these dims and no tile is empty."""
         has_order = not self.minor_to_major or sorted(self.minor_to_major) == [*range(len(self.dims))]
         return has_order and all(0 < n < 2**40 for n in (self.tail_elements, *(n for tile in self.tiles for n in tile)))
 
@@ -68,7 +68,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def padded_dims(self) -> tuple[int, ...]:
-        """Sizes from major to minor, rounded up to whole first-level tiles."""
+        """Sizes from major to minor, rounded up to whole tiles of the first level."""
         if not self.tiles:
             return self.physical
         untiled_sizes, num_tiles = _cut(self.physical, self.tiles[0])
@@ -95,7 +95,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def element_shape(text: str, index: int) -> str:
-    """Returns the text of one array of a flat tuple's shape; empty if it has no such array."""
+    """Returns the text of array ``index`` of a flat tuple's shape; empty if it has no such array."""
     return next((match[0] for match in islice(_SHAPE.finditer(_COMMENT.sub("", text)), index, None)), "")
 
 

@@ -1,4 +1,4 @@
-"""One instruction of a compiled program in words: what it does, the layout of its result, where it came from."""
+"""One instruction of a compiled program in words: what it does, the layout of its result, its source."""
 
 import re
 import tomllib
@@ -82,7 +82,7 @@ def layout_facts(shape: Shape, *, is_tpu: bool = True) -> list[tuple[str, str]]:
 
 
 def order_words(shape: Shape) -> str:
-    """Describes ``{1,0}``: which dim is contiguous, and which are outside it."""
+    """Describes an order such as ``{1,0}``: which dim is contiguous, and which dims are outside it."""
     dim_texts = [f"dim {dim} ({shape.dims[dim]:,})" for dim in reversed(shape.order)]
     if not dim_texts:
         return "one number"
@@ -93,27 +93,27 @@ def order_words(shape: Shape) -> str:
 
 
 def tile_words(shape: Shape) -> list[str]:
-    """Describes ``T(8,128)(2,1)``, one line for each level of tiles."""
+    """Describes tiles such as ``T(8,128)(2,1)``, one line for each level of tiles."""
     if not shape.tiles:
         return []
     outer_tile, *inner_tiles = shape.tiles
     dims = [f"dim {dim}" for dim in shape.order[-len(outer_tile) :]]
     size_text = _by(outer_tile)
-    lines = [f"T({_comma(outer_tile)}): {size_text} elements{' of ' + ' x '.join(dims) if dims else ''} lie together"]
+    lines = [f"T({_comma(outer_tile)}): {size_text} elements{' of ' + ' x '.join(dims) if dims else ''} are contiguous"]
     for tile in inner_tiles:
         words = f"({_comma(tile)}): inside, "
         num_rows = tile[-2] if len(tile) > 1 else 1
         if len(tile) > 1 and tile[-1] == 1 and num_rows > 1:
             word_bits = num_rows * shape.element_bits
-            words += f"{num_rows} rows share {word_bits}-bit words, an element of each beside the other"
+            words += f"{num_rows} rows share {word_bits}-bit words, with one element of each"
         else:
-            words += f"{_by(tile)} elements lie together"
+            words += f"{_by(tile)} elements are contiguous"
         lines.append(words)
     return lines
 
 
 def space_words(space: int, *, is_tpu: bool = True) -> str:
-    """Describes a memory space."""
+    """Describes a memory space by its number in a layout, on TPUs or GPUs."""
     if not is_tpu:
         gpu_spaces = {0: "the GPU's memory", 5: "the host's memory"}
         return f"S({space}): {gpu_spaces.get(space, 'a memory of its own')}" if space else gpu_spaces[0]
@@ -122,7 +122,7 @@ def space_words(space: int, *, is_tpu: bool = True) -> str:
 
 
 def padding_words(shape: Shape) -> str:
-    """Describes the padding that tiles add to an array."""
+    """Describes the padding that tiles add to an array; "none" if they add none."""
     if shape.padded_bytes <= shape.num_bytes:
         return "none"
     padded_dims = shape.padded_dims[len(shape.padded_dims) - len(shape.order) :]
@@ -137,7 +137,7 @@ def padding_words(shape: Shape) -> str:
 
 
 def is_tpu(module: Module) -> bool:
-    """True if a module was compiled for a TPU: its layouts have tiles."""
+    """True if a module was compiled for a TPU, whose layouts have tiles."""
     return any(":T(" in instruction.shape for instruction in module.computations[module.entry].instructions)
 
 

@@ -59,7 +59,7 @@ def test_one_instruction(call, tmp_path):
     assert (found["opcode"], found["step"]) == ("all-gather", "layer:forward:h1=all_gather")
     assert found["shapes"][0]["bytes"] == 8 * 128 * 256 * 4
     said = call("hlo", file("v5e_forward"), "--op", "all-gather.24", "--png", "tiles.png")
-    assert "T(8,128): 8 x 128 elements of dim 1 x dim 2 lie together" in said.words
+    assert "T(8,128): 8 x 128 elements of dim 1 x dim 2 are contiguous" in said.words
     assert (tmp_path / "tiles.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -86,7 +86,7 @@ def test_a_loop_that_depends_on_data(call, tmp_path):
     (tmp_path / "a.hlo").write_text(text)
     found = call("hlo", "a.hlo", "--json").json
     assert found["collectives"] is None
-    assert "states no trip count" in found["why"]
+    assert "states no readable trip count" in found["why"]
     assert "by data" in call("hlo", "a.hlo").words
 
 

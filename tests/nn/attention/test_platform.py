@@ -64,7 +64,7 @@ def test_a_kernel_can_be_forced():
     q = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
     assert kernel_of(call, q, q, q) is choice.KERNELS["xla"]
     wide = jax.ShapeDtypeStruct((1, 256, 2, 64), "float32")
-    with pytest.raises(InputError, match="'cudnn' on cuda: use xla"):
+    with pytest.raises(InputError, match="'cudnn' cannot run on cuda: use xla"):
         kernel_of(call_of("cuda", 256, kernel="cudnn").placed(256, 256), wide, wide, wide)
 
 
