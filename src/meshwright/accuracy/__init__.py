@@ -1,1 +1,1 @@
-"""Predictions beside published measurements, and the fit to them."""
+"""Compares predictions with published measurements, and fits the efficiency numbers to these."""

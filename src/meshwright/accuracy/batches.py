@@ -32,11 +32,11 @@ from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calib
 from meshwright.spec.efficiency import family, fitted_calibration
 
 NO_LEG = Leg(level="ici", size=1, bytes_per_s=1.0, hops=0, hop_s=0.0)
-"""Leg of a case that has none where others have one: its size is 1, so it takes no time."""
+"""Placeholder in cases that have fewer legs than other cases of a batch: its size is 1, so it takes no time."""
 
 ALIKE = ("narrow", "engine_s", "attention", "overlap", "overlap_weights", "low", "high", "low_experts", "high_experts")
-"""Fields of an efficiency that are not stacked as they are: not needed, in the rates of a chip already, or None in some
-batches."""
+"""Fields of `Efficiency` that are not stacked into arrays directly: not needed, already in the rates of a chip, or None
+in some batches."""
 
 
 RATES = ("matmul_flops_per_s", "wide_flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "processors")
@@ -46,8 +46,8 @@ RATES = ("matmul_flops_per_s", "wide_flops_per_s", "attention_flops_per_s", "hbm
 class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Cases of one pattern as arrays, without anything that depends on a calibration.
 
-    ``numbers`` index the whole list of cases. ``fills`` (does a group use the axis?) and ``links`` (its level) are
-    [physical axes, cases].
+    ``numbers`` are the indices of the cases in the list that was batched. ``fills`` (true if a group uses the axis) and
+    ``links`` (the axis's link level) are [physical axes, cases].
     """
 
     cases: tuple[Case, ...]
@@ -63,7 +63,7 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     def seconds(self, *tables: Mapping[str, Calibration]) -> np.ndarray:
         """Returns predicted step seconds [tables, cases]; each table has a calibration for each chip, by name."""
-        # the cases so many times over, one whole list after the other
+        # repeats the list of cases once per table
         array_fields = ("sizes", "pipeline", "legs", "fills", "links", "num_hosts", "num_nodes")
         tiled_fields = map_figures(
             lambda value: np.tile(value, len(tables)) if isinstance(value, np.ndarray) else value,
@@ -112,8 +112,8 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
 def calibrations(
     cases: Sequence[Case], numbers: Mapping[str, float] | None = None, *, datasheet: bool = False
 ) -> dict[str, Calibration]:
-    """Maps the name of every chip to its calibration, fitted with ``numbers`` or the shipped ones; chips without fitted
-    numbers, or with ``datasheet`` all chips, get their data sheet."""
+    """Maps the name of every chip to its calibration from ``numbers`` (default: the shipped ones). Chips without fitted
+    numbers, or with ``datasheet`` all chips, get data-sheet rates."""
     chips = {case.chip.name: case.chip for case in cases}
     fitted_by_name = {name: None if datasheet else fitted_calibration(chip, numbers) for name, chip in chips.items()}
     return {name: fitted_by_name[name] or datasheet_calibration(chip) for name, chip in chips.items()}
@@ -128,7 +128,7 @@ def batches(cases: Sequence[Case]) -> tuple[CaseBatch, ...]:
 
 
 def _pattern(case: Case) -> tuple[object, ...]:
-    """Returns the key that cases of one batch share: their derived steps differ in sizes alone."""
+    """Returns the key by which cases are batched: derived steps of cases with equal keys differ only in sizes."""
     strategy, setting, cluster = case.strategy, case.setting, case.setting.cluster
     ops = tuple((block.name, block.ops, block.carry) for block in setting.program.blocks)
     choices: tuple[object, ...] = (
@@ -151,8 +151,8 @@ def _pattern(case: Case) -> tuple[object, ...]:
 
 
 def _left_out(case: Case) -> tuple[str, ...]:
-    """Returns the axes that are left out of the derivation, axes of size 1: in generation, and with adapters. Even at
-    size 1 an axis would delay the sum of the adapter's and the base's cotangents by a collective."""
+    """Returns the mesh axes to leave out of the derivation: axes of size 1, in generation and with adapters; else none.
+    Even at size 1 an axis would delay the sum of the adapter's and the base's cotangents by a collective."""
     mesh, setting = case.strategy.mesh, case.setting
     return (
         tuple(axis for axis, size in mesh.items() if size == 1) if setting.model.lora or not setting.job.trains else ()
@@ -194,7 +194,7 @@ def _batch(cases: Sequence[Case], case_indices: Sequence[int]) -> CaseBatch:
 
 
 def _with_repeats(derived: Derived, cases: Sequence[Case]) -> Derived:
-    """Returns the steps with arrays as the repeats of blocks, an entry per case."""
+    """Returns the derived steps with each block's ``repeat`` as an array, an entry per case."""
     programs = [case.setting.program for case in cases]
     repeated_blocks = []
     for block_index, block_steps in enumerate(derived.blocks):
@@ -225,7 +225,7 @@ def _arrays(items: Sequence[object], field_names: Iterable[str]) -> dict[str, An
 
 
 def _filled(placements: Sequence[Placement], group: AxisGroup) -> np.ndarray:
-    """Returns True where the group uses the axis [physical axes, cases]."""
+    """Returns True where the group uses the physical axis [physical axes, cases]."""
     is_filled = np.zeros(_links(placements).shape, dtype=bool)
     for case_index, placement in enumerate(placements):
         is_used = [any(axis in group and factor > 1 for axis, factor in link.parts) for link in placement.links]
@@ -234,7 +234,7 @@ def _filled(placements: Sequence[Placement], group: AxisGroup) -> np.ndarray:
 
 
 def _links(placements: Sequence[Placement]) -> np.ndarray:
-    """Returns the level of each axis, "" if a case has fewer axes [physical axes, cases]."""
+    """Returns the link level of each physical axis, "" if a case has fewer axes [physical axes, cases]."""
     max_axes = max(len(placement.links) for placement in placements)
     return np.array([[*(link.level for link in p.links), *[""] * (max_axes - len(p.links))] for p in placements]).T
 
@@ -253,7 +253,7 @@ def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
 
 
 class _Hops:
-    """Hop latencies of several calibrations. A calibration without one for a level uses the link's (``own``)."""
+    """Hop latencies of several calibrations; `get` returns an array, ``own`` where a calibration lacks the level."""
 
     def __init__(self, every: Sequence[Mapping[str, float]]) -> None:
         self.every = every

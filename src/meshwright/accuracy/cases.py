@@ -1,6 +1,6 @@
 """Converts a published measurement to a case: a setting and strategy of this package, and the measured seconds.
 
-The rules of `docs/accuracy.md`, the same for every source, fill in what a source leaves open.
+Where a source leaves something open, rules of `docs/accuracy.md` decide, which are equal for all sources.
 """
 
 import math
@@ -47,10 +47,10 @@ PRECISIONS: dict[str, Precision | Literal[""]] = {
 """Start of a record's precision -> dtype of products, "" for 16 bits; the rest of the precision is ignored."""
 
 RECOMPUTE_COUNTED = ("counts recompute", "count recompute", "recompute FLOPs", "hardware FLOPs", "96Bsl")
-"""Words in a note that say that the rate counts the recomputed forward pass."""
+"""Phrases of a record's note which mean that its FLOP/s count the recomputed forward pass."""
 
 COMPILED_GPU = ("maxtext",)
-"""Starts of the groups whose GPUs run a step as one compiled program; other groups start it kernel by kernel."""
+"""Prefixes of groups whose GPUs run a step as one compiled program; other groups launch it kernel by kernel."""
 
 
 WITHOUT_OVERLAP = ("MooreThreads/SimuMax",)
@@ -65,14 +65,14 @@ DISPATCHES: dict[str, Dispatch] = {
 """Dispatcher of a recipe -> how tokens reach experts."""
 
 NARROW_SUMS = ("megatron-bridge", "mlperf-train")
-"""Starts of the groups whose recipes sum gradients in bf16, and gather weights in fp8 where products are in fp8
+"""Prefixes of groups whose recipes sum gradients in bf16, and gather weights in fp8 where products are in fp8
 (Megatron-Bridge: grad_reduce_in_fp32 False, fp8_param_gather; MLPerf: grad_sync_dtype bf16, FP8_PARAM_GATHER)."""
 
 CAPTURED = ("_cg.sh", "_cg_fp4.sh", "_8b.sh", "_8b_fp4.sh")
-"""Ends of the names of MLPerf's configurations that hold a step in CUDA graphs."""
+"""Suffixes of MLPerf configurations that capture a step in CUDA graphs."""
 
 NUM_FOLDS = 5
-"""Number of parts of the cases in cross-validation."""
+"""Number of folds in cross-validation."""
 MIN_CHUNK_LAYERS = 2
 """Fewest layers of a pipeline chunk if the source does not print the number of chunks."""
 
@@ -104,7 +104,7 @@ Made = TypeVar("Made")
 def cases_of(
     records: Iterable[Record], make: Callable[[Record], Made]
 ) -> tuple[tuple[Made, ...], tuple[Unpredicted, ...]]:
-    """Returns the cases that ``make`` makes of records, and the records that it refuses, with its reasons."""
+    """Returns the results of ``make`` on records, and the records for which it raised a user error, with its text."""
     cases, refusals = list[Made](), list[Unpredicted]()
     for record in tracked(records, "reading records"):
         try:
@@ -115,7 +115,7 @@ def cases_of(
 
 
 def training_case(record: Record) -> Case:
-    """Returns the case of a record of training. Raises InputError or CannotRunError for one that is not predicted."""
+    """Returns the case of a training record. Raises InputError or CannotRunError if it cannot be predicted."""
     if record.kind != "train":
         raise InputError(f"kind {record.kind}: only training is predicted in this version")
     if not record.model or not record.seq_len or not record.global_batch_seqs or record.n_chips < 1:
@@ -153,7 +153,7 @@ def training_case(record: Record) -> Case:
 
 
 def model_of(shape: ModelShape, seq_len: int) -> Model:
-    """Returns a record's model: gpt2 blocks without a gate, llama blocks with one; experts, latents, windows if any."""
+    """Returns a record's model: llama blocks if the MLP is gated, else gpt2; experts, latents, windows if any."""
     model_fields: dict[str, Any] = {
         "name": shape.name,
         "family": "llama",
@@ -202,7 +202,8 @@ def model_of(shape: ModelShape, seq_len: int) -> Model:
 
 
 def cluster_of(record: Record) -> Cluster:
-    """Returns a record's cluster: equal domains as large as possible, or slices that are nearly cubic tori."""
+    """Returns a record's cluster: GPUs in the largest equal domains, TPUs in slices that are nearly cubic tori. Raises
+    InputError if the chips do not divide into the slices."""
     record_chip = chip_of(record)
     if record_chip.topology == "torus":
         num_slices = record.slices or 1
@@ -224,7 +225,7 @@ def _torus_shape(chip: Chip, num_chips: int) -> tuple[int, ...]:
 
 
 def chip_of(record: Record) -> Chip:
-    """Returns the chip of the catalogue that a record names, with the network that its note states."""
+    """Returns the chip of the catalogue that a record names, with the network rate that its note states, if any."""
     chip_name = record.hardware.lower().replace("_", "-")
     for affix in ("tpu-", "-sxm2-32gb", "-sxm-80gb", "-sxm", "-nvl72", "(ironwood)"):
         chip_name = chip_name.replace(affix, "-40gb" if (affix == "-sxm" and chip_name.endswith("-40gb")) else "")
@@ -243,7 +244,8 @@ def chip_of(record: Record) -> Chip:
 
 
 def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
-    """Returns the record's parallelism as a strategy, by the rules in `docs/accuracy.md`."""
+    """Returns the record's parallelism as a strategy, by the rules in `docs/accuracy.md`. Raises InputError if it does
+    not divide the chips, or for an unknown precision."""
     degrees = record.parallelism
     is_tpu = cluster.kind == "torus"
     sizes = {"pipeline": degrees.pp or 1, "context": degrees.cp or 1, "tensor": degrees.tp or 1}
@@ -254,7 +256,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
     ep_size = math.gcd(degrees.ep or 1, num_replicas) if model.num_experts else 1
     zero = degrees.zero_stage or 0
     if record.group.startswith("mlperf-train"):
-        zero = max(zero, 1)  # USE_DIST_OPTIMIZER of NVIDIA's config_common.sh, from which all of them begin
+        zero = max(zero, 1)  # USE_DIST_OPTIMIZER of NVIDIA's config_common.sh, which all MLPerf recipes read
     outer = _outer_replicas(record, cluster, num_replicas // ep_size) if zero == 3 else 1
     sizes |= {"expert": ep_size}
     sizes |= {"fsdp": num_replicas // ep_size // outer, "data": outer} if zero else {"data": num_replicas // ep_size}
@@ -279,7 +281,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
 
 
 def _software(record: Record) -> Software:
-    """Returns "compiled" on TPUs and for MaxText; else a kind of eager software, that of 2021 for precision fp16."""
+    """Returns the software: "compiled" on TPUs and for MaxText, "eager-2021" for fp16, else eager or captured."""
     if record.hardware.startswith("TPU") or record.group.startswith(COMPILED_GPU):
         return "compiled"
     if any(source_name in record.source for source_name in WITHOUT_OVERLAP):
@@ -293,7 +295,7 @@ def _software(record: Record) -> Software:
 
 
 def _chunks(record: Record, model: Model, num_stages: int) -> int:
-    """Returns the chunks per device; if the note says "not printed", the most chunks of `MIN_CHUNK_LAYERS` or more."""
+    """Returns the chunks per device as stated; if "not printed", the most with `MIN_CHUNK_LAYERS` layers or more."""
     if num_stages == 1 or not ("VPP" in record.note and "not printed" in record.note):
         return record.parallelism.vpp or 1
     depth = model.num_layers // num_stages
@@ -301,7 +303,7 @@ def _chunks(record: Record, model: Model, num_stages: int) -> int:
 
 
 def _outer_replicas(record: Record, cluster: Cluster, num_replicas: int) -> int:
-    """Returns the size of ``data`` beside FSDP: slices, or nodes if the note says that FSDP stays inside a node."""
+    """Returns the number of FSDP replicas: slices, or nodes if the note says that FSDP stays in a node, else 1."""
     if cluster.kind == "torus":
         return math.gcd(cluster.num_slices, num_replicas)
     shards_match = re.search(r"FSDP (\d+) in node", record.note)
@@ -309,10 +311,10 @@ def _outer_replicas(record: Record, cluster: Cluster, num_replicas: int) -> int:
 
 
 def _microbatches(record: Record, num_replicas: int, seqs_per_step: float, is_tpu: bool) -> int:
-    """Returns the number of microbatches by the stated size of one; without it one per sequence in a pipeline, else 1.
+    """Returns the number of microbatches from their stated size; unstated, they have one sequence in a pipeline, else
+    there is 1 microbatch.
 
-    On TPUs it is 1: the batches that MaxText states are per chip, and it accumulates nothing.
-    """
+    On TPUs it is 1: the batches that MaxText states are per chip, and it accumulates nothing."""
     if is_tpu:
         return 1
     has_pipeline = (record.parallelism.pp or 1) > 1
@@ -321,19 +323,18 @@ def _microbatches(record: Record, num_replicas: int, seqs_per_step: float, is_tp
 
 
 def _wide(chip: Chip) -> str:
-    """Returns the 16-bit dtype of a chip's products: fp16 if it has no bf16, such as a V100."""
+    """Returns the 16-bit dtype of a chip's products: bf16, or fp16 on a chip without bf16 (V100)."""
     return "bf16" if "bf16" in chip.peak_flops else "fp16"
 
 
 _FULL_IF_EAGER = "every-1"
-"""Full recompute of eager software runs a whole layer again; compilers leave out what nothing needs."""
+"""Remat policy for full recompute in eager software, which reruns whole layers; compilers drop unused ops."""
 
 
 def _remat(record: Record) -> str | tuple[str, ...]:
-    """Returns the remat policy of a record; nothing is recomputed unless it says so.
+    """Returns the remat policy of a record, "none" unless it states recompute.
 
-    "selective" of eager software recomputes attention's scores, as attention here always does: it is "none".
-    """
+    Eager software's "selective" recomputes attention scores; attention here always does, so that maps to "none"."""
     recompute, policy, compiled = record.recompute or "none", record.remat_policy or "", _software(record) == "compiled"
     if recompute == "full":
         return "block" if compiled else _FULL_IF_EAGER
@@ -350,10 +351,9 @@ def _remat(record: Record) -> str | tuple[str, ...]:
 
 
 def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> float:
-    """Returns the seconds of a step: as given, else from throughput, else from utilisation and the source's own FLOPs.
+    """Returns the seconds of a step: as measured, else from throughput, else from utilisation and the source's FLOPs.
 
-    Raises InputError if none of these was measured.
-    """
+    Raises InputError if the record has no step time, throughput or utilisation."""
     measurement, step_tokens = record.measured, job.tokens_per_step
     if measurement.step_s:
         return measurement.step_s

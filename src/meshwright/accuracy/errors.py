@@ -15,11 +15,11 @@ from meshwright.spec.weights import has_frozen_matrices
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured step and its prediction, in seconds; ``low_s`` and ``high_s`` are its 10th and 90th percentile.
+    """One measured step and its prediction, in seconds; ``low_s`` and ``high_s`` are the prediction's 10th and 90th
+    percentile, None with data-sheet rates.
 
-    ``fitted`` is true if fitted numbers were used; data-sheet rates come without an interval. ``job`` names model,
-    cluster and batch, so that it is equal for different strategies. ``adapters`` stand beside frozen matrices.
-    """
+    ``fitted`` is true if fitted numbers were used. ``job`` names model, cluster and batch, so that it is equal for
+    different strategies. ``adapters`` is true if only LoRA adapters were trained."""
 
     id: str
     group: str
@@ -36,7 +36,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Predicted over measured, minus 1."""
+        """Relative error: predicted over measured seconds, minus 1."""
         return self.predicted_s / self.measured_s - 1
 
     @property
@@ -48,7 +48,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Errors of ``n`` predictions: mean and median size, mean with sign, share of measurements inside the interval."""
+    """Relative errors of ``n`` predictions: mean (``mape``) and median absolute error, mean signed error (``bias``),
+    and the share of measurements inside their prediction's interval (``coverage``)."""
 
     n: int
     mape: float | None
@@ -60,9 +61,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 class PickRegret(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of picking, among the configurations measured for one job, the one with the fastest prediction.
 
-    ``regret`` is the measured step of the pick over the fastest one, minus 1: a mean over ``num_jobs`` with several
-    configurations. ``random`` is the same for a random pick, ``right`` is the share of jobs whose pick is the fastest.
-    """
+    ``regret`` is the pick's measured step over the fastest measured step, minus 1: a mean over ``num_jobs`` jobs.
+    ``random`` is the mean regret of a random pick, ``right`` the share of jobs whose pick is the fastest."""
 
     num_jobs: int
     regret: float | None = None
@@ -71,7 +71,7 @@ class PickRegret(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """Every record of a file: its comparison, or the reason why it is not predicted."""
+    """The records of a file: comparisons of the predicted ones, and reasons why the rest is not predicted."""
 
     predictions: tuple[Comparison, ...]
     unpredicted: tuple[Unpredicted, ...]
@@ -79,7 +79,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Groups in order of their first record, including those without a prediction."""
+        """Names of all groups: groups with predictions first, then groups without any."""
         group_names = [p.group for p in self.predictions] + [u.record.group for u in self.unpredicted]
         return tuple(dict.fromkeys(group_names))
 
@@ -89,7 +89,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cores(self) -> dict[str, Summary]:
-        """Maps "" to the summary of the collection's first core records, and later dates to those added then."""
+        """Maps each date of the collection ("" for its start) to the summary of the core records added then."""
         dates = ["", *sorted({p.added for p in self.predictions if p.core and p.added})]
         return {date: summarise([p for p in self.predictions if p.core and p.added == date]) for date in dates}
 
@@ -122,8 +122,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, object]:
-        """Returns ``overall``, ``core_train`` or ``core_decode`` (``_DATE`` for later records), each group, ``pick``
-        (regret), ``records`` and ``unpredicted``."""
+        """Returns a dict for JSON: ``overall``, ``core_train`` or ``core_decode`` (``_DATE`` appended for later
+        records), each group, ``pick`` (regret), ``records`` and ``unpredicted``."""
         sections = {
             "overall": self.summary(),
             **{f"core_{self.what}{'_' * bool(date)}{date}": summary for date, summary in self.cores.items()},
@@ -151,7 +151,7 @@ def summarise(predictions: Sequence[Comparison]) -> Summary:
 
 
 def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
-    """Compares all records with predictions from the fitted numbers, or from data-sheet rates alone."""
+    """Compares all training records with predictions from fitted numbers, or with ``datasheet`` from the data sheet."""
     cases, refusals = cases_of(records, training_case)
     calibration_by_chip = calibrations(cases, datasheet=datasheet)
     predicted_s = np.empty(len(cases))
@@ -167,7 +167,7 @@ def accuracy_of(
     unpredicted: Sequence[Unpredicted],
     what: str = "train",
 ) -> Accuracy:
-    """Compares cases with their predicted seconds; intervals come from the calibrations."""
+    """Compares cases with their predicted seconds, and adds intervals from the calibrations (by chip)."""
     pairs = zip(cases, seconds.tolist(), strict=True)
     return Accuracy(
         predictions=tuple(_predicted(case, predicted_s, calibrations[case.chip.name]) for case, predicted_s in pairs),

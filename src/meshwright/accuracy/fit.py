@@ -56,7 +56,7 @@ ERROR_SCALE = 0.03
 """Error of log step time above which errors count linearly, no longer squared."""
 
 COVERED = (0.1, 0.9)
-"""Quantiles of measured over predicted that are the ends of a printed interval."""
+"""Quantiles of measured over predicted seconds that bound a printed interval."""
 
 OUTSIDE_CORE, LARGE_GROUP = 0.35, 40
 """Weight of a record outside its group's core; total squared weight of a group without a core that has more cases."""
@@ -121,11 +121,10 @@ def fit(
     start: Mapping[str, float] | None = None,
     rounds: int = 12,
 ) -> dict[str, float]:
-    """Returns the numbers that predict the cases of the mask ``chosen`` best, pulled towards their priors.
+    """Returns the numbers that best predict the cases of the mask ``chosen``, with penalties for leaving the priors.
 
-    Minimises errors of log times (see `ERROR_SCALE`) from ``start`` (default: priors) in ``rounds`` iterations. Shares
-    of a data-sheet rate are at most 1.
-    """
+    Minimises errors of log times (see `ERROR_SCALE`) from ``start`` (default: priors) in at most ``rounds`` iterations.
+    Numbers that are shares of a data-sheet rate are at most 1."""
     prior_names, measured_s, weights = list(problem.priors), problem.measured_s, problem.weights[chosen]
     log_priors = np.log([problem.priors[name][0] for name in prior_names])
     log_spread = np.array([problem.priors[name][1] for name in prior_names])
@@ -149,7 +148,7 @@ def fit(
 
 
 def folds(cases: Sequence[Case]) -> np.ndarray:
-    """Returns the number of the fold of each case, below ``NUM_FOLDS`` [cases].
+    """Returns each case's fold, an integer below ``NUM_FOLDS`` [cases].
 
     Near duplicates (same group, model, chip, number of chips, mesh) are in the same fold.
     """
@@ -157,8 +156,8 @@ def folds(cases: Sequence[Case]) -> np.ndarray:
 
 
 def folds_of(keys: Sequence[tuple[Any, ...]]) -> np.ndarray:
-    """Returns the number of the fold of each key, below ``NUM_FOLDS`` [keys]; equal keys are in the same fold, and the
-    keys of a group, their first entry, are spread over all."""
+    """Returns each key's fold, an integer below ``NUM_FOLDS`` [keys]. Equal keys are in one fold; keys with an equal
+    first entry, the group, are spread over all folds."""
     fold_by_key: dict[tuple[object, ...], int] = {}
     for group_name in sorted({key[0] for key in keys}):
         group_keys = sorted({key for key in keys if key[0] == group_name}, key=str)
@@ -170,7 +169,7 @@ def folds_of(keys: Sequence[tuple[Any, ...]]) -> np.ndarray:
 
 
 def configuration(case: Case) -> tuple[object, ...]:
-    """Returns a key that is equal for near duplicates."""
+    """Returns the key of near duplicates: group, model, chip, number of chips and mesh sizes."""
     record = case.record
     mesh_sizes = tuple(case.strategy.mesh.values())
     return (record.group, case.setting.model.name, case.chip.name, record.n_chips, mesh_sizes)
@@ -179,8 +178,8 @@ def configuration(case: Case) -> tuple[object, ...]:
 def held_out(
     problem: Problem, parts: np.ndarray, *, fitted: Mapping[object, Mapping[str, float]] | None = None, rounds: int = 12
 ) -> np.ndarray:
-    """Returns predicted seconds of every case, with numbers fitted on the other parts [cases]; ``parts`` has the part
-    of each case, such as its fold or its group, and ``fitted`` the numbers by part where they are known.
+    """Returns predicted seconds of every case, with numbers fitted on all parts but the case's [cases]. ``parts`` has
+    each case's part (its fold, or its group); ``fitted`` has the numbers by part, if already known.
 
     Every fit starts at the priors: numbers fitted on all cases would leak the held-out measurements.
     """
@@ -201,7 +200,8 @@ def interval(predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarra
 def with_intervals(
     predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarray, experts: np.ndarray
 ) -> dict[str, float]:
-    """Returns percentiles of measured over predicted for dense models and models with experts, if they have enough."""
+    """Returns `interval` of dense models (``low``, ``high``) and of models with experts (``low_experts``,
+    ``high_experts``), for at least `NUM_FOLDS` cases each."""
     intervals: dict[str, float] = {}
     for suffix, is_chosen in (("", ~experts), ("_experts", experts)):
         if is_chosen.sum() >= NUM_FOLDS:

@@ -1,4 +1,4 @@
-"""Measured kernels beside `cost.work.kernel_times`: rows that count, the fit, errors on held-out shapes."""
+"""Compares measured kernels with `cost.work.kernel_times`: chosen rows, the fit, errors on held-out shapes."""
 
 import csv
 import functools
@@ -21,8 +21,8 @@ from meshwright.spec.chip import chip as find_chip
 
 MOST_NUMBERS = 28
 GOAL, GENERATION_GOAL, FEWEST_ROWS = 0.08, 0.10, 10
-"""Median error that a chip and an operation should reach, and one of token generation, where it has at least so many
-rows."""
+"""Largest median error that meets the goal, for an operation of training and of token generation on a chip; fewest rows
+for which a goal is judged."""
 
 PRIORS = {
     **{"compute.gpu": 0.82, "compute.blackwell": 0.7, "compute.128": 0.9, "compute.256": 0.75, "pallas.tpu7x": 0.7},
@@ -32,14 +32,14 @@ PRIORS = {
     **{"step_s": 5e-10, "decode_s": 1e-5, "block_s": 1.2e-6, "latent.blackwell": 0.8, "streams.a100": 0.8},
     **{"experts_s": 2.5e-5, "reduce_s": 4e-6, "peers": 0.4},
 }
-"""Fitted number -> where the fit starts, and what weakly holds it."""
+"""Fitted number -> start of the fit and mode of its weak prior."""
 
 PRIOR_SPREAD, ERROR_SCALE, USUAL_ROWS = 10.0, 0.05, 30
-"""Standard deviation of a number's logarithm (ten: hardly held); the error of log time above which errors count
-linearly; rows that a chip and an operation count as, whatever their number."""
+"""Standard deviation of the prior of a number's logarithm (ten: weak); the error of log time above which errors count
+linearly; the number of rows as which each chip and operation is weighted, however many it has."""
 
 CORES_MEASURED = {"tpu7x": 1}
-"""Cores of a device where it is not a whole chip: JAX gives each core of an Ironwood as one."""
+"""Chip -> cores of a measured device, where that is no whole chip: JAX lists each core of an Ironwood as a device."""
 
 CHIPS = {"a100": "a100-80gb"}
 
@@ -121,7 +121,7 @@ _CHOSEN: tuple[tuple[str, str, tuple[str, dict[str, str]], dict[str, str], Calla
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of one operation and kernel: ``where`` has the values chosen by column, ``sizes`` columns by letter."""
+    """Selects a table's rows of one operation and kernel: ``where`` is column -> values, ``sizes`` letter -> column."""
 
     operation: str
     source: str
@@ -132,7 +132,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def goal(self) -> float:
-        """Median error that the operation should reach on a chip."""
+        """Largest median error on a chip that meets the operation's goal."""
         return GENERATION_GOAL if self.file.startswith(("generation", "small")) else GOAL
 
 
@@ -147,7 +147,7 @@ CHOICES = tuple(
     )
     for operation, source, (file, sizes), where, seconds_of in _CHOSEN
 )
-"""One kernel for each chip and operation: what its users get, or the only one written for the chip."""
+"""One kernel for each chip and operation: the one that users get by default, or the only one for the chip."""
 
 
 class KernelGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,8 +161,8 @@ class KernelGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """Errors of one chip and operation on shapes that the fit has not seen; ``fitted`` is the median with the shipped
-    numbers, which have seen all. ``goal`` says whether the median reaches `GOAL`; "" for too few rows."""
+    """Cross-validated errors of one chip and operation; ``fitted`` is the median error with the shipped numbers, which
+    were fitted on all shapes. ``goal`` is "yes" if ``median`` meets the operation's goal, "" for too few rows."""
 
     operation: str
     chip: str

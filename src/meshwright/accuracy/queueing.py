@@ -1,5 +1,5 @@
-"""Published serving through the simulation: mean times to the first token, with the queues that a client makes that
-keeps a number of requests on their way."""
+"""Predicts published serving times by simulating queues: mean time to the first token and per output token, of a
+client with fixed concurrency."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,23 +26,23 @@ from meshwright.spec.efficiency import family
 from meshwright.spec.job import Job
 
 REQUESTS = 10
-"""Requests in all for each one that is on its way at a time (InferenceX, benchmarks/*.sh: --num-prompts CONC * 10)."""
+"""Total requests per request in flight (InferenceX, benchmarks/*.sh: --num-prompts CONC * 10)."""
 
 INFERENCEX = ((1024, 1024), (1024, 8192), (8192, 1024))
-"""Prompts and outputs of InferenceX (SemiAnalysisAI/InferenceX, benchmarks/*.sh), whose settings are in its scripts."""
+"""Lengths (prompt, output) in InferenceX's scripts (SemiAnalysisAI/InferenceX, benchmarks/*.sh)."""
 
 RANGE = 0.8
 """Least length as a share of the nominal one; lengths are drawn uniformly (InferenceX: RANDOM_RANGE_RATIO 0.8)."""
 
 POLICIES: dict[str, Policy] = {"vllm": "chunked", "trtllm": "chunked", "sglang": "interleaved"}
-"""Backend -> how it puts prompts into steps: SGLang prefills all that wait before it decodes again."""
+"""Backend -> scheduling policy: SGLang prefills all waiting prompts before it decodes again."""
 
 TOKEN_BUDGET = 8192
 """Most tokens of a step: --max-num-batched-tokens of InferenceX's vLLM, TensorRT-LLM's and SGLang's default."""
 
 
 MOST_OF_POOL = 64
-"""Devices of the largest engine of a disaggregated service."""
+"""Most devices of an engine of a disaggregated service; records with larger ones are not predicted."""
 
 
 def queued_accuracy(
@@ -50,7 +50,7 @@ def queued_accuracy(
     calibrations: Sequence[Mapping[str, Calibration]],
     unpredicted: Sequence[Unpredicted],
 ) -> dict[str, Accuracy]:
-    """Returns errors of simulated mean times to the first token, and from token to token; without intervals."""
+    """Returns errors of simulated mean TTFT and TPOT, as "served-ttft" and "served-tpot", without intervals."""
     return _by_time("served", cases, calibrations, unpredicted, queued_times(cases, calibrations))
 
 
@@ -73,10 +73,10 @@ def _by_time(
 def queued_times(
     cases: Sequence[ServedCase], calibrations: Sequence[Mapping[str, Calibration]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns simulated mean seconds to the first token, and from token to token [cases].
+    """Returns simulated mean TTFT and mean TPOT in seconds [cases].
 
-    ``calibrations`` has, for each case, that of each chip by name. Cases of one configuration share the calibration and
-    one table of step times.
+    ``calibrations`` has for each case the calibrations by chip name. Cases of one configuration use the first case's
+    and share one table of step times.
     """
     indices_by_engine: dict[tuple[object, ...], list[int]] = {}
     for case_index, case in enumerate(cases):
@@ -94,7 +94,7 @@ def queued_times(
 
 
 def client_traffic(case: ServedCase, clients: int) -> RequestTraffic:
-    """Returns the requests of a client that has so many on their way, all there from the start."""
+    """Returns `REQUESTS` requests per client, all arriving at time 0, with random lengths for InferenceX's scripts."""
     rng, num_requests = np.random.default_rng(0), REQUESTS * clients
     share = RANGE if (case.prompt_len, case.output_len) in INFERENCEX else 1.0
     draw_prompt, draw_output = (uniform(max(int(share * most), 1), most) for most in (case.prompt_len, case.output_len))
@@ -104,9 +104,9 @@ def client_traffic(case: ServedCase, clients: int) -> RequestTraffic:
 class PooledCase(msgspec.Struct, frozen=True, kw_only=True):
     """A record of a disaggregated service: an engine of each pool, and the part of the service that is simulated.
 
-    ``replicas`` of attention, of prefill and of decode, and ``clients`` are those of the service over their greatest
-    common divisor. ``transfer_s`` is the time of a token's cache, sent by each device over its own link between nodes.
-    """
+    ``replicas`` are the prefill and decode pools' replicas of attention, divided by their greatest common divisor;
+    ``clients`` is the concurrency divided by it. ``transfer_s`` is the seconds to send one token's cache, each device
+    over its link between nodes."""
 
     prefill: ServedCase
     decode: ServedCase
@@ -116,8 +116,8 @@ class PooledCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pooled_accuracy(records: Sequence[Record], numbers: Mapping[str, float]) -> dict[str, Accuracy]:
-    """Returns errors of simulated times of disaggregated services, by numbers that were fitted to engines alone. The
-    first token comes from the pool that prefills, and is seen once the cache has been sent."""
+    """Returns errors of simulated mean TTFT and TPOT of disaggregated services, with ``numbers`` fitted to single
+    engines. The first token is counted once its prompt's cache has been sent to the decode pool."""
     cases, refusals = cases_of((record for record in records if record.kind == "disagg"), _pooled)
     if not cases:
         return {}
@@ -156,7 +156,7 @@ def _pooled(record: Record) -> PooledCase:
 
 
 def _simulated(case: PooledCase, calibrations: Mapping[str, Calibration]) -> tuple[float, float]:
-    """Returns mean seconds to the first token, its cache sent, and from token to token."""
+    """Returns the mean TTFT, transfer of the prompt's cache included, and the mean TPOT, in seconds."""
 
     def pool(engine: ServedCase, policy: Policy, num_replicas: int) -> ReplicaPool:
         limits, clock = replace(engine_limits(engine), policy=policy), _clock([engine], calibrations[engine.chip.name])
@@ -174,7 +174,7 @@ def _simulated(case: PooledCase, calibrations: Mapping[str, Calibration]) -> tup
 
 
 def engine_limits(case: ServedCase) -> SchedulerLimits:
-    """Returns the bounds of one replica of attention, whose caches have room for whole sequences."""
+    """Returns the scheduler limits of one replica of attention; its cache has room for whole sequences."""
     pages_per_request = -(-(case.prompt_len + case.output_len) // PAGE_LEN)
     return SchedulerLimits(
         policy=POLICIES[case.record.backend],
@@ -188,7 +188,7 @@ def engine_limits(case: ServedCase) -> SchedulerLimits:
 
 
 def _look_every(case: ServedCase) -> int:
-    """Returns the decode steps between two looks for new requests, where the scripts of `INFERENCEX` set them.
+    """Returns the decode steps between checks for new requests, as InferenceX's scripts set them; else 1.
 
     SGLang on Blackwell: --scheduler-recv-interval, 30 from 16 clients on, else 10. TensorRT-LLM with several replicas
     of attention: timeout_iters 60 of attention_dp_config.
@@ -202,7 +202,7 @@ def _look_every(case: ServedCase) -> int:
 
 
 def _clock(cases: Sequence[ServedCase], calibration: Calibration) -> TabledClock:
-    """Returns the clock of a configuration up to what its cases ask for."""
+    """Returns a table of a configuration's step times that is large enough for all its cases."""
     prefill_case, case_limits = cases[0].prefill, [engine_limits(case) for case in cases]
     max_len = max(case.prompt_len + case.output_len for case in cases)
     max_load = (

@@ -17,7 +17,7 @@ Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
 
 
 class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Experts of a measured model: in each layer n >= ``first_k_dense`` (from 0) whose n + 1 ``interleave`` divides."""
+    """Experts of a measured model, in layers n >= ``first_k_dense`` (from 0) where ``interleave`` divides n + 1."""
 
     experts: RecordedSize
     top_k: RecordedSize
@@ -61,8 +61,8 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedPool(msgspec.Struct, frozen=True, kw_only=True):
-    """Equal engines of a disaggregated service: ``tp`` devices split attention, of which each has ``attention_dp``
-    replicas."""
+    """A pool of ``workers`` equal engines of a disaggregated service; each has ``attention_dp`` replicas of attention
+    split over ``tp`` devices."""
 
     workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
     tp: Degree = 1
@@ -73,7 +73,7 @@ class RecordedPool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The seconds of a step, or a rate from which they follow; ``tokens_per_s`` is of all chips."""
+    """Seconds of a step or a rate from which they follow (``tokens_per_s`` is of all chips), or serving times."""
 
     step_s: Positive | None = None
     tokens_per_s: Positive | None = None
@@ -85,7 +85,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedLora(msgspec.Struct, frozen=True, kw_only=True):
-    """LoRA adapters that trained beside a frozen model."""
+    """LoRA adapters that were trained while the model was frozen."""
 
     rank: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
     alpha: Positive
@@ -93,10 +93,10 @@ class RecordedLora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishedRecipe(msgspec.Struct, frozen=True, kw_only=True):
-    """What a published recipe says of the software: kernels held in CUDA graphs, how tokens reach experts and whether
-    that overlaps, the bound on the slots of experts (0: none), whether attention is in fp8.
+    """Software settings of a published recipe: which kernels CUDA graphs capture, how tokens reach experts and whether
+    that overlaps with compute, the capacity factor of experts (0: unbounded), whether attention is in fp8.
 
-    Records also list what is not priced: one kernel for all experts, modules that are recomputed, offloaded layers.
+    Settings that are not priced are ignored: one kernel for all experts, recomputed modules, offloaded layers.
     """
 
     source: str

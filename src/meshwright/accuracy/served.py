@@ -1,5 +1,5 @@
-"""Published measurements of serving: each is a decode step and a prefill of this package, and the time per output token
-that both make under a steady load."""
+"""Predicts published serving measurements: the time per output token under steady load, from a priced decode step and a
+priced prefill."""
 
 from collections.abc import Mapping, Sequence
 
@@ -41,41 +41,40 @@ CONSTANTS = {
     "compute.gpu": _KERNELS["compute.gpu"],
     "kernel_s.gpu": _KERNELS["start_s"],
 }
-"""What is not fitted, as measured kernels have it: compute and memory of one make the root of their squares, the shares
-of the memory's rate and of the peak before Blackwell, and the seconds to start one."""
+"""Numbers that are not fitted but known from measured kernels: exponent of the overlap of a kernel's compute and memory
+(2: root of squares), shares of the memory's rate and, before Blackwell, of the peak, and seconds to start a kernel."""
 
 ENGINES: dict[str, EngineName] = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
 """Backend of a record -> engine."""
 
 STORED = {"unstated": "bf16", "bf16": "bf16", "fp8": "fp8", "fp8_block": "fp8", "nvfp4": "fp4", "int4_wo": "int4"}
-"""Precision of a record -> dtype of weights; products are in it where the chip has such, else in 16 bits."""
+"""Precision of a record -> dtype of weights; products have it too on chips that support it, else 16 bits."""
 
 PREFILL_FIRST = ("sglang",)
-"""Backends that prefill all prompts that wait before they decode again: prompts of a client that keeps a number of
-requests running then come in waves, and half of a wave, in the mean, comes after a sequence's own prompt."""
+"""Backends that prefill all waiting prompts before they decode again. With a client of fixed concurrency prompts then
+arrive in waves, and on average half of a wave is prefilled after a sequence's own prompt, which delays its tokens."""
 
 NARROW_CACHES = ("trtllm",)
-"""Backends that keep keys and values in fp8 where products are narrow; the others do so on Blackwell, and keep 16 bits
-before (--kv-cache-dtype in InferenceX's benchmarks/*.sh)."""
+"""Backends that store keys and values in fp8 on all chips if weights are fp8 or fp4; other backends do so only on
+Blackwell, else in 16 bits (--kv-cache-dtype in InferenceX's benchmarks/*.sh)."""
 
 
 MOST_DEVICES = 16
-"""Devices of the largest engine that a record may have."""
+"""Most devices of an engine; records with larger ones are not predicted."""
 
 MEMORY_SHARE = 0.9
 """Share of the memory that engines fill by default: vLLM's gpu_memory_utilization, TensorRT-LLM's free fraction."""
 
 TIGHT_SHARE = 0.95
-"""The share where caches of the default one have no room for all requests of the client: InferenceX sets it for
-DeepSeek-R1 in fp8 on four B200 (benchmarks/dsr1_fp8_b200.sh)."""
+"""Share of the memory that is assumed if `MEMORY_SHARE` leaves no room for all requests of the client, as InferenceX
+sets it for DeepSeek-R1 in fp8 on four B200 (benchmarks/dsr1_fp8_b200.sh)."""
 
 
 class ServedCase(msgspec.Struct, frozen=True, kw_only=True):
     """One record: its prefill of one prompt on each replica of attention, its decode step, and what was measured.
 
-    A replica of attention serves ``batch`` sequences at a time, has ``room`` for so many, and gets the requests of
-    ``clients``: the record's concurrency over its replicas.
-    """
+    Of the record's ``replicas`` of attention each runs ``batch`` sequences at a time, has cache for ``room`` sequences,
+    and serves ``clients`` requests in flight: the record's concurrency over the replicas."""
 
     record: Record
     prefill: Case
@@ -94,7 +93,7 @@ class ServedCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """All records with the batches that price them: ``prefill`` and ``decode`` index the cases of a record alike."""
+    """Cases with the batches that price them; the batches' ``numbers`` index ``cases``."""
 
     cases: tuple[ServedCase, ...]
     prefill: tuple[CaseBatch, ...]
@@ -105,7 +104,7 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
         return self.times(*points)[0]
 
     def times(self, *points: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns predicted seconds per output token, and of a prompt by itself [points, cases]."""
+        """Returns predicted seconds per output token, and seconds of one prompt's prefill [points, cases]."""
         # prompts of a client come in waves and fill steps, so that the starts of their kernels are hidden
         decode_s, prefill_s = np.empty((2, len(points), len(self.cases)))
         for out_s, groups, changes in ((decode_s, self.decode, {}), (prefill_s, self.prefill, {"host_kernel_s": 0.0})):
@@ -119,15 +118,15 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def served_accuracy(records: Sequence[Record]) -> Accuracy:
-    """Compares all records with predictions from the shipped numbers of generation."""
+    """Compares all serving records with predictions from the shipped numbers of generation."""
     cases, refusals = served_cases(records)
     return _compared(cases, served_batch(cases).seconds({})[0], {}, refusals)
 
 
 class FittedServing(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers fitted on all records, with intervals, and errors by heading: predicted by numbers that have not seen the
-    configuration, the chip or the engine, and by those of the product. ``held_out`` has, for each case, the
-    calibrations by chip that have not seen its configuration."""
+    """Numbers fitted on all records, with intervals, and ``errors`` by name: with numbers fitted without the case's
+    configuration, chip or engine, and with ``numbers``. ``held_out`` has, for each case, the calibrations by chip that
+    were fitted without its configuration."""
 
     numbers: dict[str, float]
     errors: dict[str, Accuracy]
@@ -137,7 +136,8 @@ class FittedServing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fit_served(records: Sequence[Record]) -> FittedServing:
-    """Fits the numbers of generation to the times per output token, and cross-validates them."""
+    """Fits the numbers of generation to times per output token, and cross-validates them. Raises InputError if fewer
+    than 2 * `NUM_FOLDS` records can be predicted."""
     cases, refusals = served_cases(records)
     if len(cases) < 2 * NUM_FOLDS:
         raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS}.")
@@ -178,12 +178,12 @@ def _compared(
 
 
 def served_calibrations(cases: Sequence[ServedCase], numbers: Mapping[str, float]) -> dict[str, Calibration]:
-    """Maps the name of every chip to its calibration with these numbers, else the shipped ones."""
+    """Maps each chip's name to its calibration: the shipped numbers, `CONSTANTS`, and ``numbers`` over both."""
     return calibrations([case.decode for case in cases], generation_numbers().numbers | CONSTANTS | dict(numbers))
 
 
 def configuration(case: ServedCase) -> tuple[object, ...]:
-    """Returns a key that is equal for near duplicates: all lengths and batches of one engine on the same devices."""
+    """Returns the key of near duplicates: engine, model, chip, mesh sizes and precision, whatever lengths and batch."""
     record, mesh = case.record, case.decode.strategy.mesh
     return (record.group, case.decode.setting.model.name, case.chip.name, tuple(mesh.values()), record.precision)
 
@@ -211,7 +211,7 @@ def served_batch(cases: Sequence[ServedCase]) -> ServedBatch:
 
 
 def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCase:
-    """Returns the case of a record of one engine. Raises InputError or CannotRunError for one that is not predicted."""
+    """Returns the case of a record of one engine. Raises InputError or CannotRunError if it cannot be predicted."""
     if record.kind != "decode":
         raise InputError(f"kind {record.kind}: only engines that prefill and decode are predicted in this version")
     engine_name = ENGINES.get(record.backend)
@@ -271,17 +271,17 @@ def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCa
 
 
 def sequences_that_fit(setting: Setting, strategy: Strategy, share: float = MEMORY_SHARE) -> int:
-    """Returns the sequences of the job's length that the caches of one replica of attention have room for, in the share
-    of the memory that weights leave. The job is decode of one sequence on each replica."""
+    """Returns how many sequences of the job's length fit into the cache of one replica of attention, if weights and
+    cache fill ``share`` of the memory. The setting's job must be decode of one sequence per replica."""
     memory_bytes = setting.memory(strategy)
     return int((share * known(setting.cluster.chip, "hbm_bytes") - memory_bytes["weights"]) / memory_bytes["kv_cache"])
 
 
 def _degrees(record: Record) -> tuple[int, int]:
-    """Returns the devices that split a layer's attention, and its replicas.
+    """Returns the devices that split a layer's attention, and the number of attention replicas.
 
-    Some records count chips once for each part of the experts: degrees (e x e, e, e) of attention, experts and tensor
-    parallelism inside experts are those of e chips, as equal measurements with e chips show.
+    Some records count each chip e times: attention degree e * e, expert degree e and tensor degree e inside experts
+    mean e chips, as equal measurements with e chips show.
     """
     degrees = record.parallelism
     tp_size, num_replicas, ep_size, moe_tp_size = degrees.tp or 1, degrees.dp or 1, degrees.ep or 1, degrees.moe_tp or 1
