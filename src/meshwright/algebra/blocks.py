@@ -58,7 +58,7 @@ def block_of(array: ShardedArray, mesh: Mesh, device: int) -> tuple[int, ...]:
 
 
 def holders(array: ShardedArray, mesh: Mesh) -> dict[tuple[int, ...], list[int]]:
-    """Returns block index -> devices that hold this block (of an unreduced array: an addend of it)."""
+    """Maps the index of each block to the devices that hold the block (of an unreduced array: an addend of it)."""
     devices_by_block: dict[tuple[int, ...], list[int]] = {}
     for device in range(num_devices(mesh)):
         devices_by_block.setdefault(block_of(array, mesh, device), []).append(device)
@@ -154,7 +154,7 @@ _LOCAL: dict[str, Callable[[Step, list[np.ndarray]], np.ndarray]] = {
 
 
 def _exchange(step: Step, blocks: BlockSet, mesh: Mesh) -> list[np.ndarray]:
-    """Runs the step group by group; returns results in the order of device numbers."""
+    """Runs a collective or slice in each group of devices; returns results in the order of device numbers."""
     results: list[np.ndarray] = list(blocks)
     for group in groups(mesh, step.axes):
         for device, result in zip(group, _exchange_in_group(step, [blocks[d] for d in group]), strict=True):

@@ -71,8 +71,8 @@ def _surplus(array: ShardedArray, target: ShardedArray, dim: str) -> Axes:
 
 
 def _move(array: ShardedArray, target: ShardedArray) -> Step | None:
-    """Returns an all-to-all of axes that the target has next in order on another dim: as many minor axes at once as
-    fit; None without any."""
+    """Returns the all-to-all of as many minor axes of one dim as the target has next, in order, on another dim; None if
+    there is none."""
     for dim in array.dims:
         surplus_axes = _surplus(array, target, dim)
         for axes in (surplus_axes[n:] for n in range(len(surplus_axes))):

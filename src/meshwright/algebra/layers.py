@@ -62,8 +62,8 @@ STREAMS = """
     xp[A,B,T,D] = mix_predict(streams[A,B,T,D], mix_norm[D], mix_router[D,Am], mix_predict[Am,Ao,A]) if num_streams
     x[B,T,D] = stream(xp[A,B,T,D]) if num_streams
 """
-"""The first lines of a layer with several residual streams, of which x is what it reads.
-Source: Gemma 3n, and Baykal et al., Alternating Updates for Efficient Transformers (2023)."""
+"""The first lines of a layer with several residual streams: it predicts all of them and reads one as x. Source: Gemma
+3n, and Baykal et al., Alternating Updates for Efficient Transformers (2023)."""
 
 ATTENTION = """
     h[B,T,D] = norm(x[B,T,D], attn_norm[D]) if pre_norms
@@ -271,7 +271,7 @@ LOSS = """
 
 
 def written(model: Model, text: str, **names: str | bool) -> str:
-    """Returns the lines of a text that a model has.
+    """Returns the lines of a text that apply to a model, with its names filled in.
 
     A line may end in ``if`` and words, fields of the model or flags among ``names``: each must be true, or false after
     ``!``. ``{name}`` stands for one of ``names``; ``{h}`` and ``{h1}`` for the stream after its norm, or the stream

@@ -87,7 +87,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         return np.where(2 * local_width < LANES, 1.0, np.ceil(local_width / LANES) * LANES / local_width)
 
     def total(self, *arrays: ShardedArray) -> Number:
-        """Returns the bytes of several blocks."""
+        """Returns the bytes of one device's blocks of several arrays."""
         return sum(self.bytes(array) for array in arrays)
 
     def local(self, *arrays: ShardedArray) -> dict[str, Number]:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def total(values: Iterable[Number]) -> Number:
-    """Sums numbers or arrays from first to last."""
+    """Returns the sum of numbers or arrays, added from first to last; 0.0 for none."""
     return functools.reduce(operator.add, values, 0.0)
 
 

@@ -109,13 +109,13 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         return pipeline.num_sends * self.send_s / 2
 
     def pairs_s(self, pipeline: PipelineCost) -> Number:
-        """Returns the seconds a step would gain if one of every two layers of a device ran forward once more."""
+        """Returns the extra seconds of a step if one of every two layers of a device ran forward once more."""
         layers_per_run = pipeline.layers_held(self.num_layers) / np.asarray(pipeline.chunks)
         repeated_share = pipeline.share(self.num_layers) * np.floor(layers_per_run / 2) / layers_per_run
         return pipeline.microbatches * self.layers_s("forward", repeated_share)
 
     def layer_passes(self, pipeline: PipelineCost, at_least: Number = 0.0) -> LayerPasses:
-        """Returns the passes of one microbatch over the layers of a device, and the bubble of the schedule.
+        """Returns the seconds of one microbatch's passes over the layers of a device, and the bubble of the schedule.
 
         If only some microbatches split their backward pass, the bubble counts all as split.
         """
@@ -298,10 +298,10 @@ def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]
 
 
 def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s: Number, rates: StepRates) -> Number:
-    """Returns the seconds of the optimizer on one repeat of a block, with the exposed gather of updated weights.
+    """Returns the seconds of the optimizer on one repeat of a block, and of the exposed part of gathering updated
+    weights.
 
-    The gather (ZeRO-1 and 2) overlaps with the next forward pass, and shares links with its collectives.
-    """
+    The gather (ZeRO-1 and 2) overlaps with the next forward pass, and shares links with its collectives."""
     local_s = total(cost.local_s + cost.exposed_s for cost in costs)
     if not rates.overlaps or rates.chip.software.in_turn:
         return total(cost.time_s for cost in costs)

@@ -78,7 +78,7 @@ class Setting(Checked, frozen=True, dict=True):
 
     @property
     def memory_room(self) -> float:
-        """Bytes of a chip that a listed plan may need by its prediction."""
+        """Most bytes of a chip that a listed plan may be predicted to need: `memory_limit` less the margin."""
         return self.memory_limit * (1 - self.memory_margin)
 
     def derived(self, strategy: Strategy) -> Derived:
@@ -255,5 +255,5 @@ class Setting(Checked, frozen=True, dict=True):
             require_runnable_assumptions(self.assumptions)
 
     def on(self, cluster: Cluster) -> "Setting":
-        """Returns the setting of the job on another cluster."""
+        """Returns this setting on another cluster; itself if the cluster is the same."""
         return self if cluster == self.cluster else replace(self, cluster=cluster)

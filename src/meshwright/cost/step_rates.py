@@ -61,7 +61,7 @@ def exchanges_hide(strategy: Strategy, assumptions: Assumptions) -> bool:
 
 
 def gathers_narrow(strategy: Strategy, assumptions: Assumptions) -> bool:
-    """True if weights are gathered in the dtype of products, fp8."""
+    """True if software gathers weights in the dtype of products, and that is fp8."""
     return assumptions.narrow_gathers and strategy.matmul_dtype == "fp8"
 
 
@@ -71,7 +71,7 @@ def spanned_nodes(legs: Iterable[Leg]) -> Number:
 
 
 def attention_scores(cluster: Cluster, assumptions: Assumptions = AS_RUN) -> Scores:
-    """Returns where attention keeps its scores: on chip in fused kernels, in memory on CPUs and in stacks of 2021."""
+    """Returns where attention keeps scores: on chip in fused kernels, in memory on CPUs and in software of 2021."""
     if cluster.kind == "host":
         return "in_memory"
     return "on_chip" if assumptions.traits.fuses_attention else "in_memory_16"

@@ -17,7 +17,7 @@ ONE_DEVICE = Strategy(mesh={})
 
 
 class CacheArray(msgspec.Struct, frozen=True):
-    """One array of the cache of each of ``num_layers`` layers; ``dims`` and ``shape`` are of one layer."""
+    """One cache array that each of ``num_layers`` layers has; ``dims`` and ``shape`` are of one layer."""
 
     name: str
     dims: tuple[str, ...]
@@ -27,12 +27,12 @@ class CacheArray(msgspec.Struct, frozen=True):
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """Shape with the layers of the kind in front, as the weights have it."""
+        """Shape with the layers as the first dim: (num_layers, *shape)."""
         return (self.num_layers, *self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers of the whole array, without copies."""
+        """Bytes of the unsharded array over all layers, without copies."""
         return math.prod(self.stacked_shape) * int(DTYPE_BYTES[self.dtype])
 
 

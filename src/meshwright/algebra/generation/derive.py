@@ -38,7 +38,7 @@ def derive_forward(program: Program, strategy: Strategy, axes: tuple[str, ...] |
 
 
 def _with_wide_norms(program: Program, strategy: Strategy) -> Program:
-    """Returns the program whose RMS norms sum over devices if the strategy splits D of the stream."""
+    """Returns the program; if the strategy splits D of the stream, with RMS norms that sum over devices."""
     if not strategy.rules("activation").get("D"):
         return program
 
@@ -119,7 +119,7 @@ def derive_sources(model: Model, strategy: Strategy, storage: Storage = AS_WRITT
 
 
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:
-    """Returns the strategy as the step of a job runs it."""
+    """Returns the strategy of a training job; for other jobs its `generation_strategy`."""
     return strategy if job.trains else generation_strategy(strategy, prompts=job.has_prompts)
 
 

@@ -24,7 +24,7 @@ Attributes = tuple[tuple[str, str], ...]
 CacheDtype = Literal["bf16", "fp32", "int8", "fp8"]
 WeightDtype = Literal["", "int8", "fp8", "int4", "fp4"]
 WeightStorage = Literal["as they are", "int8", "fp8", "int4"]
-"""Dtype of weights that is executed, "as they are" for ""."""
+"""Weight dtypes that this version executes; "as they are" stands for "" in `WeightDtype`."""
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +190,7 @@ class _Writer:
         return replace(block, name=name, ops=self._needed(set(self.outputs)), carry=ENCODED, result=ENCODED)
 
     def _needed(self, names: set[str]) -> tuple[Op, ...]:
-        """Returns the ops that make results of these names, in order."""
+        """Returns the ops, in order, on which the results of these names depend."""
         ops = list[Op]()
         for op in reversed(self.ops):
             if op.out in names:

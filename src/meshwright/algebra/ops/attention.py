@@ -60,7 +60,7 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, step: Step, values: Any = None) -> "AttentionArrays":
-        """Returns the operands of a step, or the values given for them in the order of its inputs."""
+        """Returns the operands of a step by role: its arrays, or ``values`` in the order of its inputs."""
         arrays = step.inputs if values is None else tuple(values)
         num_given = 3 if step.op.endswith("_backward") else 0
         q_index = num_given + (2 if step.details.ring else 0)

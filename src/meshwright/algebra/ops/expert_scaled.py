@@ -1,4 +1,4 @@
-"""Weights of each token's experts times a learnt number of each expert."""
+"""Weights of each token's experts times a learnt scale of each expert."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.route import Routing, chosen_of, token_axes

@@ -22,7 +22,7 @@ def num_cotangents(step: Step) -> int:
 
 
 def backward_flops(step: Step, sizes: OpSizes) -> Number:
-    """Returns the FLOPs of the logits and of the product for each cotangent."""
+    """Returns the FLOPs of the logits, and as many for each cotangent that the step makes."""
     return (1 + num_cotangents(step)) * flops(step, sizes)
 
 

@@ -34,7 +34,7 @@ def backward(tape: Tape) -> None:
 def _multiply(
     tape: Tape, lhs: ShardedArray, values: ShardedArray, scale: ShardedArray, out: ShardedArray
 ) -> ShardedArray:
-    """Adds the steps of a product up to the local one, and returns its result."""
+    """Adds the reshards and the local product of a quantised einsum; returns the local, unreduced result."""
     *reshards, step = product_steps(lhs, values, out, slice_axes=tape.slice_axes)
     tape.add(*reshards)
     local_scale = scale.like(step.result)

@@ -1,5 +1,5 @@
-"""Repeats key and value heads K as Kt or Kct heads, of which a device keeps those of its own queries
-(`rewrites.repeated_heads` puts the op into programs). The cotangent of a head is the sum of those of its repeats."""
+"""Repeats key and value heads K as Kt or Kct heads, so that each device has the heads of its queries
+(`rewrites.repeated_heads` puts the op into programs). A head's cotangent is the sum of its repeats' cotangents."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.add import backward, forward

@@ -1,5 +1,5 @@
 """RMS norm of each row, and the rules that norms share: a row is reduced over its last dim, which is the last of the
-scale; a scale with more dims, [N, H], has a row of its own for each head."""
+scale; a scale with more dims, [N, H], has a separate row for each head."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""An array times a number, or a vector over its last dim, that is a weight."""
+"""An array times a weight that is a number, or a vector over the array's last dim."""
 
 from meshwright.algebra.ops.silu_mul import elementwise
 

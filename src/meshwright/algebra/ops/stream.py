@@ -1,4 +1,4 @@
-"""One of the residual streams, or all but the first."""
+"""Takes one of the residual streams, or all but the first."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.add import forward

@@ -1,5 +1,5 @@
 """Permutes that send blocks round a ring of devices: for products (`collective_matmul`), and for attention over split
-positions, where queries stay in place while keys and values come round, block by block."""
+positions, where queries stay on their device and blocks of keys and values pass by."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -64,8 +64,8 @@ def num_ways(step: Step, sizes: OpSizes) -> Number:
 
 
 def in_ring(step: Step, keys: Sequence[ShardedArray]) -> tuple[Step, ...]:
-    """Returns a step of attention, forward or backward, on ``keys`` (and values) that go round the ring of its details,
-    with the permutes; the step alone if its details name no ring.
+    """Returns the permutes and a step of attention, forward or backward, on ``keys`` (and values) that go round the
+    ring of its details; only the step if its details name no ring.
 
     In the backward pass the keys go round once more, with their cotangents, which end on the device of their keys.
     """

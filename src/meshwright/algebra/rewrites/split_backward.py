@@ -48,7 +48,7 @@ class WeightUpdate(NamedTuple):
 
 
 def weight_updates(derived: Derived) -> dict[str, WeightUpdate]:
-    """Maps each weight to its steps of the update."""
+    """Maps each trained weight to its `WeightUpdate`."""
     update_by_name = {name: WeightUpdate([], [], []) for name in derived.weights}
     for step in derived.update:
         name, _, suffix = step.result.name.partition(".")  # without a suffix it is the weight

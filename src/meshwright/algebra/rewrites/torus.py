@@ -91,7 +91,7 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Indices of the parts, leg by leg."""
+        """Indices of the group's parts, in the order of the legs."""
         return tuple(index for leg in self.order for index in leg)
 
     @property

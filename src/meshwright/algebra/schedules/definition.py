@@ -88,7 +88,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
     ``year`` of publication puts the schedules in order. ``chunks`` is the fewest virtual stages of a device, the only
     number unless ``more_chunks``. ``search`` says which searches try the schedule. A schedule without ``forms`` or
     without ``lockstep`` is simulated instead, once for each size (`algebra.schedules.forms`). ``published`` is the
-    bubble of the paper if the rows have another.
+    paper's bubble if these rows have a different one.
     """
 
     name: str

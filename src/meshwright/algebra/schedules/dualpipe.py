@@ -57,7 +57,7 @@ def dual_bubble_seconds(hops: Number, f: Number, b: Number, w: Number) -> Number
 
 
 def published_bubble(formula: str, hops: Callable[[Number], Number]) -> definition.PublishedBubble:
-    """Returns the report's bubble of ``hops`` sends each way: F&B is one pass of both, F + B long, and B holds W."""
+    """Returns DeepSeek-V3's bubble for ``hops`` sends each way; its F&B is one pass of F + B seconds, its B holds W."""
     return definition.PublishedBubble(
         formula=formula,
         seconds=lambda p, m, v, f, b, w: hops(p) * ((f + b + w) + (b + w) - 3 * w),

@@ -87,7 +87,7 @@ def schedule_of_file(path: str) -> ScheduleDefinition:
 
 @functools.lru_cache(maxsize=32)
 def _schedule_of_file(path: str, changed_ns: int) -> ScheduleDefinition:
-    """Reads a file once for each change, since a search needs it many times."""
+    """Reads a file once per change (``changed_ns``), since a search needs its schedule many times."""
     schedule = read_schedule(path)
     num_stages, num_microbatches = schedule.num_devices, schedule.num_microbatches
     requirement = Requirement(

@@ -1,4 +1,4 @@
-"""1F1B: one forward, one backward, after as many forward passes as devices follow. Source: Narayanan et al.,
+"""1F1B: one forward, one backward, after as many forward passes as there are later devices. Source: Narayanan et al.,
 Memory-Efficient Pipeline-Parallel DNN Training (2021), PipeDream-flush."""
 
 from collections.abc import Iterator

@@ -15,7 +15,7 @@ from meshwright.spec.cluster import Cluster, Topology
 from meshwright.spec.strategy import STATE_BYTES
 
 BUFFERED_REPEATS = 2
-"""Repeats whose offloaded arrays are on the device: the running one and the one in transfer."""
+"""Repeats whose offloaded arrays are on the device at a time: the running one and the one in transfer."""
 
 MEMORY_MARGINS: dict[Topology, float] = {"torus": 0.05, "switched": 0.05, "host": 0.0}
 """Share of a chip's memory that listed plans leave free, on TPUs, GPUs and this machine: compiled steps may need that
@@ -93,7 +93,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     on_cpus: bool = False
 
     def moved_bytes(self, pipeline: PipelineCost) -> Number:
-        """Returns the bytes that one repeat keeps for the backward pass of one microbatch: the most of any block."""
+        """Returns the bytes that one repeat keeps for the backward pass of one microbatch: the largest of any block."""
         num_chunks = np.asarray(pipeline.chunks)
         return largest(layer.moved_bytes(share / num_chunks) for layer, share in self._shares(pipeline))
 

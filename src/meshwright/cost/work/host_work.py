@@ -58,7 +58,7 @@ def amounts_of(step: Step, sizes: SlotSizes, *, kept: frozenset[ShardedArray] = 
 
 
 def pace_of(step: Step, host: HostRates) -> Pace:
-    """Returns the pace of a local step's kind."""
+    """Returns the pace of a local step on a host: of products, of its op, or of streams for other ops."""
     return host.product if is_product(step) or reads_cache(step) else host.ops.get(step.op, host.stream)
 
 
