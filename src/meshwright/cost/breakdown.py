@@ -299,7 +299,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def turns(self) -> tuple[str, ...]:
-        """Lines about groups of mesh axes whose reduce-scatter on a torus runs in two legs, and in which order."""
+        """Lines about groups of mesh axes whose reduce-scatter on a torus runs in two turns, and in which order."""
         summed_groups = {traffic.axes for traffic in self.traffic if traffic.op == "reduce_scatter"}
         text_by_axes = {", ".join(axes): turns_text(self.priced.placement, axes) for axes in sorted(summed_groups)}
         return tuple(f"{axes}: {text}" for axes, text in text_by_axes.items() if text)

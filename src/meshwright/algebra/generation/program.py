@@ -94,7 +94,7 @@ def scale_name(name: str) -> str:
 
 
 def plain_program(model: Model, storage: Storage, *, joined: bool = False) -> Program:
-    """Returns the program with unquantised weights. Raises CannotRunError if a mask shows positions later ones."""
+    """Returns the program, weights unquantised. Raises CannotRunError if a mask lets positions see later ones."""
     if model.attention_mask and _sees_later(model.attention_mask):
         raise CannotRunError(
             f"with attention_mask={model.attention_mask!r} of {model.name} a position sees later ones, which do not "

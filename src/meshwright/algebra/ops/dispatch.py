@@ -43,7 +43,7 @@ def blocks_at_once(mean_rows: Number) -> Number:
 
 
 def is_at_experts(step: Step) -> bool:
-    """True for steps on slots between the two exchanges, on expert devices; False for dispatch and combine."""
+    """True for every step on slots of experts, exchanges included, except dispatch and combine."""
     return any(map(has_slots, (*step.inputs, *step.results))) and not step.op.startswith(("dispatch", "combine"))
 
 

@@ -19,7 +19,7 @@ class Unfold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def _whole(tape: Tape, array: ShardedArray) -> ShardedArray:
-    """Returns the result, or its cotangent, with all positions on each device."""
+    """Returns the result, or its cotangent, with positions unsplit."""
     return array.resharded({array.dims[1]: ()})
 
 

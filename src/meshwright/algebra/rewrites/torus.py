@@ -1,4 +1,4 @@
-"""Legs of collectives on a torus: large sums over a whole torus run in two legs, small ones along one axis after
+"""Legs of collectives on a torus: large sums over a whole torus run in two turns, small ones along one axis after
 another.
 
 A reduce-scatter over a whole slice, and one of a small array over any part of it, is compiled as an all-reduce of the

@@ -348,8 +348,8 @@ def experts_s(shape: KernelShape, at: KernelRates, *, bits: float = 16, blocks: 
 def small_reduce_s(shape: KernelShape, at: KernelRates) -> Number:
     """Returns the seconds of the sum of an array of V bytes over n GPUs by a kernel whose threads read peers' memory.
 
-    The faster of two counts. One shot reads all of every peer. Two shots read one part from every peer, then after a
-    further barrier the sums of all other parts.
+    It takes the faster of two methods. One shot reads all of every peer. Two shots read one part from every peer, then
+    after a further barrier the sums of all other parts.
     """
     num_members, start_s = shape["n"], at["quick"] * at["reduce_s"]
     part_s = (num_members - 1) * shape["bytes"] / num_members / (at.link_bytes_per_s * at["peers"])
