@@ -93,8 +93,11 @@ FAULTS = {
     "dtype": (put("weights", "int7"), r"'int7' is no dtype in which weights are served. Did you mean 'int8'"),
     "drafts": (put("num_drafts", 2), r"num_drafts=2 must be 0: the service has no speculation"),
     "chip": (put("generate", "part", "chip", "hbm_bytes", 1e9), r"generate\.part has other chips than the cluster"),
-    "mesh": (put("generate", "strategy", "mesh", "tensor", 3), r"the mesh has 3 devices, but generate\.part 8 chips"),
-    "too many": (put("prefill", "num_engines", 90), r"the engines have [\d,]+ chips, but v5e:8x8 64\."),
+    "mesh": (
+        put("generate", "strategy", "mesh", "tensor", 3),
+        r"the mesh has 3 devices, but generate\.part has 8 chips",
+    ),
+    "too many": (put("prefill", "num_engines", 90), r"the engines have [\d,]+ chips, v5e:8x8 has 64\."),
     "precision": (put("weights", "fp8"), r"fp8 is for chips with products in fp8, and v5e has none"),
     "products": (
         put("generate", "strategy", "precision", "fp8"),

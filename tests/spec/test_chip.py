@@ -266,7 +266,7 @@ def test_a_cluster_of_a_chip_file(own):
         parse_cluster("big.toml")
     own.write_text('chip = "h100"\nshape = [8, 4]\n')
     assert parse_cluster("big.toml").short_name == "h100:8x4"
-    with pytest.raises(InputError, match="name the file alone"):
+    with pytest.raises(InputError, match="Name the file only"):
         parse_cluster("big.toml:8x4")
 
 

@@ -1,1 +1,1 @@
-"""Which strategies can run, which is best, and why."""
+"""Finds the strategies that can run, ranks them, and explains why one is best."""

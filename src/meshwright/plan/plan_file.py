@@ -366,7 +366,7 @@ def _service_plan(file: TomlFile) -> ServicePlan:
     pools = (plan.generate, plan.prefill) if plan.has_pools else (plan.generate,)
     num_chips, cap = sum(pool.num_chips for pool in pools), plan.cluster.num_chips
     if num_chips > cap:
-        raise file.error(("generate",), f"the engines have {num_chips:,} chips, but {plan.cluster.short_name} {cap:,}.")
+        raise file.error(("generate",), f"the engines have {num_chips:,} chips, {plan.cluster.short_name} has {cap:,}.")
     return plan
 
 
@@ -380,6 +380,6 @@ def _check_pool(name: str, pool: EnginePool, plan: ServicePlan) -> None:
         raise InputError(f"weights in {plan.weights} have {matmul_text}. Set {name}.strategy.precision={precision!r}.")
     if pool.strategy.num_chips != pool.part.num_chips:
         raise InputError(
-            f"the mesh has {pool.strategy.num_chips} devices, but {name}.part {pool.part.num_chips} chips. Make them "
-            f"equal."
+            f"the mesh has {pool.strategy.num_chips} devices, but {name}.part has {pool.part.num_chips} chips. Make "
+            f"them equal."
         )

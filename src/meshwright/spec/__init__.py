@@ -1,1 +1,1 @@
-"""What is asked for, as frozen plain data: models, chips, clusters, strategies, jobs and plan files."""
+"""Frozen plain data: models, chips, clusters, jobs, strategies, calibrations and predictions, read and checked."""

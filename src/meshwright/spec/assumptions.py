@@ -116,8 +116,8 @@ def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> Non
             raise CannotRunError(f"{axis!r} is not a mesh axis.{nearest(axis, MESH_AXES)}")
     if strategy.num_islands > 1:
         raise CannotRunError(
-            f"strategy.islands={strategy.num_islands}: each island is a runtime of its own, and no program has "
-            f"several. Train with launch --elastic -n {strategy.num_islands}, which runs one island in each."
+            f"strategy.islands={strategy.num_islands}: one program runs one island. Train with "
+            f"launch --elastic -n {strategy.num_islands}, which starts a runtime for each island."
         )
     if strategy.precision not in ("", strategy.state_dtype):
         _refuse("precision", strategy.precision, f"{strategy.state_dtype!r}, the state's own")

@@ -391,6 +391,6 @@ def chip_from_table(table: Mapping[str, Any]) -> Chip:
     if built.family and built.family not in families:
         raise InputError(
             f"family {built.family!r} of chip {built.name!r} has no fitted numbers.{nearest(built.family, families)} "
-            f"Leave it out for {'those of its base' if base else 'the rates of the data sheet'}."
+            f"Leave it out for {'the numbers of its base' if base else 'the rates of the data sheet'}."
         )
     return built

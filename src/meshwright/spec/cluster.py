@@ -218,7 +218,7 @@ def parse_cluster(text: str) -> Cluster:
         raise InputError(f"cluster {text!r} is not chip:shape. Write for example {_EXAMPLES}, or name a .toml file.")
     slices_text, chip_name, sizes_text, twist_text = match.groups()
     if chip_name.endswith(".toml") and {"shape", "levels"} & read_toml(Path(chip_name)).data.keys():
-        raise InputError(f"{text!r}: name the file alone, {chip_name}: it has its sizes itself, shape or [[levels]].")
+        raise InputError(f"{text!r} has sizes, but the file has shape or [[levels]]. Name the file only: {chip_name}.")
     return make_cluster(
         chip(chip_name),
         tuple(int(size) for size in sizes_text.split("x")),

@@ -167,7 +167,7 @@ def adapted(model: Model) -> dict[str, str]:
     for name in (name for name, row in row_of.items() if row.hf_name in first_name_of and row.kind == "matrix"):
         if name not in model.lora.weights:
             joined_names = ", ".join(n for n, row in row_of.items() if row.hf_name == row_of[name].hf_name)
-            raise InputError(f"lora.targets: {model.name} stores {joined_names} as one. Target all of them.")
+            raise InputError(f"lora.targets: {model.name} stores {joined_names} as one array. Target all of them.")
     return {name: f"{first_name_of[row_of[name].hf_name]}_lora_a" for name in model.lora.weights if name in row_of}
 
 

@@ -53,7 +53,7 @@ COMPONENT = '[[components]]\nname = "x"\nkind = "host"\n'
         ('source = "x"\ncomponents = []', "have no components"),
         ('source = "x"\n' + COMPONENT, "needs one of count, per_chip_hour, per_node_hour"),
         ('source = "x"\n' + COMPONENT + "per_chip_hour = 1\nper_node_hour = 1", "needs one of count"),
-        ('source = "x"\n' + COMPONENT + "count = 3", "a count needs num_chips and days"),
+        ('source = "x"\n' + COMPONENT + "count = 3", "a component with a count needs num_chips and days"),
         ('source = "x"\n' + COMPONENT + "per_chip_hour = -1", "give a number of at least 0"),
         (
             'source = "x"\n' + COMPONENT.replace("host", "fire") + "per_chip_hour = 1",

@@ -25,7 +25,7 @@ VERBS = {
         "demo": ("Measure this machine, plan for it, train, compare.", "demo"),
         "train": ("Train a model by a plan, beside its prediction.", "train plan.toml"),
         "generate": ("Go on from prompts with a trained or published model.",
-            "generate FOLDER --prompt "Once upon a time""),
+            "generate FOLDER --prompt 'Once upon a time'"),
         "serve": ("Serve a trained or published model over HTTP, with OpenAI's routes.", "serve FOLDER --port 8000"),
         "convert": ("Weights of a run or a model as a Hugging Face folder.", "convert runs/mine folder"),
         "launch": ("Run a verb in several processes on this machine.", "launch --processes 2 -- train plan.toml"),

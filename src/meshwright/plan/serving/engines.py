@@ -130,8 +130,8 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
             prefill.append((rows.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), pair_index))))
     if not decode_steps:
         raise CannotRunError(
-            f"no engine of {setting.model.name} on {setting.cluster.short_name} with these sizes can generate: they "
-            f"must divide the model's widths, and context splits prompts alone. Use other sizes of tensor and expert."
+            f"no engine of {setting.model.name} on {setting.cluster.short_name} with these sizes can decode: they must "
+            f"divide the model's widths, and context only splits prompts. Use other sizes of tensor and expert."
         )
     all_prefills = map_figures(lambda *columns: np.concatenate(columns), *(steps for _, steps in prefill))
     prefill_index = np.full(len(fleet) * len(stored) * len(num_prompts), -1)

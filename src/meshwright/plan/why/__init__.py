@@ -1,1 +1,1 @@
-"""Why a plan is as it is, and what other choices would change."""
+"""Explains why a plan is the best one, and what other choices, chips or jobs would change."""

@@ -38,9 +38,9 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 class PhaseExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """One step of a phase on one engine.
 
-    ``num_positions`` is the length of a cache in decode, that of a prompt in prefill. ``blocks`` list one layer of each
-    kind, the embedding and the head; ``repeats`` says how often each runs. ``terms`` add up to ``step_s``,
-    of which the ``largest`` steps add most.
+    ``num_positions`` is the length of a cache in decode, of a prompt's new tokens in prefill. ``blocks`` list one layer
+    of each kind, the embedding and the head; ``repeats`` says how often each runs. ``terms`` add up to ``step_s``, of
+    which the ``largest`` steps add most.
     """
 
     phase: str

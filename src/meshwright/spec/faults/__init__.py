@@ -1,1 +1,1 @@
-"""What fails in fleets, and how often: the published ones, and files of a user."""
+"""Rates of faults in fleets: of published fleets, and of a user's files."""

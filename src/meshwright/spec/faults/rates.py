@@ -28,7 +28,7 @@ DEFAULT_RATES = "llama3"
 
 
 class FaultTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds that faults, restarts and what protects from them take; ``slowdown`` is a factor.
+    """Seconds of faults, of restarts and of protection against faults; ``slowdown`` is a straggler's factor.
 
     ``detect_s`` finds a dead process or host, ``hang_s`` a process that hangs (the timeout of a collective: 600 s is
     PyTorch's for NCCL), ``check_s`` is the time between comparisons that find wrong numbers, ``straggler_s`` how long a
@@ -109,7 +109,7 @@ class FaultRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if not self.components:
             raise InputError("rates have no components. Give at least one [[components]]")
         if (self.num_chips is None or self.days is None) and any(c.count is not None for c in self.components):
-            raise InputError("a count needs num_chips and days, of the fleet that was watched")
+            raise InputError("a component with a count needs num_chips and days of the observed fleet")
         for name, (low, high) in self.ranges.items():
             if low > high:
                 raise InputError(f"times: {name} is [{low:g}, {high:g}], give the lower bound first")

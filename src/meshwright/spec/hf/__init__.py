@@ -1,1 +1,1 @@
-"""Hugging Face configs, read and written."""
+"""Reads and writes Hugging Face configs; reads GGUF metadata and quantisation settings of published folders."""

@@ -262,5 +262,5 @@ def _llama3(factors: Sequence[float], gguf: Gguf, file: Path) -> HfFields:
     blends = (min(max((turn - low_factor) / (high_factor - low_factor), 0.0), 1.0) for turn in turns)
     expected_factors = (1 / ((1 - blend) / factor + blend) for blend in blends)
     if not all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(expected_factors, factors, strict=True)):
-        raise InputError(f"{file}: rope_freqs is not that of Llama 3.1 to 3.3. Give the model's safetensors.")
+        raise InputError(f"{file}: rope_freqs differs from Llama 3.1 to 3.3. Give the model's safetensors.")
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}

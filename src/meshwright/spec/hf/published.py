@@ -49,7 +49,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
 
 class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
     """The quantisation in a config: pairs (pattern of module names, scheme), the first match counts; patterns of
-    modules that are ``plain``, not quantised; ``notes`` on what is not used; if zero points are stored minus 1."""
+    modules that are ``plain``, not quantised; ``notes`` on what is not used; True if zero points are stored less 1."""
 
     method: Method
     schemes: tuple[tuple[str, Scheme], ...]

@@ -421,7 +421,7 @@ def _gemma3n_parts(config: _Config, fields: HfFields) -> HfFields:
     if len(kinds := {share for share in shares if share}) > 1:
         raise InputError(
             f"{config.what}: activation_sparsity_pattern has {' and '.join(f'{share:g}' for share in sorted(kinds))}. "
-            f"Only one share beside 0 is known here."
+            f"Only one share besides 0 is known here."
         )
     if table_len > fields["vocab_size"]:
         raise InputError(
