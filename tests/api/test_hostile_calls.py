@@ -54,7 +54,7 @@ CALLS = {
     "load_model": [(lambda: mw.load_model(None), "name is None"), (lambda: mw.load_model("/tmp/no"), "cannot be read")],
     "parse_cluster": [(lambda: mw.parse_cluster(8), "text is 8"), (lambda: mw.parse_cluster("h100:0x8"), "below 1")],
     "flex_attention": [
-        (lambda: mw.flex_attention("q", QKV, QKV), "q is no array"),
+        (lambda: mw.flex_attention("q", QKV, QKV), "q is not an array"),
         (lambda: mw.flex_attention(QKV.astype(np.int32), QKV, QKV), "q is an array of int32"),
         (lambda: mw.flex_attention(QKV, QKV[:, :, :1], QKV), "give [B, T, N, H], [B, S, K, H] and [B, S, K, Hv]"),
         (lambda: mw.flex_attention(QKV, QKV[:, :0], QKV[:, :0]), "every dim must be at least 1"),

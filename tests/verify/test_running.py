@@ -264,14 +264,14 @@ def test_a_folder_that_is_kept_and_used_again(tmp_path):
 def test_a_folder_of_other_files_is_left_alone(tmp_path):
     (tmp_path / "dump").mkdir()
     (tmp_path / "dump" / "mine.txt").write_text("precious")
-    with pytest.raises(InputError, match="holds other files"):
+    with pytest.raises(InputError, match="has other files"):
         run("", keep=tmp_path)
     assert (tmp_path / "dump" / "mine.txt").read_text() == "precious"
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"nothing can be kept in .*Not a directory"):
+    with pytest.raises(InputError, match=r"cannot be written: Not a directory"):
         run("", keep=tmp_path / "file" / "x")
 
 

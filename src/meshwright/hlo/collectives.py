@@ -291,10 +291,10 @@ class _Walk:
         return None
 
     def is_windowed(self, one: Instruction) -> bool:
-        """True if a permute sends the blocks of a collective matmul: in a loop of its own, or one of several in a row.
+        """True if a permute sends blocks of a collective matmul: in its loop, or as one of several permutes of its
+        name.
 
-        A single permute with a matmul's name only moves that matmul's operand.
-        """
+        A single permute with a matmul's name only moves that matmul's operand."""
         if "windowed_dot_general" in one.computation:
             return True
         return "dot_general" in one.op_name.rpartition("/")[2] and self.permutes[one.op_name] > 1

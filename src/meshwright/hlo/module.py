@@ -70,7 +70,7 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
     def number(self, text: str) -> int:
         """Returns ``text``, a part of the instruction, as an integer. Raises InputError unless it is decimal digits."""
         if not text.isdecimal():
-            raise InputError(f"{self.opcode} {self.name} has {text[:40]!r} for a number. Give the whole text.")
+            raise InputError(f"{self.opcode} {self.name} has {text[:40]!r}, not a number. Give the whole text.")
         return int(text)
 
     def attribute(self, key: str) -> str:

@@ -19,7 +19,7 @@ from meshwright.nn.attention.platform import default_platform, processor
 
 @dataclass(frozen=True)
 class Turned:
-    """A weight stored transposed: its first ``inputs`` dims are the last dims of ``array``, but not of `plain`."""
+    """A weight whose first ``inputs`` dims are stored last in ``array``; `plain` is the weight with dims in order."""
 
     array: Array
     inputs: int

@@ -62,8 +62,8 @@ def _run_step(context: Context, step: Step, env: Environment, *, taken: Array | 
 
 
 def _parts(steps: list[Step]) -> Iterator[tuple[list[Step], bool]]:
-    """Groups all steps that one pass runs on expert devices (True); independent steps between them move before the
-    group, dependent ones after it."""
+    """Yields (steps, True) for all steps of one pass on expert devices and (steps, False) for other steps. Independent
+    steps between expert steps move before their group, dependent ones after it."""
     for is_backward in (False, True):
         step_numbers = [n for n, s in enumerate(steps) if is_at_experts(s) and (s.phase == "backward") == is_backward]
         if not step_numbers:
@@ -118,7 +118,7 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
 def _needed(
     context: Context, block: str, results: list[ShardedArray], known: Environment
 ) -> tuple[list[Step], set[ShardedArray]]:
-    """Returns a block's steps that compute ``results`` from ``known``, and the inputs that neither provides."""
+    """Returns a block's steps that compute ``results`` from ``known``, in order, and the inputs that are missing."""
     block_steps = next(steps for steps in context.derived.blocks if steps.block.name == block)
     all_steps = [*block_steps.forward, *(step for step in block_steps.backward if step.phase == "backward")]
     wanted_arrays, needed_steps = set(results), list[Step]()

@@ -42,7 +42,7 @@ def absmax_scale(x: Float[Array, "..."], axes: tuple[int, ...], dtype: str = "in
 def quantise(
     x: Float[Array, "..."], scale: Float[Array, "..."], axes: tuple[int, ...], dtype: str = "int8"
 ) -> Num[Array, "..."]:
-    """Returns x / scale, rounded to values of the dtype; ``scale`` has no dims for ``axes``."""
+    """Returns x / scale, rounded to values of the dtype; ``scale`` lacks the dims ``axes`` of x."""
     scaled_x, max_value = x.astype(jnp.float32) / jnp.expand_dims(scale, axes), LARGEST_OF[dtype]
     rounded = scaled_x if dtype == "fp8" else jnp.round(scaled_x)
     return jnp.clip(rounded, -max_value, max_value).astype(STORED_DTYPES[dtype])
@@ -74,7 +74,7 @@ def quantised_base(model: Model) -> Quantised:
 
 
 def quantise_params(model: Model, params: Mapping[str, Array], quantised: Quantised) -> Params:
-    """Returns the weights, those in ``quantised`` as values and scales, the others unchanged."""
+    """Returns all weights: those named in ``quantised`` as values and scales, other weights unchanged."""
     arrays = dict(params)
     for name, (weight_array, scale_array) in quantised.items():
         array = params[name].astype(jnp.float32)

@@ -125,7 +125,7 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
 
 
 def _devices(request: Request) -> int:
-    """Returns the number of compiler devices of one chip; 0 if the chip's memory differs from the catalogued chip's."""
+    """Returns the compiler's devices per chip; 0 if the chip's memory is not that of the chip it is compiled as."""
     chip = request.setting.cluster.chip
     base_chip = compiled_as(chip)
     target = catalogued(base_chip, "libtpu")

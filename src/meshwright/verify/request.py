@@ -10,7 +10,7 @@ from meshwright.spec.strategy import Form, Strategy
 from meshwright.verify.targets import Target
 
 AskedStep = Literal["train", "prefill", "decode", "generate"]
-"""Names of steps on the command line: "generate" is a synonym of "decode"."""
+"""Step names on the command line; "generate" is a synonym of "decode"."""
 Depth = Literal["lower", "partition", "full"]
 
 REQUEST, LOWERED, MEMORY, MODULE, ERROR = "request.json", "lowered", "memory.json", "module.hlo", "error.json"

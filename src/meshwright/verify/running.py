@@ -88,7 +88,7 @@ def _take_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / REQUEST).is_file():
-            raise InputError(f"{folder} holds other files, which could be lost. Name a new or an empty folder.")
+            raise InputError(f"{folder} has other files, which could be lost. Name a new or an empty folder.")
         for file_name in (LOWERED, MEMORY, MODULE, OPTIONS, ERROR):
             (folder / file_name).unlink(missing_ok=True)
         for old_file in (folder / DUMP).glob("*"):
@@ -96,7 +96,7 @@ def _take_folder(folder: Path) -> None:
                 old_file.unlink()
         (folder / REQUEST).touch()
     except OSError as error:
-        raise InputError(f"nothing can be kept in {folder}: {error.strerror}. Name a folder to write to.") from None
+        raise InputError(f"{folder} cannot be written: {error.strerror}. Name a folder that can be.") from None
 
 
 def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: float) -> CompileOutcome:

@@ -1,4 +1,4 @@
-"""Compile targets of plans: the hardware of a cluster, which need not be present, or emulated CPU devices."""
+"""Compile targets of plans: a cluster's own hardware, which need not be present, or emulated CPU devices."""
 
 import importlib.util
 from typing import Any, Literal

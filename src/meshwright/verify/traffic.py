@@ -126,10 +126,10 @@ def same(one: float, other: float) -> bool:
 
 
 class TrafficTable:
-    """Traffic of a step, from which rules subtract named differences. ``left`` is the unnamed rest of each row.
+    """Derived and compiled traffic of a step, from whose difference rules subtract the parts that they can name.
 
-    ``left`` is compiled less derived traffic. ``copied`` is the number of elements of the largest array that the
-    partitioner replicated."""
+    ``left`` is the unnamed difference of each row, compiled less derived. ``copied`` is the number of elements of the
+    largest array that the partitioner replicated."""
 
     def __init__(
         self, expected: Iterable[Expected], found: Iterable[CompiledCollective], mesh: Mapping[str, int], copied: int

@@ -230,7 +230,7 @@ def test_a_folder_of_other_files(call, rates, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     said = call(*TINY, "--batch", "8seq", "--axes", "fsdp=4", "--keep", str(tmp_path / "mine"), *rates)
-    said.assert_refused(2, "holds other files")
+    said.assert_refused(2, "has other files")
 
 
 @pytest.mark.slow

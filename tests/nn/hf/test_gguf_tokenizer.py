@@ -166,7 +166,7 @@ def test_templates_and_the_ends_of_texts_are_kept():
     [
         (
             {"tokenizer.ggml.model": "t5"},
-            r"the tokenizer 't5' of a GGUF file is not read; llama and gpt2 are\.",
+            r"the tokenizer 't5' of a GGUF file is not supported; llama and gpt2 are\.",
         ),
         ({"tokenizer.ggml.pre": "qwen3"}, r"the pre-tokenizer 'qwen3' of a GGUF file is not known\. Did you mean"),
     ],

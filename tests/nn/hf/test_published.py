@@ -298,7 +298,7 @@ def cut(end, box):
         ),
         ({"num_bits": 8}, "values of shape (32, 2); by quantization_config (32, 16) in int8, groups of 1"),
         ({"change": cut("o_proj.weight_packed", np.s_[:, :2])}, "o_proj.weight: values of shape (32, 2)"),
-        ({"change": cut("o_proj.weight_packed", np.s_[0])}, "o_proj.weight: values of shape (4,) are no matrix"),
+        ({"change": cut("o_proj.weight_packed", np.s_[0])}, "o_proj.weight: values of shape (4,) are not a matrix"),
         ({"symmetric": False}, "has no zero points of it. Fetch it and its config"),
         (
             {"form": "int4-asymmetric", "change": cut("k_proj.weight_zero_point", np.s_[:1])},
@@ -315,7 +315,7 @@ def test_what_is_missing_or_misshapen_is_named(given, says, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda index: index + 9, "the groups of its 16 inputs are not all from 0 to 1, or than its config"),
+        (lambda index: index + 9, "the groups of its 16 inputs must be 0 to 1, and as its config"),
         (lambda index: index[:-1], r"list of groups of shape \(15,\); by quantization_config"),
     ],
 )

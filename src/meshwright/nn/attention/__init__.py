@@ -1,1 +1,1 @@
-"""Attention on one device or over a ring of devices: fused kernels of each platform, and two portable kernels."""
+"""Attention on one device or over a ring of devices: fused kernels of each platform, and XLA's for any platform."""

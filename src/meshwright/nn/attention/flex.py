@@ -100,7 +100,7 @@ def _check_table(table: BlockTable, mask_mod: Mask | None, q: Array, k: Array) -
 def _floats(name: str, value: object) -> Array:
     """Returns an argument as an array; raises InputError unless it is an array of floating-point numbers."""
     if not hasattr(value, "dtype"):
-        raise InputError(f"{name} is no array ({type(value).__name__}). Give an array of floating-point numbers.")
+        raise InputError(f"{name} is not an array ({type(value).__name__}). Give an array of floating-point numbers.")
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise InputError(f"{name} is an array of {value.dtype}. Give an array of floating-point numbers.")
     return jnp.asarray(value)
@@ -120,7 +120,7 @@ def _spread(mod: Callable[..., Index]) -> Callable[..., Index]:
 
 
 def _hoisted(mod: Callable[..., Index], *, has_score: bool) -> Mod:
-    """Returns a rule that takes the arrays that ``mod`` captures as arguments. Raises InputError if it is invalid."""
+    """Returns a rule to which the arrays that ``mod`` captures are arguments. Raises InputError if ``mod`` fails."""
 
     def traced(*indices: Index) -> ClosedJaxpr:
         return jax.make_jaxpr(mod)(*indices)

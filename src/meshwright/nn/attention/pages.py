@@ -26,10 +26,10 @@ NOTHING_SEEN = NO_PEAK * LN2
 
 
 class PagedPart(NamedTuple):
-    """A term of the scores: queries of N heads, and pages of keys of the same width, whose products it adds.
+    """One of the terms that add up to the scores: queries of N heads times pages of keys of the same width.
 
-    Keys have K heads, N = K * G, in any dtype; with a ``scale`` each slot and head of the keys is multiplied by its
-    own."""
+    Keys have K heads, N = K * G, in any dtype; with a ``scale`` each slot and head of the keys has a scale.
+    """
 
     queries: Float[Array, "R N H"]
     keys: Array
@@ -81,7 +81,7 @@ class RaggedCall:
         return is_seen & (query_pos - slot_pos < self.window)
 
     def first_seen(self, query_pos: Array) -> Array:
-        """Returns the first position that a query sees."""
+        """Returns the first position that each query sees."""
         if self.window is None:
             return jnp.zeros_like(query_pos)
         return query_pos // self.window * self.window if self.chunked else jnp.maximum(query_pos - self.window + 1, 0)

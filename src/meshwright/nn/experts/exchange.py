@@ -30,7 +30,7 @@ def routed(slots: Ragged, axes: tuple[str, ...], *, together: tuple[str, ...]) -
 
 
 def in_further_round(value: Array | Ragged, taken: Array) -> Array | Ragged:
-    """Returns the value; packed rows with a route are in the round after ``taken`` rows received per device."""
+    """Returns the value; for packed rows with a route, sets the round after ``taken`` rows received per device."""
     if not isinstance(value, Ragged) or not value.route:
         return value
     return replace(value, route=replace(value.route, taken=taken, further=True))

@@ -89,12 +89,12 @@ ExpertSlots = Float[Array, "E C *D"] | Ragged
 
 
 def rows_of(slots: ExpertSlots) -> SlotRows:
-    """Returns slots, or packed tokens, as rows."""
+    """Reshapes slots [E, C, ...] to rows [E C, ...]; returns the rows of packed tokens."""
     return slots.rows if isinstance(slots, Ragged) else slots.reshape(-1, *slots.shape[2:])
 
 
 def with_rows(slots: ExpertSlots, rows: SlotRows) -> ExpertSlots:
-    """Returns an array or `Ragged` like ``slots`` that has these rows."""
+    """Returns ``rows`` as slots of the shape, or as a `Ragged` with the sizes and route, of ``slots``."""
     return slots.with_rows(rows) if isinstance(slots, Ragged) else rows.reshape(*slots.shape[:2], *rows.shape[1:])
 
 

@@ -208,7 +208,7 @@ def _ended(text: str) -> str:
 
 
 class _Generation(Extension):
-    """The block ``{% generation %} ... {% endgeneration %}`` around text of the assistant."""
+    """Jinja's extension for ``{% generation %} ... {% endgeneration %}``, which puts text between `BEGIN` and `END`."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -31,7 +31,7 @@ def gguf_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer | None:
         return None
     advice, split_of = "Put the model's tokenizer.json beside the file.", gguf_names()["pre_tokenizers"]
     if kind not in ("llama", "gpt2"):
-        raise InputError(f"the tokenizer {kind!r} of a GGUF file is not read; llama and gpt2 are. {advice}")
+        raise InputError(f"the tokenizer {kind!r} of a GGUF file is not supported; llama and gpt2 are. {advice}")
     if kind == "gpt2" and pre not in split_of:
         raise InputError(f"the pre-tokenizer {pre!r} of a GGUF file is not known.{nearest(pre, split_of)} {advice}")
     type_codes = metadata.get("token_type", [NORMAL] * len(tokens))

@@ -83,7 +83,7 @@ class PublishedMatrix:
 
     @property
     def stored(self) -> Tensor:
-        """The stored values."""
+        """The tensor of the values as stored."""
         tensor = self.part(*_VALUES)
         assert tensor is not None
         return tensor
@@ -94,7 +94,7 @@ class PublishedMatrix:
 
     @property
     def packing(self) -> Packing | None:
-        """How several values share a word; None if each is an element."""
+        """The packing of several values in a word; None if each value is an entry of the tensor."""
         bits = 4 if self.scheme.dtype in ("int4", "fp4") else 8
         if self.transposed:
             return Packing(bits, 1, _AWQ_ORDER) if self.quantisation.method == "awq" else Packing(bits, 0)
@@ -163,8 +163,8 @@ class PublishedMatrix:
         numbers = _whole(group_tensor).astype(np.int64)
         groups, count = numbers[columns], self.num_groups[1]
         if not np.isin(numbers, range(count)).all() or (self.reads != "floats" and not np.array_equal(groups, regular)):
-            raise InputError(f"{self.name}: the groups of its {self.shape[1]} inputs are not all from 0 to "
-                             f"{count - 1}, or than its config says. Fetch both again.")  # fmt: skip
+            raise InputError(f"{self.name}: the groups of its {self.shape[1]} inputs must be 0 to {count - 1}, "
+                             f"and as its config says. Fetch both again.")  # fmt: skip
         return groups
 
     def scales(self) -> np.ndarray:
@@ -207,7 +207,7 @@ class PublishedMatrix:
             raise InputError(f"{self.name}: the checkpoint lacks its {missing[0]}. Fetch it and its config again.")
         shape_part, advice = self.part(".weight_shape"), "Give the config of these weights."
         if len(sizes := tuple(self.stored.shape)) != 2 or (shape_part is not None and tuple(shape_part.shape) != (2,)):
-            raise InputError(f"{self.name}: values of shape {sizes} are no matrix. {advice}")
+            raise InputError(f"{self.name}: values of shape {sizes} are not a matrix. {advice}")
         assert scales is not None
         groups, per_word = self.num_groups, 1
         if self.packing and zeros_tensor is not None:
@@ -247,7 +247,7 @@ class KeptPart(NamedTuple):
     group: int = 0
 
     def read(self, tensors: Tensors, box: Box) -> np.ndarray:
-        """Reads a box of the array."""
+        """Reads a box of the array of values or of scales."""
         slices = iter(box)
         full_box = (slice(0, 1) if s == 0 else slice((b := next(slices)).start * s, b.stop * s) for s in self.steps)
         matrix = tensors[self.part.tensor]

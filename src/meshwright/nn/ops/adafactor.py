@@ -22,7 +22,7 @@ CLIP_RMS, SMALLEST_SQUARE, SMALLEST_SCALE = 1.0, 1e-30, 1e-3
 
 
 def _moved(context: UpdateContext, mean: Array, new: Array) -> Array:
-    """Returns a running mean updated with the value ``new``."""
+    """Returns a running mean after this update: ``new`` with weight 1 - `growing_decay`."""
     return context.growing_decay * mean + (1 - context.growing_decay) * new
 
 
@@ -69,7 +69,7 @@ def weights(context: UpdateContext, step: Step, values: Array) -> Array:
 
 
 def change(context: UpdateContext, step: Step, scaled: Array, squares: Array, weights: Array) -> Array:
-    """Returns the update, clipped to root mean square 1 and scaled by the RMS of the weights."""
+    """Returns the update, clipped to root mean square 1, times the weights' RMS (at least `SMALLEST_SCALE`)."""
     scaled_array, *means = step.inputs
     rms, size = (spread(jnp.sqrt(v), a.dims, scaled_array.dims) for v, a in zip((squares, weights), means, strict=True))
     return scaled / jnp.maximum(1.0, rms / CLIP_RMS) * jnp.maximum(SMALLEST_SCALE, size)

@@ -8,7 +8,7 @@ from meshwright.nn.context import UpdateContext
 
 
 def changed(context: UpdateContext, step: Step, change: Array, weight: Array) -> Array:
-    """Returns the weight minus the learning rate times the optimizer's change plus weight decay."""
+    """Returns ``weight - rate * (change + decay * weight)``, with the weight's decay or 0."""
     if decay := context.decays.get(step.result.name):
         change = change + decay * weight
     return weight - context.rate * change

@@ -1,4 +1,4 @@
-"""Sums arrays."""
+"""Sums its input arrays."""
 
 import functools
 import operator

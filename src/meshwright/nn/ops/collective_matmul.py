@@ -63,7 +63,7 @@ class MatmulRing(Ring):
     ways: int = 1
 
     def pieces(self, length: int) -> tuple["BlockPart", ...]:
-        """Returns the parts of a block to send: all of it, or its two halves; a block of one entry is sent whole."""
+        """Returns the parts of a block to send: the whole in one direction, halves in two; one entry is sent whole."""
         half_len = (length + 1) // 2
         if self.ways == 1 or half_len == length:
             return (BlockPart(0, length, 1),)
@@ -155,7 +155,7 @@ def block_length(products: Sequence[BlockedProduct], size: int) -> int:
 
 
 def _repeat(first: int, end: int, step: Callable[[Array | int, _Carry], _Carry], state: _Carry) -> _Carry:
-    """Applies ``step`` to the numbers from ``first`` up to ``end``, unrolled if they are few."""
+    """Applies ``step`` to the numbers from ``first`` to ``end`` - 1 in order, unrolled if they are few."""
     if end - first > MAX_WRITTEN_OUT:
         return lax.fori_loop(first, end, step, state)
     for step_index in range(first, end):

@@ -1,4 +1,4 @@
-"""Copies the weights of chosen experts to slots; whether they are packed decides the same for tokens."""
+"""Copies the weights of chosen experts to slots, or packs them by expert; tokens are then laid out likewise."""
 
 import jax.numpy as jnp
 from jaxtyping import Array

@@ -139,7 +139,7 @@ def fused_head(
 
 
 def _as_dv(step: Step, table: Array) -> Array:
-    """Transposes a table or its gradient to [D, V], or back, if the step stores it as [V, D]."""
+    """Transposes a table or its gradient, if the step stores [V, D], between that and [D, V]; else unchanged."""
     return table if step.inputs[1].dims == ("D", "V") else table.T
 
 

@@ -1,4 +1,4 @@
-"""Quantises keys or values to int8, given their scale."""
+"""Quantises keys or values to int8, given their scales."""
 
 from meshwright.nn.quantisation import quantise
 

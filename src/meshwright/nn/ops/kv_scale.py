@@ -1,4 +1,4 @@
-"""Computes the scales of keys, values or latents stored as int8: over all dims but the last."""
+"""Computes the int8 scales of keys, values or latents: one for each vector along the last dim."""
 
 from meshwright.nn.quantisation import absmax_scale
 

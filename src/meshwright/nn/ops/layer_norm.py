@@ -1,4 +1,4 @@
-"""Layer norm of rows, forward and backward, in float32 whatever the dtype of the stream."""
+"""Layer norm of rows, forward and backward, in float32 whatever the dtype of the activations."""
 
 import jax.numpy as jnp
 from jaxtyping import Array

@@ -22,10 +22,10 @@ from meshwright.nn.quantisation import dequantised
 def past_latent_attention(
     context: Context, step: Step, q: Array, latent: LayerCache, shared: LayerCache, *given: Any
 ) -> tuple[Array, ...]:
-    """Returns attention [B, T, N, Hv] on the positions before each sequence's rows, with its statistics.
+    """Returns attention [B, T, N, Hv] on the positions before each sequence's rows, largest scores and sums of
+    exponentials.
 
-    Rows are processed in chunks, from the first to the last row of a sequence with earlier positions.
-    """
+    Rows are processed in chunks, from the first to the last row of a sequence with earlier positions."""
     call, other_inputs = ragged_call(context, step, latent, q, given)
     past_lengths, unrotated_width = call.lengths - call.counts, context.model.qk_nope_head_dim
     call = replace(call, known=past_lengths, spread=SpreadSlots(0, latent.page_sizes[1]))

@@ -13,7 +13,7 @@ from meshwright.nn.ops.cached_attention import attention_of, own_rows
 
 
 def prompt_attention(context: Context, step: Step, q: Array, k: Array, v: Array, *sequences: Array) -> Any:
-    """Returns causal attention within each sequence's rows, treated as pages of one slot, with its statistics."""
+    """Returns causal attention within each sequence's rows (as pages of one slot), peaks, and sums of exponentials."""
     first_rows, row_counts = sequences
     first_page = first_rows - first_index(step.inputs[1].axes_of("B"), len(k))
     pages = first_page[:, None] + jnp.arange(context.longest, dtype=first_page.dtype)[None]

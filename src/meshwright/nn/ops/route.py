@@ -114,7 +114,7 @@ def _route(context: Context, step: Step, scores: Array, *correction: Array) -> t
 def _route_backward(
     context: Context, step: Step, dgates: Array, scores: Array, chosen: Array, *routing: Array
 ) -> Array:
-    """Returns the cotangent of the scores, from the experts' weights and from the losses on the router."""
+    """Returns the cotangent of the scores, from the cotangent of the experts' weights and the router's losses."""
     model, details = context.model, step.details
     dscores = route_backward(dgates, scores, chosen, model, capacity=slot_capacity(context, step, scores))
     loss_weights = {"balance": details.balance / details.microbatches, "z": details.z / details.microbatches}

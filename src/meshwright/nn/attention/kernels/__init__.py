@@ -1,1 +1,1 @@
-"""Kernels of attention behind one signature: XLA on any platform, fused ones of TPUs and GPUs."""
+"""Kernels of attention: in XLA for any platform, fused for TPUs and GPUs, and for caches in pages."""

@@ -236,7 +236,7 @@ def backward(
 
 
 def _lower_sums_of_cotangents() -> None:
-    """Gives the sums in derivatives of a score rule, which JAX 0.11 does not lower, the lowering of other sums."""
+    """Lets JAX 0.11 lower the sums in a score rule's derivative (`add_any`) in kernels as it lowers other sums."""
     from jax._src.ad_util import add_any_p
     from jax._src.pallas.mosaic_gpu.lowering import mosaic_lowering_rules
 

@@ -54,7 +54,7 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
     distance_in_tile = (query_of_row[:, None] - tiles.offsets.astype(np.int32)[None])[None]
 
     def read(pool: Array, pages: Array) -> Array:
-        """Returns [lanes, K, slots, width] of whole pages, which are copied as such before they are transposed."""
+        """Returns [lanes, K, slots, width] from whole pages, which are copied before they are transposed."""
         dims = (lanes, tiles.num_pages, *((kv_heads, tiles.page_len) if call.heads_first else pool.shape[1:3]), -1)
         flat_pool = (jnp.swapaxes(pool, 1, 2) if call.heads_first else pool).reshape(len(pool), -1)
         # floats only after the gather: XLA's programs for CPUs would convert the whole pool
@@ -128,7 +128,7 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
 
 
 def _two_to(power: Array) -> Array:
-    """Returns two to the power of integers that are at most 0, exactly; 0 below the range of float32."""
+    """Returns two to the power of integers that are at most 0, exactly; 0 below the normal range of float32."""
     # the biased exponent of a float32, 0 for a power that is too small for one
     bits = jnp.maximum(power.astype(jnp.int32) + 127, 0) << 23
     return lax.bitcast_convert_type(bits, jnp.float32)

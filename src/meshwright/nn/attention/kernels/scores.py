@@ -43,7 +43,7 @@ LOWEST = -1e30
 
 
 class RunningSoftmax(NamedTuple):
-    """Per row: the largest score so far, the sum of exponentials relative to it, and the values they weight."""
+    """Per row: the largest score so far, the sum of exponentials relative to it, the values' sum weighted by these."""
 
     peak: PerRow
     total: PerRow
@@ -61,7 +61,7 @@ def scaled(q: Queries, scale: float) -> tuple[Queries, float]:
 
 
 def times(a: Queries, b: KeyRows) -> ScoreBlock:
-    """Returns the products of every row of ``a`` with every row of ``b``."""
+    """Returns a b^T in float32: the product of every row of ``a`` with every row of ``b``."""
     return jnp.matmul(a, jnp.swapaxes(b, -1, -2), preferred_element_type=jnp.float32)
 
 
@@ -72,7 +72,7 @@ def weighted_sums(p: ScoreBlock, v: ValueRows) -> MixedRows:
 
 
 def begin(q: Queries, width: int) -> RunningSoftmax:
-    """Returns the state before any key."""
+    """Returns the running softmax of queries ``q`` before any key, for values of ``width``."""
     rows = q.shape[:-1]
     return RunningSoftmax(
         jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros((*rows, width), jnp.float32)
