@@ -1,1 +1,1 @@
-"""Measures the devices at hand: rates, knees, a calibration."""
+"""Measures the devices of this machine: rates of products, memory and collectives, as a report and a calibration."""

@@ -1,4 +1,4 @@
-"""Turns the report of a benchmark into a calibration that `plan` prices with."""
+"""Converts the report of a benchmark to a calibration, with which `plan` prices."""
 
 import msgspec
 
@@ -83,9 +83,9 @@ def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str,
 
 
 def attention_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str, float], str]:
-    """Returns FLOP/s of forward and backward by element type, and their source: of the shortest sequences on emulated
-    devices, else of the fastest length. The overheads that `cost` adds for narrow heads and short sequences are
-    taken out."""
+    """Returns the FLOP/s of attention, forward plus backward, by element type, and a text of the source: the shortest
+    sequences on emulated devices, else the fastest length. Overheads that `cost` adds for narrow heads and short
+    sequences are removed."""
     part = report.attention
     if part is None or not part.times:
         return {}, ""

@@ -40,7 +40,7 @@ DEFAULT_DTYPES: dict[str, tuple[str, ...]] = {
 }
 
 DRAWN = 2**20
-"""Random numbers drawn for one shard, which repeats them: drawing all of a large shard took seconds."""
+"""Most random numbers drawn for one shard, which repeats them: drawing all of a large shard takes seconds."""
 
 MlpShape = tuple[int, int, int]
 """Tokens, model width and feed-forward width."""
@@ -51,11 +51,11 @@ Values = TypeVar("Values", np.ndarray, Array)
 
 
 class BenchSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes for one kind of device. ``probe_rounds`` are those of a small first product. Products near one of
-    ``edge_sides`` show the cost of partial ``tiles``; those of side ``contents`` compare zeros, ones and random numbers
-    in the first ``contents_dtypes`` element types. ``batches`` of tokens run through a layer of dims ``layer``.
-    ``distance`` is the side of a `Distance`. Chains of multiply-adds have arrays of at least ``chain_bytes``, if they
-    fit; those of lengths ``eager`` run op by op. The largest copy takes at most 1 / ``largest_copy`` of the memory."""
+    """Sizes of the measurements on one kind of device. A small first product has ``probe_rounds``. Products of about
+    ``edge_sides`` show the cost of partial ``tiles``; products of side ``contents`` compare zeros, ones and random
+    numbers in the first ``contents_dtypes`` element types. ``batches`` of tokens run through a layer of dims ``layer``.
+    ``distance`` is the side of a `Distance`. Chains of multiply-adds have arrays of ``chain_bytes`` or more, if they
+    fit; lengths ``eager`` run op by op. The largest copy takes at most 1 / ``largest_copy`` of the memory."""
 
     probe_rounds: int
     edge_sides: tuple[int, ...]
@@ -121,7 +121,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A program that every device runs on its shards; ``work`` is the FLOPs or bytes of a call over ``rounds``.
+    """A program that every device runs on its shards, ``rounds`` times a call; ``work``: FLOPs or bytes of one round.
 
     ``arrays`` says whether repeats get the same inputs or new ones, or whether the result overwrites the first input
     ("in place"): allocating fresh pages takes longer than a little arithmetic. In place, a call launches the program
@@ -153,7 +153,7 @@ class Bench:
 
     @property
     def emulated(self) -> bool:
-        """Whether the devices share the cores and the memory of this machine."""
+        """True if the devices are emulated: they share the cores and the memory of this machine."""
         return self.platform == "cpu"
 
     @property
@@ -175,7 +175,7 @@ class Bench:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes that a program may fill on one device: of a host its share, else the backend's limit or the chip's."""
+        """Bytes of memory per device: an equal part of the machine's if emulated, else the backend's or chip's."""
         if self.emulated:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(self.devices)
         bytes_limit = (self.devices[0].memory_stats() or {}).get("bytes_limit")
@@ -224,7 +224,7 @@ class Bench:
         return tuple(global_arrays)
 
     def call(self, workload: Workload, kept: list[Array] | None = None) -> Call:
-        """Returns a workload as a call to time. Workloads in place share their inputs through one list ``kept``."""
+        """Returns a workload as a call to time. In-place workloads that get one list ``kept`` share their inputs."""
         run, held_arrays = self.program(workload), [] if kept is None else kept
 
         def arguments(repeat: int) -> tuple[Array, ...]:
@@ -245,7 +245,7 @@ class Bench:
 
 
 def _numbers(shard: Shard, rng: np.random.Generator) -> np.ndarray:
-    """Draws at most ``DRAWN`` numbers of a shard; int8 evenly, from -127 for "normal" and from 0 for "uniform"."""
+    """Draws at most `DRAWN` numbers of a shard; int8 uniformly, from -127 for "normal" and from 0 for "uniform"."""
     dtype, num_drawn = JAX_DTYPES[shard.dtype], min(DRAWN, math.prod(shard.shape))
     if shard.contents in ("zeros", "ones"):
         return np.full(num_drawn, shard.contents == "ones", dtype)
@@ -291,7 +291,7 @@ class Runner:
     def time(
         self, calls: Mapping[Name, Workload | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
     ) -> dict[Name, Timing]:
-        """Returns timings by key, taken in alternation; messages call a failed one ``left_out.format(key)``."""
+        """Returns timings by key, measured in alternation; each failure adds ``left_out.format(key)`` to `left_out`."""
         call_map = {key: self.bench.call(call) if isinstance(call, Workload) else call for key, call in calls.items()}
         timing_by_key, reason_by_key = time_together(call_map, self.budget, max_repeats=max_repeats)
         reason_by_text: dict[str, str] = {}
@@ -301,7 +301,7 @@ class Runner:
         return timing_by_key
 
     def time_one(self, call: Workload | Call, left_out: str, *, max_repeats: int = MAX_REPEATS) -> Timing | None:
-        """Times one workload; None if that was not possible."""
+        """Returns the timing of one workload; None if it failed or time ran out."""
         return self.time({"": call}, left_out, max_repeats=max_repeats).get("")
 
     def product_rate(self, dtype: str) -> float | None:

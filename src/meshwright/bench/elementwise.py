@@ -1,4 +1,4 @@
-"""Parts that measure vector units and memory: chains of multiply-adds, distances beside a product, copies."""
+"""Benchmark parts for vector units and memory: chains of multiply-adds, distances of matrices, copies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +43,7 @@ def measure_distance(runner: Runner) -> results.DistancePart:
 def predicted_seconds(
     size: int, platform: str, *, matmul: float | None, vector: float | None
 ) -> dict[str, float | None]:
-    """Returns seconds by name: 2 n^3 over the matrix rate; vector operations over half the vector FLOP/s; else None."""
+    """Returns predicted seconds of `DISTANCES` by name; ``matmul`` and ``vector`` are FLOP/s, None if unknown."""
     seconds_by_name: dict[str, float | None] = {}
     for name, (_, work) in workloads.DISTANCES.items():
         ops_per_s, ops = (
@@ -55,7 +55,7 @@ def predicted_seconds(
 
 FUSED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ENOUGH = 6.0
-"""Multiple of the time of one multiply-add at which the sweep ends."""
+"""The sweep of chains ends at one that takes this multiple of a single multiply-add's time."""
 MADE_BYTES_PER_S = 1e9
 """Roughly the rate at which a host writes memory for the first time."""
 
@@ -130,16 +130,16 @@ def doubling_repeats(vector_flops_per_s: float, bytes_per_s: float) -> float:
 
 
 def _fastest(chains: Sequence[results.ChainTime]) -> float | None:
-    """Returns the FLOP/s of the fastest chain; None if memory hides the arithmetic: the time did not double."""
+    """Returns the FLOP/s of the fastest chain; None if the longest takes less than twice the shortest's time."""
     if chains[-1].seconds.median_s < 2 * chains[0].seconds.median_s:
         return None
     return max(chain.flops_per_s for chain in chains)
 
 
 SMALLEST, LARGEST = 2**16, 2**32
-"""Bytes of an array."""
+"""Bytes of the smallest and of the largest array that is copied."""
 LEAST_ROUNDS = 8
-"""Enough to make the start and end of the loop over rounds negligible."""
+"""Fewest rounds of a copy in a call: enough that the loop's start and end are negligible."""
 
 
 def measure_copy(runner: Runner) -> results.CopyPart:
@@ -152,7 +152,7 @@ def measure_copy(runner: Runner) -> results.CopyPart:
 
 
 def _copies(runner: Runner, kind: results.CopyKind, sizes: Sequence[int]) -> list[results.Copy]:
-    """Measures increasing sizes until one cannot be measured."""
+    """Measures copies of increasing ``sizes`` until one cannot be measured."""
     copies, tail = list[results.Copy](), " and more"
     for size, timer in runner.each(sizes):
         bytes_per_s = copies[-1].bytes_per_s if copies else 1e9

@@ -1,4 +1,4 @@
-"""Parts that measure collectives by group and size, and launches of programs from the host."""
+"""Benchmark parts for collectives by group and size, and for launches of programs from the host."""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def rate_of(kind: CollectiveKind, size: int, line: FittedLine) -> CollectiveRate
 
 
 def datasheet_seconds(bench: Bench, kind: CollectiveKind, group: Group, array_bytes: float) -> float | None:
-    """Returns the data sheet's seconds for an array in one switched domain; None for other topologies."""
+    """Returns the seconds of a collective by the data sheet, in one switched domain; None for other topologies."""
     if bench.chip.topology != "switched" or bench.chip.nvlink_bytes_per_s is None:
         return None
     try:
@@ -77,8 +77,8 @@ LAUNCHES = 20
 
 
 def measure_overhead(runner: Runner) -> OverheadPart:
-    """Measures a nearly empty program by number of arguments, in alternation: many launches before one wait, and one
-    launch with its wait. Runs on the first device only."""
+    """Times a nearly empty program with several numbers of arguments, on the first device: seconds per launch of many
+    before one wait, and seconds of one launch with its wait."""
     call_by_name = {}
     for num_args in NUM_ARGUMENTS:
         arrays = tuple(jax.device_put(jnp.float32(number), runner.bench.devices[0]) for number in range(num_args))
@@ -95,7 +95,7 @@ def measure_overhead(runner: Runner) -> OverheadPart:
 
 
 def _launches(arrays: tuple[Array, ...], num_launches: int) -> Call:
-    # Each number of arguments has its own jitted function: one with several programs looks one up at each launch.
+    # A jitted function per number of arguments: with several programs it would look one up at each launch.
     program = jax.jit(lambda *values: values[0] + 1)
 
     def run(*given: Array) -> Array | None:

@@ -39,7 +39,7 @@ PEAK_SIDES = (256, 512, 1024)
 """Sides of square products. The fastest of these and the MLP is the peak: this machine has no data sheet."""
 DTYPE = "fp32"
 DTYPES = (DTYPE, "bf16")
-"""Dtypes of products that are measured; the speed of the machine is that of the first."""
+"""Dtypes of products that are measured; `machine_speed` uses the first."""
 
 
 def measure_machine(
@@ -49,11 +49,11 @@ def measure_machine(
     seconds_per_figure: float = 0.3,
     say: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Returns measured matmul, attention, memory and collective rates per device, and says each through ``say``.
+    """Returns measured matmul, attention, memory and collective rates per device; ``say`` gets a line for each.
 
     ``matmul_shape`` (m, k, n) should be like the products of the job: rates of small products are lower. Collectives
-    run over groups of every power of two, all groups of a size at once. `with_host_rates` adds those inside a training
-    step; without these, steps are priced by the other rates.
+    run over groups of every power of two, all groups of a size at once. `with_host_rates` adds rates measured inside a
+    training step; without them, steps are priced by the rates of this function.
     """
     bench = Bench(devices=tuple(jax.devices()[:num_devices]), chip=chip("cpu"), dtypes=(DTYPE,))
     workload_by_name: dict[str, Workload] = {"memory": copy_workload("silu", SILU_BYTES, ROUNDS)}
@@ -116,7 +116,7 @@ def _sources(method: str, matmul_shape: MlpShape) -> dict[str, str]:
 
 
 def machine_speed(calibration: Calibration | None, *, seconds: float = 0.3) -> float | None:
-    """Returns the rate of a product now over that of a calibration; None unless it was measured here, on CPU."""
+    """Returns the rate of products now over the calibration's; None unless it was measured on this machine's CPU."""
     machine_name = f"{platform.machine()}, {os.cpu_count()} cores"
     if calibration is None or calibration.machine != machine_name or not calibration.devices or jax.process_count() > 1:
         return None
@@ -130,7 +130,7 @@ def machine_speed(calibration: Calibration | None, *, seconds: float = 0.3) -> f
 
 
 def _collective_rate(kind: CollectiveKind, group_size: int, seconds_by_name: Mapping[str, float]) -> CollectiveRate:
-    """Returns the rate of a collective, by the line through the seconds of a small and a large one."""
+    """Returns the rate of a collective, from the line through the seconds of a small and of a large array."""
     small_s, large_s = (seconds_by_name[f"{kind} {group_size} {num_bytes}"] for num_bytes in (SMALL_BYTES, LARGE_BYTES))
     slope = max(0.0, (large_s - small_s) / (LARGE_BYTES - SMALL_BYTES))
     return rate_of(kind, group_size, FittedLine(start=small_s - slope * SMALL_BYTES, slope=slope, error=0.0))
@@ -150,7 +150,7 @@ def with_host_rates(found: Calibration, say: Callable[[str], None] = lambda line
 
 
 def _rate(s_per_unit: float, unit: str) -> str:
-    """Formats seconds per unit as billions of units a second; the fit finds no time for some parts of a step."""
+    """Formats seconds per unit as billions of units a second; "no time seen" if the fit found about 0 seconds."""
     return f"{1e-9 / s_per_unit:.3g} {unit}" if s_per_unit > IN_NO_TIME else "no time seen"
 
 

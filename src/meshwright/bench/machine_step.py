@@ -51,7 +51,7 @@ GAPS = "gaps"
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
-    """A training step that the machine is measured with."""
+    """A small training step whose profile measures the machine."""
 
     model: Model
     job: Job
@@ -95,7 +95,7 @@ REFERENCES = (
 class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
     """One reference step: its price by `cost`, and measured seconds by derived step, with ``GAPS`` as one more key.
 
-    Seconds are wall time of one execution, shared out over the work of all devices.
+    Seconds are wall time of one execution, divided among the instructions of all devices.
     """
 
     priced: PricedStrategy
@@ -136,7 +136,7 @@ class RunningStep:
             self.subject.advance(self.compiled)
 
     def profile(self, number: int) -> None:
-        """Times some steps without the profiler and profiles as many; the first step of a round does not count."""
+        """Runs one uncounted step, times `STEPS_A_ROUND` steps, and profiles as many; traces are in ``number``."""
         trace_folder = self.folder / str(number)
         self.subject.advance(self.compiled)
         for _ in range(STEPS_A_ROUND):
@@ -169,7 +169,7 @@ class RunningStep:
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured seconds of some work in a step, and the amounts that explain them; ``kind``: an op or ``PRODUCTS``."""
+    """Measured seconds of a derived step, and its amounts of work; ``kind`` is its op, or ``PRODUCTS``."""
 
     amounts: Amounts
     seconds: float
@@ -177,7 +177,7 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_rates(references: Sequence[MeasuredStep]) -> HostRates:
-    """Returns the rates inside a step, fitted to the reference steps."""
+    """Returns seconds per unit of work inside a training step, fitted to the reference steps."""
     work_lists = [_spent(reference) for reference in references]
     work_by_kind: dict[str, list[Spent]] = defaultdict(list)
     for row in itertools.chain(*work_lists):
@@ -192,7 +192,7 @@ def host_rates(references: Sequence[MeasuredStep]) -> HostRates:
 
 
 def _spent(reference: MeasuredStep) -> list[Spent]:
-    """Returns amounts and seconds of the local derived steps; steps with the same label are added up."""
+    """Returns amounts of work and seconds of the local derived steps; steps with equal labels are added up."""
     amounts_by_label: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(Amounts.__struct_fields__)))
     kind_by_label: dict[str, str] = {}
     derived, sizes = reference.priced.derived, reference.priced.sizes
@@ -214,7 +214,7 @@ def _named(values: np.ndarray) -> dict[str, float]:
 
 
 def pace(spent: Sequence[Spent]) -> Pace:
-    """Returns seconds per unit of each amount, none negative; amounts that are zero everywhere take no time.
+    """Returns seconds per unit of each amount of work, none negative; 0 for amounts that are 0 everywhere.
 
     The fit is least squares of relative deviations, weighted by seconds.
     """
@@ -231,7 +231,7 @@ def pace(spent: Sequence[Spent]) -> Pace:
 
 def _outside(reference: MeasuredStep, spent_rows: Sequence[Spent]) -> Spent:
     """Returns the seconds of instructions without a derived step, and two amounts that explain them: in ``byte`` the
-    bytes that loops over layers copy, in ``call`` those of the optimizer, whose norms and counters have no step."""
+    bytes that loops over layers copy, in ``call`` the optimizer's bytes, whose norms and counters have no step."""
     derived, sizes = reference.priced.derived, reference.priced.sizes
     num_bytes = [block.repeat * sum(loop_bytes(block, derived, sizes)) for block in derived.blocks if block.block.carry]
     updated_bytes = sum(row.amounts.byte for row in spent_rows if row.kind == "adamw")

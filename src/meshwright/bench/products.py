@@ -1,4 +1,4 @@
-"""Parts that measure matrix products: sizes, partial tiles, contents, MLPs, attention and layers."""
+"""Benchmark parts for matrix products: sizes, partial tiles, contents, MLPs, attention and layers."""
 
 from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.bench import results
@@ -18,7 +18,7 @@ from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.formulas.roofline import critical_batch
 
 SIZES = tuple(2**power for power in range(9, 16))
-"""512 to 32768."""
+"""Sides of the square products, 512 to 32768."""
 PROBE_SIDE = 128
 """Side of the product whose rate sets the rounds of the sweep's first products."""
 MAX_MEMORY_SHARE = 0.6
@@ -68,7 +68,7 @@ def _probed_rate(runner: Runner, dtype: str, left_out_text: str) -> float | None
 
 
 def _too_large(runner: Runner, dtype: str, side: int, product_s: float) -> str:
-    """Returns why two operands and a result, which exists twice, do not fit into memory or budget; empty if they do."""
+    """Returns why a product of this side needs too much memory or time; "" if it fits both."""
     result_bytes = 4 if dtype in ("int8", "fp32", "tf32") else 2
     needed_bytes = side * side * (3 * DTYPE_BYTES[dtype] + 2 * result_bytes)
     room_bytes, left_s = runner.bench.memory_bytes * MAX_MEMORY_SHARE, runner.left_s
@@ -123,7 +123,7 @@ def filled_share(n: int, tile: int) -> float:
 
 
 def measure_contents(runner: Runner) -> results.ContentsPart:
-    """Measures many consecutive products per call, so that a chip at its power limit has time to slow down."""
+    """Measures products by `CONTENTS`, many per call so that a chip at its power limit has time to slow down."""
     bench, products, side = runner.bench, [], runner.bench.sizes.contents
     for dtype, dtype_runner in runner.each(bench.dtypes[: bench.sizes.contents_dtypes]):
         rate = runner.product_rate(dtype) or _probed_rate(dtype_runner, dtype, dtype)
@@ -136,7 +136,7 @@ def measure_contents(runner: Runner) -> results.ContentsPart:
 
 
 def measure_mlp(runner: Runner) -> results.MlpPart:
-    """Measures every shape forward and backward, smallest first."""
+    """Measures gated MLPs of every shape forward and backward, smallest first."""
     dtype, mlps = runner.bench.main_dtype, []
     best = (runner.found.get("matmul") or results.MatmulPart()).best(dtype)
     for shape, mlp_runner in runner.each(runner.bench.sizes.mlps):
@@ -154,13 +154,13 @@ def measure_mlp(runner: Runner) -> results.MlpPart:
 
 
 def measure_attention(runner: Runner) -> results.AttentionPart:
-    """Measures each length, forward and both passes in alternation."""
+    """Measures attention at each sequence length: forward, and forward plus backward, in alternation."""
     bench, dtype, attention_times = runner.bench, runner.bench.main_dtype, []
     for shape, attention_runner in runner.each(bench.sizes.attention):
         programs = {is_both: attention_workload(shape, dtype, both=is_both) for is_both in (False, True)}
         timings = attention_runner.time(programs, f"attention over {shape[1]} positions", max_repeats=15)
         if len(timings) == len(programs):
-            # the share of all pairs of positions that attention computes
+            # the share of all (query, key) pairs that attention computes
             pair_share = float(keys_per_query(shape[1], causal=not bench.emulated)) / shape[1]
             forward_rate, both_rate = (programs[key].work * pair_share / timings[key].median_s for key in (False, True))
             attention_times.append(
@@ -174,7 +174,7 @@ def measure_attention(runner: Runner) -> results.AttentionPart:
 
 
 def measure_batch(runner: Runner) -> results.BatchPart:
-    """Measures doubling batches, and compares the knee of the layer's time with the critical batch."""
+    """Measures a layer with doubling batches; its time's knee is compared with the predicted critical batch."""
     bench, dtype = runner.bench, runner.bench.main_dtype
     sizes, batch_sizes = bench.sizes.layer, bench.sizes.batches
     layer_times: list[results.LayerTime] = []

@@ -48,8 +48,8 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Edge(msgspec.Struct, frozen=True, kw_only=True):
-    """A product whose side is a multiple of the tile, or one more or less. ``relative`` is its rate over that of the
-    multiple, ``predicted`` the same if partial tiles cost as much as whole ones."""
+    """A product whose side is a multiple of the tile, or one more or less. ``relative`` is its FLOP/s over the
+    multiple's, ``predicted`` that ratio if partial tiles cost as much as whole ones."""
 
     product: Product
     tile: int
@@ -120,7 +120,7 @@ class ContentsPart(Part, frozen=True):
 
 
 class Distance(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to combine [m,k] and [k,n]. ``flops_per_s`` counts 2 m k n for each; ``ratio`` is its time over the
+    """One of `DISTANCES` of [m,k] and [k,n]. ``flops_per_s`` counts 2 m k n for each; ``ratio`` is its time over the
     product's. Predictions come from the matrix and vector rates and are None if these are unknown."""
 
     what: str
@@ -159,13 +159,13 @@ class CopyPart(Part, frozen=True):
         return max((c for c in self.copies if c.kind == kind), key=lambda c: c.array_bytes, default=None)
 
     def of_size(self, num_bytes: float) -> Copy | None:
-        """Returns the smallest copied array of at least so many bytes, else the largest; None without any."""
+        """Returns the copy of the smallest array of ``num_bytes`` or more, else of the largest; None without any."""
         large_copies = [c for c in self.copies if c.kind == "copy" and c.array_bytes >= num_bytes]
         return min(large_copies, key=lambda c: c.array_bytes, default=self.largest())
 
 
 class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer forward with this many tokens per device."""
+    """Time of one layer forward with ``tokens`` tokens per device."""
 
     tokens: int
     seconds: Timing
@@ -176,7 +176,7 @@ class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
 class BatchPart(Part, frozen=True):
     """Layer times by batch; the fitted knee; the predicted critical batch: (FLOP/s) / (bytes/s) x weight bytes / 2.
 
-    The bytes/s are those of a copy as large as the weights, since smaller arrays may stay in a cache.
+    The bytes/s are measured on a copy as large as the weights, since smaller arrays may stay in a cache.
     """
 
     sizes: dict[str, int]
@@ -195,7 +195,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectiveTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds for an array of this size: measured, by the fitted line, and by the data sheet if there is one."""
+    """Seconds of a collective on an array: measured, by the fitted line, and by the data sheet if there is one."""
 
     array_bytes: int
     seconds: Timing
@@ -204,7 +204,7 @@ class CollectiveTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind over one group: a time for each size, and the line fitted to them."""
+    """One kind of collective over one group: times by size, and the rate from the line fitted to them."""
 
     kind: CollectiveKind
     group: Group

@@ -49,7 +49,8 @@ def make_bench(
     dtypes: Sequence[str] = (),
     axes: Mapping[str, int] | None = None,
 ) -> Bench:
-    """Returns the devices with the data sheet of the named chip, or of the chip they report."""
+    """Returns the devices with the data sheet of the named chip, or of the chip that they report. Raises InputError for
+    an unknown element type, CannotRunError if ``axes`` have another number of devices."""
     for dtype in dtypes:
         if dtype not in JAX_DTYPES:
             raise InputError(f"{dtype!r} is no element type of products.{nearest(dtype, JAX_DTYPES)}")
@@ -73,14 +74,13 @@ def check_parts(what: Sequence[str]) -> None:
 def run_bench(bench: Bench, what: Sequence[str] = (), *, seconds: float = 60.0) -> BenchReport:
     """Measures the requested parts (default: all), each within its share of the seconds left.
 
-    Parts that ran out of time are repeated with the seconds that others left over; the result with more rows is kept.
-    """
+    Parts that ran out of time are repeated in the seconds that remain; the result with more rows is kept."""
     check_parts(what)
     budget, start_s, load_average = budget_of(seconds), time.perf_counter(), os.getloadavg()[0]
     part_by_name: dict[str, Any] = {}
 
     def measure(names: Sequence[str]) -> Part:
-        """Measures the first of the parts that share the seconds left."""
+        """Measures the first of ``names``, within its share of the seconds that all of them have left."""
         budget_share = PARTS[names[0]][0] / sum(PARTS[name][0] for name in names)
         runner = Runner(bench=bench, budget=budget.share(budget_share), found=part_by_name)
         work.what, work.done = f"measuring {names[0]}, seconds", round(seconds - budget.left_s)

@@ -13,7 +13,7 @@ from meshwright.core.errors import first_line
 from meshwright.core.progress import tracked
 
 MIN_REPEATS = 3
-"""Fewer repeats than this show no spread: the call counts as not measured."""
+"""Fewest repeats that show a spread; a call with fewer counts as not measured."""
 MAX_REPEATS = 30
 GRACE_S = 0.3
 GRACE_SHARE = 0.02

@@ -19,7 +19,7 @@ from meshwright.nn.attention.tiles import Mod
 from meshwright.nn.contract import contract
 
 FLOPS_EACH = 2
-"""A multiplication and an addition."""
+"""FLOPs of a multiply-add."""
 ROUNDS = 10
 """Consecutive collectives in a call."""
 LAYER_ROUNDS = 4
@@ -54,7 +54,7 @@ def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, conten
 
     def product(a: Array, b: Array) -> Array:
         if bench.emulated and dtype == "bf16":
-            return contract("mk,kn->mn", a, b)  # as steps multiply; of `jnp.matmul` XLA widens both factors
+            return contract("mk,kn->mn", a, b)  # as training steps do; XLA would widen both operands of `jnp.matmul`
         return jnp.matmul(a, b, preferred_element_type=result_dtype, precision=precision)
 
     def body(a: Array, b: Array) -> Array:
@@ -128,7 +128,7 @@ def weight_shards(sizes: Mapping[str, int], dtype: str) -> tuple[Shard, ...]:
 
 
 def layer_flops(sizes: Mapping[str, int], tokens: int) -> float:
-    """Returns 2 FLOPs for every weight and token."""
+    """Returns the FLOPs of a layer's products: 2 for every weight and token."""
     return sum(product_flops(tokens, *shard.shape) for shard in weight_shards(sizes, "fp32"))
 
 
@@ -255,7 +255,7 @@ def groups_of(num_devices: int, axes: Mapping[str, int]) -> list[Group]:
 
 
 def collective_workload(kind: CollectiveKind, group: Group, array_bytes: int) -> Workload:
-    """Returns consecutive collectives on an array of ``array_bytes`` over the group; a permute's is per device."""
+    """Returns consecutive collectives on an array of ``array_bytes`` over the group; for permute, bytes per device."""
 
     def again(_: int, y: Array) -> Array:
         # The first element of the result feeds the next round, so that none is dropped or reordered.

@@ -1,1 +1,1 @@
-"""A server measured beside a simulation of it whose clock is measured on the same devices."""
+"""Measures a server under load, and simulates it with step times that are measured on the same devices."""

@@ -1,5 +1,5 @@
-"""Times and fits the steps of an engine on this machine, and simulates the engine with them: it
-dispatches a step before it reads the one before it, as `serve.engine` does."""
+"""Times the steps of an engine on this machine, fits a clock to them, and simulates the engine with it: as in
+`serve.engine`, a step is dispatched before the previous step's tokens are read."""
 
 import statistics
 import time
@@ -25,13 +25,13 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
 
 STEPS = 8
-"""Steps of a kind that are timed in one go."""
+"""Number of consecutive steps of a kind that are timed."""
 ROUNDS = 2
-"""Times that everything is measured, after once that does not count."""
+"""Number of times that all steps are measured, after a first time that is discarded."""
 
 
 class TimedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's contents, as `Clock.step_s` has them, and its seconds; ``kind`` is equal for steps that are alike."""
+    """A measured step: the arguments of `Clock.step_s`, and its seconds; ``kind`` is equal for similar steps."""
 
     num_decode: int
     cached_tokens: int
@@ -43,16 +43,16 @@ class TimedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineClock(Clock):
-    """Seconds of steps: those of the compiled shape that a step has, and more for each token that it reads.
+    """Fitted seconds of an engine's steps: a constant of the compiled shape, and a time for each token that is read.
 
-    A step that only decodes has the first of ``decode_rows`` that holds its rows, others the first of ``chunk_rows``;
-    ``decode_s`` and ``chunk_s`` are the seconds of these shapes without context. ``cached_s`` are seconds for each
-    cached token that decoding rows read, ``pair_s`` for each pair of a prefilled token and one up to it. A step whose
-    tokens a server sends to clients takes ``served_s`` more, and ``token_s`` for each token.
+    A step that only decodes runs in the smallest of ``decode_rows`` that fits its rows, other steps in the smallest of
+    ``chunk_rows``; ``decode_s`` and ``chunk_s`` are the seconds of these shapes without context. ``cached_s`` is the
+    seconds for each cached token that decoding rows read, ``pair_s`` for each (query, key) pair of a prefilled token.
+    Behind HTTP a step that decodes takes ``served_s`` more, and ``token_s`` for each token.
 
-    While a step runs on the devices the host prepares the next one, for ``host_s``. ``request_s`` passes from a request
-    until the engine has it, and from a step's end until clients have its tokens. ``error`` is the median distance of
-    the kinds of steps from the fit, as a share, ``worst`` the largest.
+    While a step runs on the devices, the host prepares the next one in ``host_s``. ``request_s`` is the delay of HTTP:
+    half until the engine has a request, half until the client has a token. ``error`` is the fit's median relative error
+    over kinds of steps, ``worst`` the largest.
     """
 
     decode_rows: tuple[int, ...]
@@ -83,16 +83,16 @@ class EngineClock(Clock):
 
 
 def _at_shape(rows: Sequence[int], seconds: Sequence[float], needed_rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the seconds of the first shape with the rows; beyond all shapes, of several of the largest."""
+    """Returns the seconds of the smallest shape that fits the rows; if none does, of several runs of the largest."""
     shape_index = np.minimum(np.searchsorted(rows, needed_rows), len(rows) - 1)
     return np.asarray(seconds)[shape_index] * np.maximum(np.ceil(needed_rows / rows[-1]), 1)
 
 
 def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequence[TimedStep]) -> EngineClock:
-    """Returns the clock of least squared relative distances from the medians of the kinds of steps.
+    """Returns the clock with the least squares of relative errors against the median seconds of each kind of step.
 
-    No number is negative, and no shape takes less than a smaller one; one that no step has lies between its neighbours.
-    """
+    No number is negative, and no shape takes less than a smaller one; a shape that no step had gets a time between its
+    neighbours'."""
     steps_of = defaultdict[tuple[int, ...], list[TimedStep]](list)
     for step in steps:
         steps_of[step.kind].append(step)
@@ -100,7 +100,7 @@ def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequ
     loads = [[statistics.fmean(getattr(step, name) for step in group) for name in names] for group in steps_of.values()]
     median_s = np.array([statistics.median(step.seconds for step in group) for group in steps_of.values()])
     chunk_column = 1 + len(decode_rows)
-    matrix = np.zeros((len(loads), chunk_column + len(chunk_rows) + 2))  # start, what each shape adds to the last, ...
+    matrix = np.zeros((len(loads), chunk_column + len(chunk_rows) + 2))  # start, what a shape adds to the last, ...
     matrix[:, 0] = 1
     for matrix_row, (num_decoding, num_cached, num_prefilled, num_past) in zip(matrix, loads, strict=True):
         shape_rows, first_column = (chunk_rows, chunk_column) if num_prefilled else (decode_rows, 1)
@@ -123,7 +123,7 @@ def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequ
 
 
 class StepTimer:
-    """Runs requests on an engine and times its steps. A scheduler of the same limits says what each of them held."""
+    """Runs requests on an engine and times its steps. A second scheduler of equal limits tells each step's contents."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.steps, self.host_s = engine, list[TimedStep](), list[float]()
@@ -139,11 +139,11 @@ class StepTimer:
         self._number += 1
 
     def run(self, prompts: Sequence[tuple[int, int]], more: int = 0, each: int = 0) -> None:
-        """Runs requests of (prompt, output) tokens to their ends, and before each of ``more`` steps submits prompts of
-        ``each`` tokens in all, which end with their first token.
+        """Runs requests of (prompt, output) tokens to completion. Before each of ``more`` steps it also submits prompts
+        of ``each`` tokens in total, with one output token each.
 
-        The seconds of a step are those from the return of the call that dispatched it to that of the next, which
-        dispatches another one and waits for it: what a client sees of an engine with work.
+        The seconds of a step run from the return of the call that dispatched it to the return of the next call, which
+        dispatches another step and waits for this one: what a client sees of a busy engine.
         """
         for prompt, output in prompts:
             self.submit(prompt, output)
@@ -176,7 +176,7 @@ class StepTimer:
 
 
 def measure_clock(engine: Engine, *, rounds: int = ROUNDS) -> EngineClock:
-    """Times the steps of an engine that holds nothing, at each of its shapes, with short and long contexts."""
+    """Returns the clock of an idle engine, from steps timed at each of its shapes, with short and long contexts."""
     timer = StepTimer(engine)
     shapes = engine.shapes()
     decode_rows = sorted({shape.rows for shape in shapes if shape.longest == 1})
@@ -204,11 +204,11 @@ def measure_clock(engine: Engine, *, rounds: int = ROUNDS) -> EngineClock:
 
 
 def simulate_engine(traffic: RequestTraffic, limits: SchedulerLimits, clock: EngineClock) -> ServingRecord:
-    """Returns what clients of one engine see. Raises InputError for a request that can never run.
+    """Simulates one engine under traffic; returns the times that its clients see. Raises InputError for a request that
+    can never run.
 
-    `batching.simulation` plans a step when the one before it has ended. Here the host plans and dispatches it while
-    that one runs, so that a request which arrives meanwhile waits for one step more, unless the engine was idle.
-    """
+    `batching.simulation` plans a step when the previous step has ended. Here the host plans and dispatches it while the
+    previous one runs, so that a request that arrives meanwhile waits one step longer, unless the engine was idle."""
     scheduler, request_times, steps_log = Scheduler(limits), RequestTimes(len(traffic)), StepsLog(1)
     token_at_s = list[list[float]]([] for _ in range(len(traffic)))
     arrivals = traffic.requests()
@@ -244,8 +244,8 @@ def simulate_engine(traffic: RequestTraffic, limits: SchedulerLimits, clock: Eng
 
 
 def capacity_per_s(traffic: RequestTraffic, limits: SchedulerLimits, clock: EngineClock) -> float:
-    """Returns the requests per second of an engine that always has requests like these waiting: those that end in the
-    middle half of a run in which all arrive at once."""
+    """Returns the requests per second that an engine completes while requests like these always wait: simulated, with
+    all arrivals at time 0, over the middle half of the completions."""
     num_repeats = -(-4 * limits.max_requests // len(traffic))
     prompt, output = (np.tile(lengths, num_repeats) for lengths in (traffic.prompt, traffic.output))
     ended_s = np.sort(simulate_engine(traffic_of(np.zeros(len(prompt)), prompt, output), limits, clock).times.ended_s)

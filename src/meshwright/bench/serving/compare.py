@@ -1,4 +1,4 @@
-"""A server under load beside the simulation of the same requests."""
+"""Compares a server under load with a simulation of the same requests."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,14 +15,14 @@ from meshwright.bench.serving.server import BenchedServer
 from meshwright.core.errors import InputError
 
 PROMPT, OUTPUT = 16, 48
-"""Tokens of the requests by which the seconds of HTTP are measured."""
+"""Prompt and output tokens of the requests that measure the seconds that HTTP adds."""
 
 
 class RateResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One load: requests a second as offered, and what was predicted (None without a clock) and measured.
+    """Predicted (None without a clock) and measured summaries of one load of ``rate_per_s`` offered requests a second.
 
-    ``drift``: how much longer a step took just before it than the clock says, as a share: other load on the machine.
-    """
+    ``drift`` is a step's measured seconds just before the load over the clock's, minus 1: above 0 if other load slows
+    the machine."""
 
     rate_per_s: float
     num_requests: int
@@ -33,9 +33,9 @@ class RateResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests are sent: lengths of prompts and outputs, and how they come.
+    """Distributions of the requests to send: lengths of prompts and outputs, and gaps between arrivals.
 
-    The gaps between arrivals have a gamma distribution: Poisson's arrivals with a ``burstiness`` of 1, bursts below.
+    Gaps have a gamma distribution of shape ``burstiness``: 1 gives Poisson arrivals, less gives bursts.
     """
 
     prompt: LengthSampler
@@ -44,7 +44,7 @@ class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def traffic(self, rate_per_s: float, count: int) -> RequestTraffic:
-        """Returns so many requests, ``rate_per_s`` in the mean."""
+        """Returns ``count`` requests, on average ``rate_per_s``. Raises InputError if ``burstiness`` is not above 0."""
         if not 0 < self.burstiness < np.inf:
             raise InputError(f"burstiness is {self.burstiness:g}. Give 1 for Poisson's arrivals, less for bursts.")
         rng = np.random.default_rng(self.seed)
@@ -65,10 +65,10 @@ def check_lengths(traffic: RequestTraffic, facts: ServerFacts) -> None:
 
 
 async def over_http(client: LoadClient, facts: ServerFacts, clock: EngineClock, most: int) -> EngineClock:
-    """Returns the clock with the seconds that HTTP adds to a step for each token, and to a request.
+    """Returns the clock with the seconds that HTTP adds per step, per token and per request, measured on a server.
 
-    Requests that decode together, few up to ``most``, have longer steps than the engine alone: host and devices share
-    processors, and threads the interpreter.
+    Bursts of 1 to ``most`` requests decode together; their steps are longer than the engine's without HTTP, because
+    host and devices share processors, and threads share the interpreter.
     """
     burst_sizes = sorted({1, max(most // 4, 1), max(most // 2, 1), most})
     gaps_by_size: dict[int, list[float]] = {burst_size: [] for burst_size in burst_sizes}
@@ -85,7 +85,7 @@ async def over_http(client: LoadClient, facts: ServerFacts, clock: EngineClock, 
 
 
 async def _burst(client: LoadClient, facts: ServerFacts, burst_size: int) -> list[float]:
-    """Returns the gaps between tokens of requests that decode together."""
+    """Returns the seconds between tokens of requests that decode together, the first quarter left out."""
     burst_traffic = traffic_of(np.zeros(burst_size), np.full(burst_size, PROMPT), np.full(burst_size, OUTPUT))
     gaps = (await client.send(burst_traffic, facts)).record.gaps
     gaps_s: list[float] = gaps.gap_s[gaps.end_s > np.quantile(gaps.end_s, 0.25)].tolist()
@@ -93,7 +93,7 @@ async def _burst(client: LoadClient, facts: ServerFacts, burst_size: int) -> lis
 
 
 def _burst_s(clock: EngineClock, burst_size: int) -> float:
-    """Returns the seconds of the steps of a burst."""
+    """Returns the clock's seconds of a mean step of a burst."""
     return float(clock.step_s(burst_size, burst_size * (PROMPT + OUTPUT / 2), 0, 0.0))
 
 
@@ -104,7 +104,7 @@ async def compare(
     server: BenchedServer | None = None,
     on_sent: Callable[[str], None] = lambda line: None,
 ) -> RateResult:
-    """Sends the requests, and simulates those that were answered on the server's engine, if it is known."""
+    """Sends the requests, and simulates the answered ones with the limits and clock of ``server``, if given."""
     facts, drift = await client.facts(), None
     if server is not None:
         burst_size = max(server.limits.max_requests // 4, 1)

@@ -1,4 +1,4 @@
-"""Speculative decoding measured: the same prompts with several numbers of drafts."""
+"""Measures speculative decoding: equal prompts with several numbers of drafts."""
 
 import time
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from meshwright.serve.request import TokenRequest
 
 
 class DraftResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts with ``num_drafts`` a step: tokens a second; the seconds of a step, drafting included; the share of
-    drafts that were right, NaN without any; and the tokens of a step for each request."""
+    """Measurement with ``num_drafts`` drafts a step: tokens a second; seconds of a step, drafting included; the share
+    of drafts that were accepted, NaN without drafts; and tokens per step of a request."""
 
     num_drafts: int
     tokens_per_s: float
@@ -24,7 +24,7 @@ class DraftResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_drafts(engine: Engine | EngineGroup, requests: Sequence[TokenRequest]) -> DraftResult:
-    """Runs prompts to their ends, after once that does not count and leaves their prefixes in the cache."""
+    """Times requests to completion, after an untimed run that leaves their prompts in the prefix cache."""
     engine.run(requests)
     state_before, started_s = engine.state(), time.perf_counter()
     outputs_by_request = engine.run(requests)
@@ -41,8 +41,8 @@ def measure_drafts(engine: Engine | EngineGroup, requests: Sequence[TokenRequest
 
 
 def predicted_speedups(results: Sequence[DraftResult]) -> list[float]:
-    """Returns how many times faster each result should be than the first, which is without drafts: tokens of a step by
-    `expected_tokens`, with the probability that explains the second result, over the measured times of steps."""
+    """Returns the predicted speedup of each result over the first, which is without drafts: tokens of a step by
+    `expected_tokens`, with the acceptance that explains the second result, times the measured ratio of step seconds."""
     acceptances, plain_step_s, draft_result = np.linspace(0, 1, 1001), results[0].step_s, results[1]
     acceptance = np.interp(draft_result.step_tokens, expected_tokens(acceptances, draft_result.num_drafts), acceptances)
     return [float(expected_tokens(acceptance, result.num_drafts)) * plain_step_s / result.step_s for result in results]

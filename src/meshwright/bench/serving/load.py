@@ -1,5 +1,5 @@
-"""The client half of a benchmark: sends the requests of a traffic to a server with OpenAI's routes, and notes when
-tokens come back. What it finds is a `ServingRecord`, as of a simulation, so that both have one definition of a figure.
+"""Load generator: sends requests to a server with OpenAI's routes, and records when their tokens arrive. The result is
+a `ServingRecord`, as of a simulation, so that measured and simulated figures have one definition.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from meshwright.core.errors import CannotRunError, InputError
 
 _EVENT, _DONE, _ERROR = b"data: ", b"data: [DONE]", b'data: {"error"'
 _FIRST_TOKEN = 10
-"""Least token of a prompt: the first ones are often special."""
+"""Smallest token id in random prompts: lower ids are often special tokens."""
 _USUAL_VOCAB = 1_000
-"""Tokens that every vocabulary has."""
+"""Vocabulary size that is assumed where the server does not report one."""
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server says of itself: its model's name, positions of a request (None: unknown), tokens of the model."""
+    """Facts that a server reports: model name, most positions of a request (None: unknown), size of the vocabulary."""
 
     name: str
     max_len: int | None = None
@@ -34,14 +34,14 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests that were answered, in seconds since the first could be sent, and why others were not."""
+    """Times of the answered requests, in seconds since `LoadClient.send` began, and a reason for each failed one."""
 
     record: ServingRecord
     failures: tuple[str, ...] = ()
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, with one request at a time; notes the time of each event of the answer as it arrives."""
+    """A connection for one request at a time; records the arrival time of each event of a streamed answer."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -92,7 +92,7 @@ class _Connection(asyncio.Protocol):
             self._done.set_result(None)
 
     async def exchange(self, request: bytes, *, streams: bool = False) -> int:
-        """Sends a request and waits for its whole answer; returns its status."""
+        """Sends a request, waits for its whole answer, and returns the HTTP status."""
         self._streams, self._done = streams, asyncio.get_running_loop().create_future()
         self._begin()
         self.transport.write(request)
@@ -101,9 +101,9 @@ class _Connection(asyncio.Protocol):
 
 
 class LoadClient:
-    """Sends requests to the server at ``url``, each on a connection of its own, which the next one may have after it.
+    """Sends requests to the server at ``url``. Requests in flight have separate connections, which later ones reuse.
 
-    Raises InputError for a URL that is not one of HTTP.
+    Raises InputError for a URL that is not http or https.
     """
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
@@ -117,7 +117,7 @@ class LoadClient:
         self._zero_s = time.perf_counter()
 
     async def facts(self) -> ServerFacts:
-        """Asks the server what it has. Raises CannotRunError if it does not answer as OpenAI's do."""
+        """Reads the server's model, positions and vocabulary. Raises CannotRunError if it lists no model."""
         try:
             model_card = msgspec.json.decode(await self._get("/v1/models"))["data"][0]
             name, max_len, vocab_size = model_card["id"], model_card.get("max_model_len"), _USUAL_VOCAB
@@ -128,11 +128,11 @@ class LoadClient:
         return ServerFacts(name=name, max_len=max_len, vocab_size=vocab_size)
 
     async def send(self, traffic: RequestTraffic, facts: ServerFacts, *, concurrency: float = np.inf) -> MeasuredLoad:
-        """Sends every request when it arrives, with at most ``concurrency`` on their way, greedy and to its last token.
+        """Sends every request at its arrival time, with at most ``concurrency`` in flight; decoding is greedy and
+        ignores end tokens.
 
-        Prompts are random tokens; those that share a prefix begin alike. ITL counts events of the stream, which are
-        tokens unless the server holds some back or joins them. Raises CannotRunError if no request is answered.
-        """
+        Prompts are random tokens, equal where requests share a prefix. ITL counts events of the stream, which are
+        tokens unless the server delays or joins some. Raises CannotRunError if no request is answered."""
         body = {"model": facts.name, "temperature": 0, "stream": True, "ignore_eos": True}
         body["skip_special_tokens"] = False  # a special token without text would make no event
         prompts_and_lens = zip(_prompts(traffic, facts), traffic.output.tolist(), strict=True)
@@ -167,7 +167,7 @@ class LoadClient:
         return _measured(replace(traffic, arrival_s=sent_s), events_s, failures)
 
     def close(self) -> None:
-        """Closes the connections that nobody uses."""
+        """Closes the idle connections."""
         while self._idle:
             self._idle.pop().transport.close()
 
@@ -208,8 +208,8 @@ class LoadClient:
 
 
 def _prompts(traffic: RequestTraffic, facts: ServerFacts) -> list[list[int]]:
-    """Returns random tokens for every request, others in every call, so that no cache of prefixes has them; those of a
-    prefix are the same."""
+    """Returns random tokens for every request, different in every call, so that no prefix cache has them; requests that
+    share a prefix begin with the same tokens."""
     rng = np.random.default_rng()
     prefix_seed = int(rng.integers(2**32))
     min_token = min(_FIRST_TOKEN, facts.vocab_size - 1)
@@ -224,7 +224,7 @@ def _prompts(traffic: RequestTraffic, facts: ServerFacts) -> list[list[int]]:
 
 
 def _measured(traffic: RequestTraffic, events_s: list[list[float]], failure_by_index: dict[int, str]) -> MeasuredLoad:
-    """Returns the record of the requests without a failure."""
+    """Returns the record of the requests without a failure. Raises CannotRunError if all failed."""
     answered_indices = [index for index in range(len(traffic)) if index not in failure_by_index]
     if not answered_indices:
         raise CannotRunError(f"no request was answered: {next(iter(failure_by_index.values()))}")
@@ -243,8 +243,8 @@ def token_record(
     log: StepsLog | None = None,
     page_len: int = 1,
 ) -> ServingRecord:
-    """Returns the record of an engine from the seconds at which each request got its tokens; ``times`` and ``log`` have
-    what else is known, such as admissions and runs of steps."""
+    """Returns the serving record for the seconds at which each request got its tokens. ``times`` and ``log``, which may
+    already have admissions and runs of steps, are extended in place."""
     times, log = times or RequestTimes(len(traffic)), log or StepsLog(1)
     for request_index, request_token_s in enumerate(token_s):
         times.first_token_s[request_index], times.ended_s[request_index] = request_token_s[0], request_token_s[-1]

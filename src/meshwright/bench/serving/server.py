@@ -1,4 +1,4 @@
-"""A server in a process of its own, whose engine is timed before it answers requests."""
+"""Runs a server in a separate process, whose engine is timed before it answers requests."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from meshwright.core.errors import CannotRunError
 from meshwright.serve.options import EngineOptions
 
 END_S = 30.0
-"""How long a server may take to end."""
+"""Seconds that a server may take to end before it is killed."""
 
 
 class BenchedServer(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine as it was opened: what it says of itself, its limits, its measured clock, and where its server answers
-    ("": nowhere)."""
+    """An opened engine: lines that describe it, its limits, its measured clock, and the URL of its server ("" without a
+    server)."""
 
     lines: tuple[str, ...]
     limits: SchedulerLimits
@@ -31,8 +31,8 @@ class BenchedServer(msgspec.Struct, frozen=True, kw_only=True):
 def benched_server(
     folder: Path, options: EngineOptions, *, num_devices: int | None = None, serves: bool = True
 ) -> Iterator[BenchedServer]:
-    """Opens a folder in another process, emulating ``num_devices`` if given, and times its engine; then serves it for
-    the length of the context, unless only the clock is wanted. Raises CannotRunError if that process ends."""
+    """Opens a model folder in another process, emulating ``num_devices`` if given, and times its engine; with
+    ``serves`` it runs a server until the context exits. Raises CannotRunError if that process ends early."""
     context = multiprocessing.get_context("spawn")
     our_pipe, their_pipe = context.Pipe()
     process = context.Process(target=_run, args=(their_pipe, folder, options, num_devices, serves), daemon=True)
