@@ -1,4 +1,4 @@
-"""Losses that are not finite, or far above those before them, and what a run does then."""
+"""Detects losses that are not finite or far above recent ones, and decides what the run does then."""
 
 import math
 import statistics
@@ -9,21 +9,21 @@ from meshwright.islands.watch import GoBackError
 from meshwright.train.settings import TrainSettings
 
 SPIKE_STEPS, LEAST_STEPS = 50, 10
-"""A spike is told from the losses of so many steps, at least so many."""
+"""Most and fewest recent good losses with which a loss is compared to detect a spike."""
 MOST_BAD = 5
-"""Bad losses without as many good ones as `SPIKE_STEPS` between them, after which a run ends all the same."""
+"""Most bad losses that a run survives; the count restarts after `SPIKE_STEPS` good losses in a row."""
 
 
 class LossWatch:
-    """Judges the loss of each step; ``recent`` are the last good ones, from which all who judge must start alike."""
+    """Judges the loss of each step. ``recent`` are the last good losses; all islands must start with equal ones."""
 
     def __init__(self, settings: TrainSettings) -> None:
         self._settings, self._bad, self._good = settings, 0, 0
         self.recent: deque[float] = deque(maxlen=SPIKE_STEPS)
 
     def judge(self, step: int, loss: float, grad_norm: float, stop: Callable[[str], object]) -> str:
-        """Returns a line on an update that was left out, "" for a good step. Raises GoBackError if the run is to go
-        back; calls ``stop``, which raises an error, where it is to end, or the rest has not helped."""
+        """Returns "" for a good step, and a line for a bad step whose update is skipped. Raises GoBackError for a bad
+        step under "rollback"; under "stop", or after `MOST_BAD`, calls ``stop``, which must raise an error."""
         fault = self.fault(loss, grad_norm)
         if not fault:
             self.recent.append(loss)
@@ -38,7 +38,7 @@ class LossWatch:
         return f"step {step}: {fault}; its update is left out"
 
     def fault(self, loss: float, grad_norm: float) -> str:
-        """Returns in words what is wrong with a step, "" if nothing."""
+        """Returns a text of what is wrong with a step's loss or gradient norm, "" if nothing is."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if not math.isfinite(grad_norm):

@@ -35,15 +35,15 @@ UNCHECKED = f"has no {SUMS}: whether it is whole is not known"
 WRITE_TIMEOUT_S = 3600
 
 Reorder = Callable[[dict[str, Array]], dict[str, Array]]
-"""Returns weights, or an optimizer's arrays by weight names, in another form, such as `TrainStep.to_canonical`."""
+"""Converts weights, or an optimizer's arrays by weight names, to another layout, like `TrainStep.to_canonical`."""
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Progress of a run: optimizer steps done, samples and tokens consumed. The data continue at ``samples``, after the
-    ``postponed`` ones of islands that left.
+    """Progress of a run: optimizer steps done, samples and tokens consumed. Data continue with the ``postponed``
+    samples of islands that left, then at ``samples``.
 
     ``model`` and ``settings`` are the run's as plain tables; ``phase`` says how samples are drawn. ``base`` is the
-    fingerprint of frozen weights, which no checkpoint holds; "" if there are none.
+    fingerprint of frozen weights, which are in no checkpoint; "" if there are none.
     """
 
     step: int
@@ -61,14 +61,14 @@ class StorageError(CannotRunError):
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """Stored beside the arrays, so that a mismatch is refused before arrays are read; ``arrays``: `describe_arrays`."""
+    """Metadata of a checkpoint, checked before its arrays are read; ``arrays`` is from `describe_arrays`."""
 
     position: Position
     arrays: dict[str, str]
 
 
 class _Summed(atomicity.AtomicRenameTemporaryPath):
-    """A checkpoint that is being written; the digests of its files are written before it gets its name."""
+    """A checkpoint that is being written; digests of its files are written before it gets its final name."""
 
     async def finalize(self) -> None:
         folder = Path(self.get())
@@ -84,11 +84,11 @@ class Checkpoints:
     """The checkpoints of one run folder: the newest ``keep`` of them, and every ``keep_every``-th step for good.
 
     State and position are one unit, whole or absent: a process killed at any moment leaves the previous one. Digests of
-    their files are checked before they are read; one without digests is read if ``trust`` says so. With several
-    processes every process calls every method, in the same order. ``passed_over`` has lines to print: damaged
-    checkpoints, the older one that was taken instead, and one that was not checked.
+    their files are checked before they are read; a checkpoint without digests is read only with ``trust``. With several
+    processes every process calls every method, in one order. ``passed_over`` has lines to print: on damaged
+    checkpoints, on the older one that was read instead, and on one that was not checked.
 
-    ``near`` is a folder on this machine for the newest of more frequent states; what is newer is restored.
+    ``near`` is a folder on this machine for the newest of more frequent states; the newer of both is restored.
     """
 
     def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0, trust: bool = False, near: str = "") -> None:
@@ -103,7 +103,7 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(timeout_secs=WRITE_TIMEOUT_S),
             temporary_path_class=_Summed,
         )
-        # TensorStore has a traceback for each array whose write ends after the write of another array has failed.
+        # TensorStore prints a traceback for each array whose write ends after another array's write has failed.
         if getattr(sys.unraisablehook, "func", None) is not _show_unless_closed:
             sys.unraisablehook = partial(_show_unless_closed, sys.unraisablehook)
         self.passed_over: list[str] = []
@@ -130,7 +130,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def _source(self) -> "Checkpoints":
-        """Returns who has the newest whole state."""
+        """Returns this object or ``near``, whichever has the newest whole state."""
         if not (self.near and self.near.steps()):
             return self
         own, fault = None, None
@@ -150,7 +150,7 @@ class Checkpoints:
         return self.near if near and (own is None or near.position.step > own.position.step) else self
 
     def forget_near(self) -> None:
-        """Removes the states on this machine: the run is over."""
+        """Removes the states in ``near``, when the run is over."""
         if self.near:
             self.near.close()
             if is_first():
@@ -159,15 +159,15 @@ class Checkpoints:
             self.near = None
 
     def save(self, state: Any, position: Position, *, to_canonical: Reorder | None = None, beside: Any = None) -> None:
-        """Starts to write the state after ``position.step``, and arrays ``beside`` it; does nothing for a step that
-        exists.
+        """Starts to write the state after ``position.step``, and further arrays ``beside``; does nothing for a step
+        that has a checkpoint.
 
         Copies the arrays to the host before it returns, so that the next step may reuse their memory; waits for the
         previous checkpoint, if that is still being written.
         """
         if position.step in self._manager.all_steps():
             return
-        self._wait_near()  # processes would take the barriers of one write for those of another
+        self._wait_near()  # else processes would confuse the barriers of both writes
         saved_tree = reordered(state, to_canonical)
         stored_table = msgspec.to_builtins(Stored(position=position, arrays=describe_arrays(saved_tree)))
         args_by_item = {STATE: ocp.args.StandardSave(saved_tree), POSITION: ocp.args.JsonSave(stored_table)}
@@ -177,7 +177,7 @@ class Checkpoints:
         self._newest_step = None
 
     def forget_after(self, step: int) -> None:
-        """Removes checkpoints of later steps: of a leader that died, and whose step the others have done otherwise."""
+        """Removes checkpoints of later steps, which a leader wrote before it died and live islands computed anew."""
         for later_step in [number for number in self.steps() if number > step]:
             self._manager.delete(later_step)
         if self.near:
@@ -190,7 +190,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def _wait_near(self) -> None:
-        """Waits for a write to this machine; one that fails ends no run, since it saves time alone."""
+        """Waits for a write to ``near``; a failure is kept in ``near_fault`` and does not end the run."""
         try:
             if self.near:
                 self.near.wait()
@@ -200,7 +200,7 @@ class Checkpoints:
     def save_near(
         self, state: Any, position: Position, *, to_canonical: Reorder | None = None, beside: Any = None
     ) -> None:
-        """Starts to write a state to this machine as `save` does, if no checkpoint has it; keeps a fault."""
+        """Starts to write a state to ``near``, as `save` does, unless a checkpoint has it; keeps a failure's text."""
         if self.near and position.step not in self.steps():
             self.wait()
             try:
@@ -228,7 +228,7 @@ class Checkpoints:
     def restore(self, shapes: Any, shardings: Any, *, from_canonical: Reorder | None = None) -> Any:
         """Returns the newest whole state with these ``shardings``, whatever mesh it was saved from.
 
-        ``shapes`` is the state's tree of `jax.ShapeDtypeStruct`. Raises InputError when the checkpoint holds other
+        ``shapes`` is the state's tree of `jax.ShapeDtypeStruct`. Raises InputError when the checkpoint has other
         arrays, CannotRunError when all are damaged.
         """
         if (source := self._source()) is not self:
@@ -250,7 +250,7 @@ class Checkpoints:
         return reordered(state, from_canonical)
 
     def restore_beside(self, like: Any) -> Any:
-        """Returns the arrays that the newest whole checkpoint has beside its state, as in ``like``; None without."""
+        """Returns the arrays that were saved ``beside`` the newest whole state, shaped as ``like``; None without."""
         if (source := self._source()) is not self:
             return source.restore_beside(like)
         stored = self._stored()
@@ -281,7 +281,7 @@ class Checkpoints:
         return stored_info
 
     def _newest_whole(self) -> int:
-        """Returns the newest step whose files are as they were written, and moves newer checkpoints aside."""
+        """Returns the newest step whose files match their digests, and renames newer, damaged checkpoints."""
         fault_by_step: dict[int, str] = {}
         for step in reversed(self.steps()):
             # each process checks its share of the files
@@ -329,9 +329,9 @@ class Checkpoints:
 
 
 def near_folder(run: Path, root: str) -> Path:
-    """Returns the folder under ``root`` that a run's link leads to; makes both where they are not there, or no longer.
+    """Returns the folder under ``root`` to which a run's link `NEAR` points; makes the folder and the link if missing.
 
-    Raises InputError if it cannot.
+    Raises InputError if the folder cannot be made.
     """
     link = run.absolute() / NEAR
     try:
@@ -359,7 +359,7 @@ def describe_arrays(tree: Any) -> dict[str, str]:
 
 
 def reordered(state: Any, reorder: Reorder | None) -> Any:
-    """Returns a state with ``reorder``, if given, applied to its weights and to each dict of it with their names."""
+    """Returns a state with ``reorder``, if given, applied to its weights and to each dict with names of weights."""
     if reorder is None:
         return state
     param_names = set(state.params)

@@ -12,7 +12,7 @@ from meshwright.parallel.processes import stop_is_agreed
 
 
 class StopRequest:
-    """A request to stop the run; ``asked`` is True once this process was asked, which others may not know yet."""
+    """A request to stop the run; ``asked`` is True once this process got it, also before other processes know."""
 
     def __init__(self) -> None:
         self.many = jax.process_count() > 1

@@ -65,8 +65,8 @@ _averaged = jax.jit(averaged)
 
 
 class Flight(NamedTuple):
-    """A step in flight, of ``samples``; ``end`` is the time at which it was seen to have ended before its loss was
-    read, if it was. ``blocks`` are the samples of each island, if there are several."""
+    """A dispatched step of ``samples`` samples; ``end`` is the time at which it was found finished before its loss was
+    read, else None. ``blocks`` are the samples of each island, if there are several."""
 
     number: int
     start: float
@@ -109,7 +109,7 @@ class Run:
     memory: MemoryUse | None = None
     last_end: float = 0.0
     num_islands: int = 1
-    beside: Callable[[], Any] = lambda: None  # what checkpoints have beside the state
+    beside: Callable[[], Any] = lambda: None  # further arrays for checkpoints
 
     def __post_init__(self) -> None:
         self.job, self.settings = self.setup.job, self.setup.settings
@@ -128,7 +128,7 @@ class Run:
                 self._go_back(str(error))
 
     def _go_back(self, fault: str) -> None:
-        """Takes the newest checkpoint, and skips the data since then."""
+        """Restores the newest checkpoint, and continues with the data after the present samples."""
         self.flying.clear()
         self.checkpoints.wait()
         for leaf in jax.tree.leaves(self.state):
@@ -176,7 +176,7 @@ class Run:
         return compiled_step
 
     def _read(self, reader: Ahead) -> Batch:
-        """Returns the next batch. The time to wait for it counts from when devices are idle, and belongs to no step."""
+        """Returns the next batch. Waiting for it while devices are idle counts as "data", not as part of a step."""
         while self.flying and not reader.is_ready and not self.flying[-1].metrics.loss.is_ready():
             time.sleep(POLL_S)
         start_s = time.perf_counter()
@@ -248,7 +248,7 @@ class Run:
     # -- between steps -------------------------------------------------------------------------------
 
     def tasks(self) -> tuple[tuple[int, Callable[[], None]], ...]:
-        """Returns what is done every so many steps."""
+        """Returns (number of steps, function to call every so many steps) of each task; 0 for never."""
         settings = self.settings
         return (
             (settings.checkpoint_every, self.save),
@@ -280,13 +280,13 @@ class Run:
         self.evaluations.append(record)
         self.folder.evaluated(record)
         self.tracking.evaluated(record)
-        if record.step < self.settings.steps:  # the last one stands in the result
+        if record.step < self.settings.steps:  # the last one is in the result
             self.live.say(f"step {record.step}: held-out loss {loss:.3f}")
 
     # -- the end -------------------------------------------------------------------------------------
 
     def finish(self) -> TrainResult:
-        """Makes the last evaluation, checkpoint and weights, then the summary; returns the result."""
+        """Runs the last evaluation, writes the last checkpoint, the weights and the summary; returns the result."""
         is_stopped = self.position.step < self.settings.steps
         if not is_stopped and self.position.step:
             # A request to stop does not wait for the evaluation.
@@ -331,7 +331,7 @@ class Run:
         )
 
     def give_up(self, fault: str, step: int, batch: Batch) -> None:
-        """Ends a run by a bad loss; the error names an array of the batch's gradients that is not finite."""
+        """Writes the summary, and raises CannotRunError for a bad loss, naming an array that is not finite."""
         self.folder.summarise({**msgspec.to_builtins(self._result()), "diverged": True})
         place_text = f": {where_not_finite(self.setup.step, self.state, batch)}" if batch else ""
         settings, held_steps = self.settings, self.checkpoints.steps()
@@ -420,7 +420,7 @@ def open_checkpoints(path: Path, settings: TrainSettings) -> Checkpoints:
 
 
 def keep_tokenizer(tokenizer: Any, source: str, path: Path) -> None:
-    """Writes a tokenizer to the run's folder, with the files beside it where it came from."""
+    """Writes a tokenizer to the run's folder, with related files (a chat template) of the folder of ``source``."""
     if source:
         source_path = as_folder(Path(source))
         keep_beside(source_path if source_path.is_dir() else source_path.parent, path, tokenizer)

@@ -72,31 +72,31 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     its prompt, and the decoder predicts the ``target``, or completion. Of text it reads all but spans of noise, which
     the decoder predicts: ``noise_density`` of the tokens in spans of ``mean_span`` on average.
 
-    Rate: it rises over ``warmup_steps`` to ``learning_rate``, then follows ``schedule`` to
-    ``min_learning_rate_ratio`` of that, which an update after the last would have; "wsd" stays at the top and falls
+    Rate: it rises over ``warmup_steps`` to ``learning_rate``, then follows ``schedule`` towards
+    ``min_learning_rate_ratio`` of that, one update after the last; "wsd" stays at the peak and falls
     over the last ``decay_fraction`` of the steps ("rsqrt" and "constant" use neither).
 
     Update: ``beta1`` and ``beta2`` are decays of the moments of AdamW and Lion (with Muon, of the weights that AdamW
     updates), ``momentum`` is the decay of Muon's. ``epsilon`` is AdamW's. Adafactor multiplies the rate by the RMS of
     each matrix: 1e-2 is usual; Lion needs about a tenth of AdamW's rate. ``weight_decay`` applies to matrices only.
-    Larger gradients are scaled down to ``max_grad_norm``. ``rounding`` is of two-byte weights without a float32 copy.
+    Larger gradients are scaled down to ``max_grad_norm``. ``rounding`` is for two-byte weights without a float32 copy.
     ``average`` is the decay of the weights' running mean, 0 for none. ``z_loss`` weighs the squared log-sum of the
     logits, ``balance_loss`` the load balance of experts, ``router_z_loss`` the squared log-sum of a router's scores.
     ``correction_rate`` moves the correction of DeepSeek-V3's routers towards equal load after each step (the paper:
     0.001). ``outer_rate`` and ``outer_momentum`` are of the outer optimizer of islands (DiLoCo: Nesterov's momentum).
 
     Run: a checkpoint is written every ``checkpoint_every`` steps (0: only at the end). The newest
-    ``keep_checkpoints`` stay, and all at multiples of ``keep_every`` (0: none). One whose digests are gone is passed
-    over, unless this resume is told to ``trust_checkpoints``. Every ``local_every`` steps the state goes into
-    ``local_folder`` too, a disk or memory (/dev/shm) that all processes of an island see: a restart takes what is
-    newer, and the end of the run removes it. Evaluation is on at most ``evaluate_batches`` batches
+    ``keep_checkpoints`` stay, and all at multiples of ``keep_every`` (0: none). A checkpoint without digests is not
+    read, except with ``trust_checkpoints``. Every ``local_every`` steps the state is also written to
+    ``local_folder``, a disk or memory (/dev/shm) that all processes of an island share: a restart reads the newer
+    state, and the end of the run removes the folder's. Evaluation is on at most ``evaluate_batches`` batches
     every ``evaluate_every`` steps (0: only at the end). Islands compare the bits of their states every
-    ``compare_every`` steps (0: never): an odd one takes that of the others, and if nobody knows who is right
-    all go back to the newest checkpoint. ``on_bad_loss`` says what follows a loss or gradient that is not finite:
-    "stop", "skip" (the update is left out) or "rollback" (to the newest checkpoint, and on with the data after the bad
-    step). With a ``loss_spike`` a loss that many standard deviations above the mean of 50 steps is bad too; its update
-    is made before it is seen, so "skip" has none. ``log_every`` is the number of steps between plain lines if there is
-    no terminal; ``track`` names services that get the metrics too.
+    ``compare_every`` steps (0: never): an island that differs copies the majority's state; without a majority
+    all go back to the newest checkpoint. ``on_bad_loss`` is the reaction to a loss or gradient that is not finite:
+    "stop", "skip" (no update) or "rollback" (to the newest checkpoint, continuing with the data after the bad
+    step). With ``loss_spike`` a loss more than that many standard deviations above the mean of 50 steps is bad too; it
+    is noticed after the update, so "skip" is refused. ``log_every`` is the number of steps between plain lines without
+    a terminal; ``track`` names services that get the metrics too.
     """
 
     steps: int = 100
@@ -157,12 +157,12 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4
-"""Learning rates from given weights: of all weights (TRL 1.16, torchtune's llama3_1/8B_full), and of adapters
-(Axolotl's llama-3/lora-8b). The default of the settings is one for random weights."""
+"""Default learning rates to fine-tune all weights (TRL 1.16, torchtune's llama3_1/8B_full), and adapters
+(Axolotl's llama-3/lora-8b). The default in `TrainSettings` is for random weights."""
 
 
 def fine_tuning_rate(model: Model) -> float:
-    """Returns the learning rate from given weights if the settings have none."""
+    """Returns the default learning rate to fine-tune a model: for adapters if its matrices are frozen."""
     return ADAPTER_RATE if has_frozen_matrices(model) else FULL_RATE
 
 

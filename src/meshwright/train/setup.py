@@ -81,7 +81,7 @@ def held_out(step: TrainStep, sources: Sequence[Source], job: Job, *, max_batche
 
 
 class Setup(NamedTuple):
-    """Everything that a run is made of before its first step."""
+    """The parts of a run before its first step; ``held_out`` is None without rows for evaluation."""
 
     job: Job
     settings: TrainSettings
@@ -92,7 +92,7 @@ class Setup(NamedTuple):
 
 
 def pair_form(model: Model, strategy: Strategy, job: Job, settings: TrainSettings) -> PairForm | None:
-    """Returns how documents become pairs for an encoder and its decoder; None for a decoder alone."""
+    """Returns the rules by which documents become pairs for an encoder and its decoder; None without an encoder."""
     if model.encoder is None:
         return None
     return PairForm(
@@ -127,10 +127,10 @@ def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings)
 
 
 def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State]:
-    """Returns the newest checkpoint, sharded over this run's mesh; without one, the weights of the settings at step 0.
+    """Returns position and state of the newest checkpoint, sharded over this run's mesh; without a checkpoint, step 0
+    with weights of the settings.
 
-    Frozen weights are in no checkpoint: they are read or drawn again, and must equal those that the run began with.
-    """
+    Frozen weights are in no checkpoint: they are read or drawn again. Raises InputError if they are not the run's."""
     step, position = setup.step, checkpoints.position()
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
     base_names = step.param_shapes.keys() - step.saved(step.param_shapes).keys()

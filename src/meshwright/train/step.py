@@ -1,4 +1,4 @@
-"""The training step of a run's settings, without what reads data and checkpoints: `verify` starts faster so."""
+"""Makes the training step of a run's settings; imports no readers of data or checkpoints, so `verify` starts fast."""
 
 import math
 
@@ -15,7 +15,7 @@ from meshwright.train.settings import TrainSettings
 
 
 def batch_parts(step: TrainStep, letter: str) -> tuple[tuple[str, ...], int]:
-    """Returns the axes that shard a dim of a batch, and the parts of the dim: devices, for B times microbatches."""
+    """Returns the mesh axes that shard a dim of a batch, and its number of parts: devices, for B times microbatches."""
     axes = step.declared.declared["tokens"].axes_of(letter)
     num_parts = math.prod(step.strategy.mesh[axis] for axis in axes)
     return axes, num_parts * (step.strategy.num_microbatches if letter == "B" else 1)

@@ -1,4 +1,4 @@
-"""Writes the weights of a run as a Hugging Face folder, and reads the weights alone from a checkpoint."""
+"""Writes the weights of a run as a Hugging Face folder, and reads only the weights of a checkpoint."""
 
 import logging
 import shutil
@@ -56,7 +56,7 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 @contextmanager
 def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[CheckpointWeights]:
-    """Opens one checkpoint of a run, by default the newest; the run may go on meanwhile.
+    """Opens one checkpoint of a run, by default the newest; the run may still be training.
 
     Arrays are read on demand, and the last few are cached. Raises InputError for a step without a checkpoint,
     CannotRunError for a damaged one.

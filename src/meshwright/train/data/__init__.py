@@ -1,1 +1,1 @@
-"""Text to token stores to batches."""
+"""Data of a training run: texts become token stores, and token stores become batches."""

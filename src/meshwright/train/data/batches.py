@@ -45,7 +45,7 @@ NEEDS_TOKENIZER = {True: "it says how chats and pairs become tokens", False: "th
 class Ahead:
     """Iterates over ``(number, make(number))`` for start, start + stride, ... without end.
 
-    Within its context one thread keeps `READ_AHEAD` items ready; at the end of the context thread and items are gone.
+    Within its context one thread keeps `READ_AHEAD` items ready; leaving the context stops the thread and drops them.
     An error of ``make`` is raised where its item is read.
     """
 
@@ -87,13 +87,13 @@ class Ahead:
 
 
 SampleNumbers = int | Sequence[int]
-"""The first sample of a batch, whose others follow it, or all of them."""
+"""Samples of a batch: the number of the first if they are consecutive, else all numbers."""
 
 
 class Data(NamedTuple):
     """The data of a run.
 
-    ``held_out`` shares no document with ``train`` unless documents are few; it has no source if nothing is held out.
+    ``held_out`` shares no document with ``train`` unless documents are few; it is empty if nothing is held out.
     ``tokenizer`` is None if no data is text and none is named. ``skipped_records`` counts records that cannot be read.
     """
 
@@ -122,10 +122,10 @@ def open_data(
 ) -> Data:
     """Opens ``settings.data``: tokenises texts and chats, once, and keeps their tokens in ``folder``.
 
-    Without a tokenizer one is trained on the first source, for all of them. Many processes may call this at once: one
-    makes the store while the others wait. Where the ``mask`` reads a prefix, a row has one record; with a ``form`` a
-    row is a pair, of text one with spans of noise. Raises InputError for data or a tokenizer that cannot be read, with
-    more tokens than ``vocab_size`` or without what the mask or noise needs.
+    Without a tokenizer one is trained on the first source, for all sources. Many processes may call this at once: one
+    makes the store while all others wait. Where the ``mask`` reads a prefix, a row has one record; with a ``form`` a
+    row is a (source, target) pair, which text becomes by spans of noise. Raises InputError for data or a tokenizer that
+    cannot be read, has more tokens than ``vocab_size``, or lacks data that the mask or noise needs.
     """
     packing = settings.packing and not form and not (mask and "prefix" in mask.data)
     path, num_skipped = Path(settings.tokenizer), 0
@@ -206,7 +206,7 @@ class Batches:
         ]
 
     def go_on(self, phase: DataPhase | None, samples: int) -> None:
-        """Goes on after ``samples`` of a run that was in ``phase``; None if its checkpoint is from before phases."""
+        """Continues after ``samples`` samples of a run that was in ``phase``; does nothing for None."""
         if phase is not None:
             self._begin(phase.followed_by(self.phase, samples))
 
@@ -219,19 +219,19 @@ class Batches:
         return ([begun] if self.phase.first else []) + lines
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Returns how often each source has been seen after ``samples`` of the run."""
+        """Returns by source how many epochs of it have been read after ``samples`` samples of the run."""
         counts = self._mixture.drawn(samples - self.phase.first)
         return {
             name: part.epochs(count) for name, part, count in zip(self.phase.shares, self.samples, counts, strict=True)
         }
 
     def find(self, sample: int) -> tuple[Rows, int]:
-        """Returns the rows that have a sample of the run, and its number among them."""
+        """Returns the rows that a sample of the run is from, and the number of its row among them."""
         source_index, source_sample = self._mixture.find(sample - self.phase.first)
         return self.samples[source_index].find(source_sample)
 
     def _numbers(self, samples: SampleNumbers) -> Sequence[int]:
-        """Returns the numbers of a batch's samples: as many as it has from a first one on, or those that are given."""
+        """Returns the numbers of a batch's samples: ``batch_seqs`` from a first one on, or the given numbers."""
         return range(samples, samples + self.batch_seqs) if isinstance(samples, int) else samples
 
     def _found(self, samples: SampleNumbers, row_slice: slice = slice(None)) -> list[tuple[Rows, int]]:
@@ -247,7 +247,7 @@ class Batches:
         data: Sequence[str] = (),
     ) -> dict[str, np.ndarray]:
         """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch;
-        ``with_second`` adds `second_labels`, ``data`` what a mask reads, by the names of `MASK_DATA`."""
+        ``with_second`` adds `second_labels`; ``data`` names further arrays that a mask reads (`MASK_DATA`)."""
         drawn_rows, positions = self._found(samples, row_slice), self.order[position_slice]
 
         def read(positions: np.ndarray) -> dict[str, np.ndarray]:
@@ -259,7 +259,7 @@ class Batches:
         return part | second_labels(part, read(np.minimum(positions + 1, self.seq_len - 1))) if with_second else part
 
     def pairs(self, samples: SampleNumbers, row_slice: slice = slice(None)) -> dict[str, np.ndarray]:
-        """Reads whole rows of an encoder and a decoder, see `pair_arrays`; what is of the decoder in its ``order``."""
+        """Reads whole rows of an encoder and a decoder, see `pair_arrays`; ``order`` permutes the decoder's."""
         assert self.form
         pairs = list[TokenPair]()
         for sample in self._numbers(samples)[row_slice]:
@@ -278,8 +278,8 @@ class Batches:
         """Makes the arrays that ``shardings`` names; each device reads its own rows and positions, of pairs whole rows.
 
         ``tokens``, ``labels``, ``positions``, ``documents``, ``mtp_tokens`` and ``mtp_labels`` are int32
-        [batch_seqs, seq_len], as is what a mask reads of each token; what it reads of each row is [batch_seqs]. Arrays
-        of an encoder are those of `pair_arrays`.
+        [batch_seqs, seq_len], as are arrays that a mask reads per token; its arrays per row are [batch_seqs].
+        For arrays of an encoder see `pair_arrays`.
         ``num_labels`` and ``num_mtp_labels`` are float32 scalars, the labels of the whole batch on every process.
         """
         has_second = "mtp_labels" in shardings

@@ -1,4 +1,4 @@
-"""Chats, and prompts with completions, as tokens of which some count in the loss.
+"""Tokenises chats, and prompts with completions, and marks the tokens that count in the loss.
 
 A record is rendered and masked as TRL's SFTTrainer does it: chats by the tokenizer's template, in Jinja's sandbox.
 """
@@ -24,8 +24,8 @@ from meshwright.train.settings import LossOn
 
 
 class ChatTokenizer(NamedTuple):
-    """A tokenizer with the chat templates of its ``folder``, if it has any; ``loss_on``: which tokens of a record
-    count."""
+    """A tokenizer with the chat templates of its ``folder``, if it has any; ``loss_on`` says which tokens of a record
+    count in the loss."""
 
     tokenizer: Tokenizer
     end_id: int
@@ -85,7 +85,7 @@ class ChatTokenizer(NamedTuple):
     def _rendered(
         self, record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, **render_flags: bool
     ) -> tuple[list[int], np.ndarray]:
-        """Returns tokens, and for each whether it counts: those of the assistant do, or all."""
+        """Returns the tokens of messages, and for each whether it counts in the loss: the assistant's do, or all."""
         if self.chats is None:
             raise InputError(
                 f"{where} is a chat, and {self.folder} has no chat template: neither {TEMPLATE} nor one in "
@@ -95,7 +95,7 @@ class ChatTokenizer(NamedTuple):
         try:
             tools = json.loads(tools) if isinstance(tools, str) else tools
             text = self.chats.render(messages, tools, **{**render_flags, **record_options})
-        except Exception as error:  # of the tools, or of their names and the template's
+        except Exception as error:  # from the tools' JSON, the template, or names of arguments
             reason = str(error).removesuffix(".").removeprefix(REFUSES)
             raise InputError(f"{where}: {REFUSES}{reason}. Mend the record.") from None
         text_parts = re.split(f"[{BEGIN}{END}]", text)
@@ -110,7 +110,7 @@ class ChatTokenizer(NamedTuple):
 
 
 def _messages(chat: Any, where: str) -> list[dict[str, Any]]:
-    """Returns the messages of a chat, each of which says something."""
+    """Returns ``chat`` if it is a list of messages with content, else raises InputError."""
     if not (isinstance(chat, list) and chat and all(isinstance(entry, dict) and "role" in entry for entry in chat)):
         raise InputError(
             f"{where} is no chat. Give messages=[{{role, content}}, ...], or prompt and completion, both texts or both "
@@ -126,7 +126,7 @@ def _messages(chat: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:
-    """True for a message with a text, a list of parts or calls of tools; what a tool answers may be an object."""
+    """True if a message has a text, a list of parts or tool calls; a tool's answer may also be an object."""
     content = message.get("content")
     if content is None:
         return any(message.get(name) for name in ("tool_calls", *REASONING))
@@ -135,7 +135,7 @@ def _says_something(message: Mapping[str, Any]) -> bool:
 
 
 def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) -> ChatTokenizer:
-    """Returns the tokenizer with the chat templates of its folder, which prompts and completions as texts do not need.
+    """Returns the tokenizer with the chat templates of its folder; plain prompts and completions need no template.
 
     Raises InputError, with ``loss_on`` "assistant", for a template without `generation` blocks.
     """

@@ -22,7 +22,7 @@ from meshwright.train.data.tokenizer import TextTokenizer, num_ids
 SENTINELS = "<extra_id_{}>", "▁<extra_id_{}>"
 """Names of the tokens that T5's tokenizers have for spans of noise, from the end of the vocabulary downwards."""
 SIDES = ("source", "prompt"), ("target", "completion")
-"""Names of each side in a record."""
+"""Field names of the source, and of the target, in a record."""
 PAIR_OF_FEATURES = 'Give JSON lines {"source": "a.npy", "target": "text"}, with files of numpy.save.'
 
 
@@ -34,15 +34,14 @@ class TokenPair(NamedTuple):
 
 
 class PairForm(NamedTuple):
-    """How documents become pairs. Sources have at most ``source_len`` tokens, targets ``target_len``, and the row of
-    the decoder is the target after ``start_token``.
+    """Rules by which documents become (source, target) pairs. Sources have at most ``source_len`` tokens, targets
+    ``target_len``, and the row of the decoder is the target after ``start_token``.
 
-    Of text, ``noise_density`` is the share of tokens that are noise, in spans of ``mean_span`` tokens on average; it
-    needs ``sentinel``, the token that the first span leaves in the source (the next one leaves the token before that in
-    the vocabulary), and ``end_id``, which ends sources and targets.
+    Of plain text the share ``noise_density`` of tokens is noise, in spans of ``mean_span`` tokens on average; it needs
+    ``sentinel``, the token that replaces the first span in the source (``sentinel`` - 1 replaces the next, and so on),
+    and ``end_id``, which ends sources and targets.
 
-    With ``features`` a source is the name of a file, see `read_features`, in bytes, and what it has is read as
-    ``dtype``.
+    With ``features`` a source is the bytes of a file's name, see `read_features`, whose array is read as ``dtype``.
     """
 
     source_len: int
@@ -56,30 +55,30 @@ class PairForm(NamedTuple):
     dtype: str = "float32"
 
     def read_source(self, source: np.ndarray) -> np.ndarray:
-        """Returns the features [features, 2 source_len] of the file that ``source`` names. Raises InputError."""
+        """Returns the [features, 2 source_len] array of the file named ``source``; InputError for another shape."""
         name = bytes(source.tolist()).decode()
         with path_errors():
             values = read_features(Path(name).expanduser().read_bytes(), name)
         if values.shape != (shape := (self.features, 2 * self.source_len)):
             raise InputError(
-                f"{name} has features {list(values.shape)}. The encoder reads {list(shape)}: make them so."
+                f"{name} has features {list(values.shape)}, but the encoder reads {list(shape)}. Convert them."
             )
         return values.astype(self.dtype)
 
     def spans_of(self, num_tokens: int) -> "Spans":
-        """Returns the spans of noise in a row of text."""
+        """Returns how many noise tokens and spans a row of ``num_tokens`` tokens of text gets."""
         num_noise = min(max(round(num_tokens * self.noise_density), 1), num_tokens - 1)
         num_spans = min(max(round(num_noise / self.mean_span), 1), num_tokens - num_noise)
         return Spans(num_tokens, num_noise, num_spans)
 
     @property
     def text_len(self) -> int:
-        """The most tokens of text whose source and target both fit. Raises InputError where not even two do."""
+        """Most tokens of text whose source and target both fit. Raises InputError if fewer than two fit."""
         return _text_len(self)
 
     def with_tokens(self, encoder: TextTokenizer | None, name: str, *, vocab_size: int) -> "PairForm":
-        """Returns the form with the tokens that text needs, which ``encoder`` has or leaves free at the end of the
-        vocabulary. Raises InputError where there are too few."""
+        """Returns the form with ``sentinel`` and ``end_id`` for text: sentinels of T5's tokenizers, else unused ids at
+        the end of the vocabulary. Raises InputError if ``encoder`` is None or leaves too few ids unused."""
         if encoder is None:
             raise InputError(f"data {name!r} needs train.tokenizer: spans of noise need its end token.")
         num_spans, first_id = self.spans_of(self.text_len).spans, vocab_size - 1
@@ -98,7 +97,7 @@ class PairForm(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Tokens of a row of text, how many of them are noise, and how many spans these are in."""
+    """Counts of a row of text: its tokens, the noise tokens among them, and the spans of noise."""
 
     tokens: int
     noise: int
@@ -106,12 +105,12 @@ class Spans(NamedTuple):
 
     @property
     def source_len(self) -> int:
-        """Tokens of the source: what is no noise, a sentinel for each span, the end."""
+        """Tokens of the source: tokens that are no noise, a sentinel for each span, the end token."""
         return self.tokens - self.noise + self.spans + 1
 
     @property
     def target_len(self) -> int:
-        """Tokens of the target: each span after its sentinel, the end."""
+        """Tokens of the target: each span after its sentinel, the end token."""
         return self.noise + self.spans + 1
 
 
@@ -130,8 +129,8 @@ def _text_len(form: PairForm) -> int:
 
 
 def corrupted(tokens: np.ndarray, form: PairForm, seed: tuple[int, int]) -> TokenPair:
-    """Returns text as a source without its spans of noise, and these as the target. Text and noise begin with the text
-    and alternate; their lengths are drawn by ``seed``, all as likely."""
+    """Returns the source, ``tokens`` with a sentinel for each span of noise, and the target, each span after its
+    sentinel. Text and noise alternate, text first, in lengths that ``seed`` draws uniformly."""
     spans, generator = form.spans_of(len(tokens)), np.random.default_rng(seed)
 
     def lengths(num_tokens: int) -> np.ndarray:
@@ -153,7 +152,7 @@ class SpanRows(Rows):
         self.form = form
 
     def pair(self, number: int, seed: tuple[int, int]) -> TokenPair:
-        """Returns a row, with the noise of a ``seed``."""
+        """Returns the pair of row ``number``, with spans of noise drawn by ``seed``."""
         positions = number * self.seq_len + np.arange(self.seq_len)
         return corrupted(self.store.read(positions), self.form, seed)
 
@@ -162,8 +161,8 @@ class SpanRows(Rows):
 
 
 class PairRows(WholeRows):
-    """A source and its target in each row, both cut to their lengths. Of a document the target begins with the first
-    token that counts in the loss, or behind that if it is the start token; a document without one is left out."""
+    """Rows of one source and its target, cut to the lengths of ``form``. A document's target begins at its first token
+    that counts in the loss, or after it if that is the start token; documents without a target are left out."""
 
     def __init__(self, store: TokenStore, form: PairForm, name: str = "") -> None:
         self.store, self.seq_len, self.form, self.packing = store, form.target_len, form, False
@@ -189,7 +188,7 @@ class PairRows(WholeRows):
         )
 
     def pair(self, number: int, seed: tuple[int, int]) -> TokenPair:
-        """Returns a row, whatever the ``seed``."""
+        """Returns the pair of row ``number``; ``seed`` is unused."""
         (doc,) = self._rows[number]
         start, end, target, stop = (int(edges[doc]) for edges in (self._starts, self._ends, self._targets, self._stops))
         target_end = min(stop, target + self.form.target_len)
@@ -203,7 +202,7 @@ class PairRows(WholeRows):
 
 
 def _filled(lengths: np.ndarray, row_len: int) -> tuple[float, int]:
-    """Returns the share of rows that is filled, and how many do not fit."""
+    """Returns the filled share of the rows' positions, and how many ``lengths`` exceed ``row_len``."""
     return float(np.minimum(lengths, row_len).sum() / max(1, len(lengths) * row_len)), int((lengths > row_len).sum())
 
 
@@ -236,7 +235,7 @@ def _padded(rows: list[np.ndarray], row_len: int, value: int) -> np.ndarray:
 
 class PairTokenizer(ChatTokenizer):
     """Encodes the source and the target of a record, each with the special tokens that the tokenizer adds, and an end
-    token if it adds none; tokens of the source have no loss."""
+    token if it adds none. Tokens of the source are stored as complements, and have no loss."""
 
     def _tokens(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
         source, target = (record.get(name, record.get(other)) for name, other in SIDES)
@@ -256,8 +255,8 @@ class PairTokenizer(ChatTokenizer):
 
 
 class FeaturesTokenizer(PairTokenizer):
-    """Encodes the target of a record as `PairTokenizer` does, and of its source, a file of features, the name. Every
-    file is read, so that a bad one is found before the first step."""
+    """Encodes the target of a record as `PairTokenizer` does; the source is a file of features, whose name is encoded
+    as bytes. Every file is read, so that a bad one is found before the first step."""
 
     form: PairForm
 

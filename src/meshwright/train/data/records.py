@@ -1,4 +1,4 @@
-"""What a model's mask reads of records: of records of tokens by its fields, of prompts with completions the prompt."""
+"""Reads records of tokens, and the arrays that a model's mask needs: a record's fields, or its prompt's length."""
 
 from typing import Any, Literal
 
@@ -12,12 +12,12 @@ from meshwright.train.data.text import SKIP, FileCorpus
 from meshwright.train.data.token_store import TokenStore
 
 FIELDS = {"prefix": "prefix", "enter": "parents", "leave": "parents", "spans": "spans", "is_global": "is_global"}
-"""What a mask reads -> the field of a record of tokens that has it."""
+"""Name of an array that a mask reads -> field of a record of tokens from which it is made."""
 
 
 class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens, and of these: the length of the prefix, the earlier position of each one's parent (-1 for a root), the
-    images as pairs [first, end), and 1 for each global token, else 0."""
+    """Tokens of a record, and for its mask: the length of the prefix, the earlier position of each token's parent (-1
+    for a root), the images as pairs [first, end), and 1 for each global token, else 0."""
 
     tokens: list[int]
     prefix: int | None = None
@@ -27,17 +27,17 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a source and of its target."""
+    """A record with the tokens of a source and of its target."""
 
     source: list[int]
     target: list[int]
 
 
 def open_records(corpus: FileCorpus, rule: Rule | None, *, vocab_size: int) -> TokenStore:
-    """Reads records of tokens into memory, with what the mask ``rule`` reads.
+    """Reads records of tokens into memory, with the arrays that the mask ``rule`` reads.
 
-    A token is predicted by the token before it if it sees that one and is not seen by it: not in a prefix or in an
-    image, and not where another branch of a tree begins. Of a pair the source is the prefix. Raises InputError
+    A token counts in the loss if it attends to the token before it and not the reverse: not in a prefix or in an
+    image, and not where another branch of a tree begins. The source of a pair is its prefix. Raises InputError
     for a record that is malformed or has too large a token, unless the corpus leaves bad records out.
     """
     records = list[dict[str, np.ndarray]]()
@@ -56,7 +56,7 @@ def open_records(corpus: FileCorpus, rule: Rule | None, *, vocab_size: int) -> T
 
 
 def _read(fields: dict[str, Any], where: str, rule: Rule | None, vocab_size: int) -> dict[str, np.ndarray]:
-    """Returns the tokens of a record, complements where they are not predicted, and what the mask reads of each."""
+    """Returns a record's tokens, complements where they have no loss, and by name the arrays that the mask reads."""
     num_source = 0
     try:
         if "tokens" not in fields and "source" in fields:
@@ -81,7 +81,7 @@ def _read(fields: dict[str, Any], where: str, rule: Rule | None, vocab_size: int
 
 
 def _column(record: TokenRecord, name: str, where: str) -> np.ndarray:
-    """Returns what a mask reads of each token of a record, int32."""
+    """Returns the array ``name`` that a mask reads, with an int32 for each token of the record."""
     seq_len, field, column = len(record.tokens), FIELDS[name], np.zeros(len(record.tokens), np.int32)
     value: Any = getattr(record, field)
     if value is None:
@@ -110,8 +110,8 @@ def _column(record: TokenRecord, name: str, where: str) -> np.ndarray:
 
 
 def with_mask_data(store: TokenStore, rule: Rule | None, data: str) -> TokenStore:
-    """Returns a store with what the mask ``rule`` reads of its records: a prefix is what comes before the first token
-    that counts in the loss. Raises InputError where ``data`` does not have it."""
+    """Returns the store with the columns that the mask ``rule`` reads. If only "prefix" is missing, it becomes the
+    number of tokens before the first one with a loss. Raises InputError if ``data`` lacks other columns."""
     missing_names = [name for name in (rule.data if rule else ()) if name in FIELDS and name not in store.columns]
     if missing_names == ["prefix"] and store.is_records:
         counted_indices = np.append(np.flatnonzero(store.read(np.arange(len(store))) >= 0), len(store))

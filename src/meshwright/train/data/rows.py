@@ -49,7 +49,7 @@ class Rows:
         return self._length
 
     def spans(self, number: int) -> list[TokenSpan]:
-        """Returns the spans of the store that a row takes tokens from; they include tokens that it cuts."""
+        """Returns the spans of the store from which a row is made, including tokens that the row cuts off."""
         first_token = number * self.seq_len
         return [(first_token, min(first_token + self.seq_len, len(self.store)))]
 
@@ -61,7 +61,7 @@ class Rows:
         return edges - row_start, np.full(len(edges) + 1, row_start)
 
     def read(self, number: int, positions: np.ndarray) -> RowPart:
-        """Reads these positions of a row; reads only their tokens, and the token after each, from disk."""
+        """Reads ``positions`` of row ``number``; reads only their tokens, and the token after each, from disk."""
         piece_edges, documents, indices = self._places(number, positions)
         # Padding and last tokens read some token that lies within the store, and are masked.
         last_index = len(self.store) - 1
@@ -76,13 +76,13 @@ class Rows:
         return RowPart(*(np.asarray(array, np.int32) for array in (tokens, labels, positions - starts, documents)))
 
     def _places(self, row_index: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the edges between pieces, and of each position the piece and the index in the store."""
+        """Returns the edges between pieces, and for each position its piece and its index in the store."""
         piece_edges, shifts = self._pieces(row_index)
         documents = np.searchsorted(piece_edges, positions, side="right")
         return piece_edges, documents, shifts[documents] + positions
 
     def mask_data(self, name: str, number: int, positions: np.ndarray) -> np.ndarray:
-        """Returns what a mask reads of these positions of a row, 0 for padding, or of the row, a scalar; int32."""
+        """Returns a mask's int32 array ``name`` at ``positions``, 0 for padding; a scalar for lengths and prefix."""
         row_positions = np.arange(self.seq_len) if name == "lengths" else np.array(0) if name == "prefix" else positions
         indices, size = self._places(number, row_positions)[2], len(self.store)
         if name == "lengths":
@@ -90,8 +90,8 @@ class Rows:
         return np.where(indices < size, self.store.read(np.minimum(indices, size - 1), name), 0).astype(np.int32)
 
     def num_labels(self, number: int, *, skipped: int = 0) -> int:
-        """Counts positions with a label: those whose document continues after them, without the first ``skipped``
-        positions of each piece."""
+        """Returns the number of positions of a row with a label, without the first ``skipped`` positions of each
+        piece."""
         row_len = min(self.seq_len, len(self.store) - number * self.seq_len)
         piece_sizes = np.diff([0, *self._pieces(number)[0], row_len])
         piece_sizes[:-1] -= 1  # the last token of a document has none
@@ -102,7 +102,7 @@ class WholeRows(Rows):
     """Rows of whole documents, each cut after ``seq_len`` tokens; the rest of a row is padding.
 
     With ``packing`` a row has as many documents as fit: longest first, each goes into the fullest row that it fits.
-    Without, a row has one. A document without a label before its cut is left out. ``summary`` counts what was cut.
+    Without, a row has one. A document without a label before its cut is left out. ``summary`` counts cut documents.
     """
 
     def __init__(self, store: TokenStore, seq_len: int, *, packing: bool = True) -> None:

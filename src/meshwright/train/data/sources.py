@@ -1,6 +1,6 @@
-"""Finds each sample of a run: by the shares of several sources, and the phases of a run that continues with other data.
+"""Maps each sample of a run to a row, by the shares of several sources, also if a run continues with other data.
 
-A sample is a row of a source. Its number determines it: there is no other state.
+A sample is a row of a source, which its number determines: there is no other state.
 """
 
 import math
@@ -18,11 +18,11 @@ from meshwright.train.data.rows import Rows, WholeRows
 from meshwright.train.data.token_store import TokenSpan, TokenStore
 
 PATTERN = 1000
-"""Samples in the pattern of shares that are not whole numbers; each source has at least one of them."""
+"""Length of the repeated pattern of sources whose shares are no whole numbers; each source occurs at least once."""
 
 
 class Draw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rows that a phase drew from a source: its first ``samples`` of this length in the order of ``seed``;
+    """The rows that a phase drew from a source: the first ``samples`` rows of ``seq_len`` tokens, shuffled by ``seed``;
     ``text_len`` is the length of rows of text that get spans of noise."""
 
     seq_len: int
@@ -90,10 +90,10 @@ class Source(NamedTuple):
 
 
 class Samples:
-    """The samples of one source in a phase, without end.
+    """An endless sequence of one source's samples in a phase.
 
-    First come the tokens of an epoch that earlier phases, ``drawn``, have left, then whole epochs; each part in a
-    shuffled order of its own.
+    First the tokens of the epoch that earlier phases (``drawn``) began and did not read, then whole epochs, each
+    shuffled separately.
     """
 
     def __init__(self, source: Source, draw: Draw, drawn: Sequence[Draw] = (), *, number: int = 0) -> None:
@@ -113,20 +113,20 @@ class Samples:
         return rest, rows.repeat()
 
     def find(self, sample: int) -> tuple[Rows, int]:
-        """Returns the rows that have a sample, and its number among them."""
+        """Returns the rows that a sample is from, and the number of its row among them."""
         if sample < len(self.rest):
             return self.rest, int(self._orders[0][sample])
         return self.rows, int(self._orders[1][sample - len(self.rest)])
 
     def epochs(self, samples: int) -> float:
-        """Returns how often the source has been seen after ``samples`` of this phase, earlier phases included."""
+        """Returns how many epochs have been read after ``samples`` of this phase, earlier phases included."""
         num_begun = math.ceil(self._before)
         if samples < len(self.rest):
             return self._before + (num_begun - self._before) * samples / len(self.rest)
         return num_begun + (samples - len(self.rest)) / max(1, len(self.rows))
 
     def left(self, samples: int) -> list[TokenSpan]:
-        """Returns the spans of the file that ``samples`` of this phase leave of their epoch; none at its end."""
+        """Returns the spans of the file not yet read in the epoch after ``samples`` of this phase; [] at its end."""
         num_rest_rows = len(self.rest)
         epoch_start = 0 if samples < num_rest_rows else samples - (samples - num_rest_rows) % max(1, len(self.rows))
         if epoch_start == samples >= num_rest_rows:
@@ -139,7 +139,7 @@ class Samples:
 
 
 class SourcePattern:
-    """A fixed pattern of sources, repeated, in which each has its share of the samples at even distances."""
+    """A repeated pattern of sources, in which each has its share of the samples, evenly spaced."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         scale = 1 if all(share == int(share) for share in shares) else PATTERN / sum(shares)

@@ -1,4 +1,4 @@
-"""Tokenises text once into a folder that is whole or absent, however many processes ask for it.
+"""Tokenises text once, also for many processes at a time, into a folder that is whole or absent.
 
 Documents are tokenised as a stream, with a progress bar; an interrupted build is continued.
 """
@@ -141,7 +141,7 @@ def _build(corpus: Corpus, given_tokenizer: AnyTokenizer | None, vocab_size: int
 def _alone(path: Path) -> Iterator[Path]:
     """Waits until no other process makes this store; yields the folder to make it in.
 
-    The lock ends with its process. On a file system without locks each process makes the store in its own folder.
+    Without locks in the file system each process makes the store in its own folder.
     """
     lock_path = path.with_name(f".{path.name}.lock")
     try:
@@ -199,7 +199,7 @@ def _open(path: Path) -> Tokenised:
 
 
 def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
-    """Writes all documents as ``encoder`` makes them, and returns the counts.
+    """Writes the tokens of all documents, encoded by ``encoder``, and returns the counts.
 
     Continues an earlier call for the same folder that was stopped at any point.
     """

@@ -35,7 +35,7 @@ FIELD = "text"
 CHAT_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 """Fields of a chat, or of a prompt with its completion: a record without `FIELD`, if ``data`` names no field."""
 PAIR_FIELDS = {"source", "target"}
-"""Fields of a record that has none of these: what an encoder reads and its decoder writes, as texts or as tokens."""
+"""Fields of an encoder's source and its decoder's target, texts or tokens, in a record without fields above."""
 TOKEN_FIELDS = ("tokens", "prefix", "parents", "spans", "is_global")
 """Fields of a record of tokens (`records.TokenRecord`), which has no field of a text or a chat."""
 RECORD_BYTES = 2**26
@@ -47,7 +47,7 @@ _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document, whether it is the last, the bytes of the file read so far, and a chat's place in words.
+    """A piece of a document, whether it is the last, the bytes of the file read so far, and for a chat ``where`` it is.
 
     The text of a chat is its whole record as JSON, in one piece.
     """
@@ -110,7 +110,7 @@ class FileCorpus(NamedTuple):
             raise InputError(f"data {self.data!r} holds no text. {_WHAT}")
 
     def records(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yields the fields of each record, and its place in words."""
+        """Yields the fields of each record, and its file and line as text."""
         for file in self.files:
             yield from ((record, where) for record, where, _ in _records(file, "", self.bad))
 
@@ -319,7 +319,7 @@ def _lines(file: Path) -> Iterator[tuple[bytes, str, int]]:
 
 
 def _unpacked(file: Path, raw_file: BinaryIO) -> Any:
-    """Opens a file that may be compressed."""
+    """Returns ``raw_file``, decompressed if the name of ``file`` ends in .gz or .zst."""
     name = file.name.lower()
     if name.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw_file)

@@ -1,4 +1,4 @@
-"""Corpora that others have tokenised, read where they are.
+"""Reads corpora that other tools have tokenised, without copying them.
 
 Megatron's pair of .idx and .bin says where documents start. A .npy file, llm.c's .bin with a header and a plain .bin of
 uint16 (nanoGPT) each count as one document, so attention crosses the texts inside.
@@ -23,7 +23,7 @@ def open_tokens(path: Path, *, vocab_size: int) -> TokenStore | None:
     """Opens a corpus of tokens; None for a path that is not one.
 
     A corpus is a .npy or .bin file, a folder with such files, or Megatron's pair by either name or their stem. Raises
-    InputError for a damaged file and for first tokens from ``vocab_size`` on; others are checked when they are read.
+    InputError for a damaged file and for first tokens from ``vocab_size`` on; later tokens are checked when read.
     """
     path = path.expanduser()
     index_path = Path(f"{path.with_suffix('') if path.suffix in ('.bin', '.idx') else path}.idx")

@@ -98,8 +98,8 @@ class TokenStore:
 
     ``starts`` has the index of the first token of each document, and the number of tokens as the last entry; without
     it all tokens are one document. ``spans`` restricts the store to parts of the file, which are then concatenated; a
-    document that crosses the end of a span ends there. ``columns`` are further arrays with an entry for each token:
-    what a mask reads, by name. Memory-mapped arrays stay on disk until they are read.
+    document that crosses the end of a span ends there. ``columns`` are further arrays with an entry for each token,
+    which a mask reads by name. Memory-mapped arrays stay on disk until they are read.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from meshwright.nn.hf.tokenizer import (
 from meshwright.train.data.text import TextPiece
 
 END_ID = 0
-"""The trainer numbers special tokens first."""
+"""Id of the end-of-text token of a trained tokenizer: the trainer numbers special tokens first."""
 SMALLEST_VOCAB = 257
 """Number of tokens for all bytes and the end of a text."""
 
@@ -95,7 +95,7 @@ def num_ids(tokenizer: Tokenizer) -> int:
 def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
     """Reads a ``tokenizer.json``, given by its path, its folder or a GGUF file, with its end-of-text token.
 
-    That token is the ``eos_token`` of the special tokens beside the file, else the first of `END_NAMES` that the
+    That token is the ``eos_token`` of the special tokens in its folder, else the first of `END_NAMES` that the
     tokenizer has. Raises InputError if it has none, or more tokens than ``vocab_size``.
     """
     source_path = as_folder(path.expanduser())

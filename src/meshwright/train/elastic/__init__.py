@@ -1,1 +1,1 @@
-"""Training in islands, each with a runtime of its own: one may leave and come back while the others go on."""
+"""Training in islands, each a separate JAX runtime, that may leave and return while the rest keeps training."""

@@ -1,7 +1,7 @@
-"""The arrays of this process in host memory, for what goes between islands, and back on its devices.
+"""Copies a process's arrays to host memory, to send them between islands, and back to its devices.
 
-An array that this process has all of is whole, whatever its mesh; of others it has each different shard, in an order
-that is the same in every island of one mesh.
+An array that this process has all shards of is copied whole, whatever its mesh; else each distinct shard that it has is
+copied, in an order that is equal in all islands of one mesh.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _Index = tuple[slice, ...]
 
 
 def on_host(tree: Tree) -> list[np.ndarray]:
-    """Returns the arrays of a tree; on CPU they may share memory with it."""
+    """Returns copies of a tree's arrays, or shards, in host memory; on CPU they may share memory with the tree."""
     parts: list[jax.Array] = []
     for leaf in jax.tree.leaves(tree):
         parts += [leaf] if leaf.is_fully_addressable else [shard.data for shard in shards_here(leaf)]
@@ -25,7 +25,7 @@ def on_host(tree: Tree) -> list[np.ndarray]:
 
 
 def empty(shapes: Tree, shardings: Tree) -> list[np.ndarray]:
-    """Returns arrays without values in the sizes of `on_host`."""
+    """Returns uninitialised arrays of the shapes that `on_host` returns."""
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
     return [
         np.empty([len(range(*part.indices(n))) for part, n in zip(index, shape.shape, strict=True)], shape.dtype)
@@ -35,7 +35,7 @@ def empty(shapes: Tree, shardings: Tree) -> list[np.ndarray]:
 
 
 def on_devices(arrays: Sequence[np.ndarray], shapes: Tree, shardings: Tree) -> Any:
-    """Returns the tree of `shapes` whose shards `on_host` returned, in the dtypes of the shapes."""
+    """Returns the tree of arrays on devices whose parts, in the order of `on_host`, are ``arrays``; casts dtypes."""
     left = iter(arrays)
     return jax.tree.map(lambda shape, sharding: _placed(left, shape, sharding), shapes, shardings)
 

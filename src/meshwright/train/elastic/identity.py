@@ -1,4 +1,4 @@
-"""What all islands must have in common, in words that name a difference."""
+"""Texts that must be equal in all islands of a run, by name, so that a difference can be named."""
 
 import hashlib
 from pathlib import Path
@@ -15,7 +15,7 @@ from meshwright.spec.strategy import ISLAND_FIELDS
 def settings_of(told: Any, step: TrainStep) -> dict[str, str]:
     """Returns the versions, the digest of the code and every setting of an island's run, by name.
 
-    Islands may have batches of their own, and those of one process that exchange outer gradients meshes and chips.
+    Batch sizes may differ; with outer gradients and one process per island, so may platforms, meshes and compilers.
     """
     fields = msgspec.to_builtins(told.settings)
     compiler = hashlib.sha256(repr(sorted(step.compiler.used.items())).encode()).hexdigest()[:8]
@@ -38,7 +38,7 @@ def settings_of(told: Any, step: TrainStep) -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """Returns 8 hexadecimal digits of the package's files."""
+    """Returns the first 8 hexadecimal digits of a hash of the package's Python files."""
     root = Path(meshwright.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

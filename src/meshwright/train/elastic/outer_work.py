@@ -1,4 +1,4 @@
-"""What one island does from one exchange to the next: whole steps of its own, and the update by the outer gradient."""
+"""Work of an island between two exchanges with an outer optimizer: inner steps, then the outer update."""
 
 import time
 import zlib
@@ -23,12 +23,12 @@ from meshwright.train.record.metrics import on_host, over_layers
 from meshwright.train.settings import TrainSettings
 
 TOKENS = "tokens"
-"""Name of the number of tokens by which an island's differences count."""
+"""Name under which an island reports its tokens, by which its differences are weighted."""
 
 
 def outer_settings(islands: Strategy, settings: TrainSettings) -> OuterSettings | None:
-    """Returns those of the strategy of all islands, None if they add gradients. Raises InputError for what does not
-    run."""
+    """Returns the outer optimizer's settings for the strategy of all islands, None if they sum gradients. Raises
+    InputError for "async-sgd" and for an average of weights, which are not run."""
     sync = islands.islands_sync
     if sync == "gradients":
         return None
@@ -51,11 +51,11 @@ def outer_settings(islands: Strategy, settings: TrainSettings) -> OuterSettings 
 
 
 class OuterWork(GradientWork):
-    """The work of an island that trains apart. A round is a period: the inner steps up to the exchange of a fragment.
+    """Work of an island under DiLoCo or local SGD. A round is a period: the inner steps up to a fragment's exchange.
 
-    The last period may be shorter. Optimizer moments stay an island's own; who comes gets those of another, and begins
-    with the outer weights. ``begin_sum`` is called ``overlap`` inner steps before the end, and adds beside them.
-    """
+    The last period may be shorter. Optimizer moments are not exchanged; a joining island copies another island's, and
+    starts from the outer weights. ``begin_sum`` is called ``overlap`` inner steps before a period's end, and sums
+    while these run."""
 
     begin_sum: Callable[[Sequence[np.ndarray]], None] = staticmethod(lambda arrays: None)
 
@@ -73,23 +73,23 @@ class OuterWork(GradientWork):
 
     @property
     def _period(self) -> range:
-        """The inner steps of the present period."""
+        """The inner steps of the current period."""
         assert self.position is not None
         outer, first = self.outer.settings, self.position.step + 1
         return range(first, min(outer.end(outer.number(first - 1) + 1), self.setup.settings.steps) + 1)
 
     def shared_state(self) -> State:
-        """Returns the state with the outer weights."""
+        """Returns the island's training state with the outer weights in place of its weights."""
         return self._with(self.outer.weights(self._weights()))
 
     def beside(self) -> dict[str, Params]:
-        """Returns outer weights and momentum."""
+        """Returns the outer weights and momentum, which checkpoints store beside the state."""
         return {"outer": self.outer.weights(self._zeros()), "momentum": self.outer.momentum(self._zeros())}
 
     # -- what `Rounds` calls ----------------------------------------------------------------------------
 
     def start(self) -> tuple[int, Ledger]:
-        """Takes the newest checkpoint, or the first state. Returns the exchanges that it has had."""
+        """Restores the newest checkpoint, or makes an initial state. Returns the periods done, and the ledger."""
         step, ledger = super().start()
         with self._open_store() as store:
             held = store.restore_beside({"outer": self._zeros(), "momentum": self._zeros()})
@@ -99,13 +99,13 @@ class OuterWork(GradientWork):
         return (self.rounds if step >= self.setup.settings.steps else self.outer.settings.number(step)), ledger
 
     def sizes(self, samples: Mapping[int, int]) -> dict[int, int]:
-        """Returns how many samples each island takes in a period."""
+        """Returns each island's samples in the current period, from its ``samples`` in a step."""
         return {island: len(self._period) * count for island, count in samples.items()}
 
     def compute(
         self, step: int, block: SampleBlock, dealt: dict[int, SampleBlock]
     ) -> tuple[Sequence[np.ndarray], Said]:
-        """Runs the inner steps of a period. Returns the differences of the fragment that is due, and all losses."""
+        """Runs the inner steps of a period. Returns the weight differences of the fragment due, and all metrics."""
         start_s, job, period = time.perf_counter(), self.setup.job, self._period
         outer_digest = self._digest(step)
         samples, size = sample_numbers(block), job.batch_seqs
@@ -130,19 +130,19 @@ class OuterWork(GradientWork):
         )
 
     def _digest(self, step: int) -> str:
-        """Returns that of the outer weights and momentum, in every round."""
+        """Returns the checksum of outer weights and momentum; "" if islands do not compare states."""
         checksum = 0
         for view in views(list(self.outer.state().values())) if self.setup.settings.compare_every else ():
             checksum = zlib.crc32(view, checksum)
         return f"{checksum:08x}" if checksum else ""
 
     def nothing(self) -> Sequence[np.ndarray]:
-        """Returns the differences of no sample."""
+        """Returns the contribution of an island without samples to the sum of differences."""
         assert self.position is not None
         return self.outer.summands(self.outer.settings.number(self.position.step) + 1, None)[0]
 
     def apply(self, sums: Sequence[np.ndarray], done: Done) -> None:
-        """Updates the outer weights by the sums of all islands, and goes on from these."""
+        """Updates the outer weights by the sums of all islands, and makes the next period's state and metrics."""
         self.state = self._with(self.outer.update(done.step, list(sums), done.total(TOKENS), self._weights()))
         there = [(num_samples(done.blocks[said.island]), said.numbers) for said in done.firsts if said.numbers]
         self.metrics, num_steps, total = [], len(self._period), sum(count for count, _ in there)
@@ -156,12 +156,12 @@ class OuterWork(GradientWork):
         self._advance(done, num_steps)
 
     def give(self, links: Links, ranks: Sequence[int]) -> None:
-        """Sends the state, outer weights and momentum."""
+        """Sends the state, outer weights and momentum to the islands ``ranks``."""
         super().give(links, ranks)
         links.give(ranks, views(list(self.outer.state().values())))
 
     def take(self, links: Links, rank: int, facts: dict[str, Any]) -> None:
-        """Takes the state of another island, and begins with the outer weights."""
+        """Receives the state, outer weights and momentum of island ``rank``; starts from the outer weights."""
         super().take(links, rank, facts)
         self.outer.begin(self._weights())
         links.take(rank, views(list(self.outer.state().values())))
@@ -170,7 +170,7 @@ class OuterWork(GradientWork):
     # -- weights -----------------------------------------------------------------------------------------
 
     def _weights(self) -> Params:
-        """Returns the weights that islands exchange, as every mesh has them."""
+        """Returns the weights that islands exchange, in the layout that does not depend on the mesh."""
         assert self.state is not None
         return self.setup.step.to_canonical(exchanged(self.setup.step, self.state))
 

@@ -1,4 +1,4 @@
-"""A run in islands: who leads it prints and writes its folder; when that island leaves, another does."""
+"""Trains in islands: the leading island prints and writes the run's folder; if it leaves, another one leads."""
 
 import contextlib
 import sys
@@ -45,12 +45,12 @@ from meshwright.train.setup import held_out, prepare, start_words
 KEPT_STEPS = 1000
 """Newest steps that every island remembers, in case the leader dies before it has written their lines."""
 LOOKED_FOR = 16
-"""Steps after which a leader looks for its files, where it writes no checkpoints."""
+"""Steps between a leader's checks that its files still exist, in a run without regular checkpoints."""
 NOT_WRITTEN = "no line of step"
 
 
 class IslandRun(NamedTuple):
-    """What an island is told: the plan of one island, the strategy of all, and where the run's files go."""
+    """Arguments of an island's run: one island's strategy and job, the strategy of all ``islands``, folders."""
 
     model: Model
     strategy: Strategy
@@ -65,7 +65,7 @@ class IslandRun(NamedTuple):
 
 
 def train_island(identity: Identity, told: IslandRun) -> TrainResult | None:
-    """Trains as one of several islands. Returns the result in the island that leads at the end, None in the others.
+    """Trains as one of several islands. Returns the result in the island that leads at the end, else None.
 
     ``told`` has the strategy and the batch of one island.
     """
@@ -75,12 +75,12 @@ def train_island(identity: Identity, told: IslandRun) -> TrainResult | None:
 
 
 def say_on_stderr(line: str) -> None:
-    """Prints a line of a run that has no folder to itself."""
+    """Prints a line on standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 class _Island:
-    """One island; `run` is there while it leads."""
+    """One island of a run; ``run`` is not None while it leads."""
 
     def __init__(self, identity: Identity, told: IslandRun) -> None:
         self.told, self.watch = told, Stopwatch()
@@ -132,7 +132,7 @@ class _Island:
     # -- states ------------------------------------------------------------------------------------------
 
     def _open_store(self) -> Checkpoints:
-        """Returns the checkpoints of the run; called where no island has a state."""
+        """Opens the run's checkpoints; called when no island has a state: at the start, and after going back."""
         self._let_go()  # all go back
         self._find_path()
         self._set_aside()
@@ -151,7 +151,7 @@ class _Island:
     # -- the leader ---------------------------------------------------------------------------------------
 
     def _set_aside(self) -> None:
-        """Renames checkpoints of a state that may have been damaged before it was seen."""
+        """Renames checkpoints of later steps than the last one whose state is known to be undamaged."""
         run = self.path or Path()
         tiers = [run, *([run / NEAR] if (run / NEAR).is_dir() else [])] if self.rounds.trusted >= 0 else []
         for folder in (folder for tier in tiers for folder in tier.glob(f"{CHECKPOINTS}/*[0-9]")):
@@ -174,7 +174,7 @@ class _Island:
                 self._no_storage(error)
 
     def _no_storage(self, error: Exception) -> None:
-        """Says that files cannot be written, which ends no training: the next checkpoint is tried."""
+        """Prints that files cannot be written; training continues, and the next checkpoint is tried."""
         fault = str(error).partition(" Make room")[0].rstrip(".")
         if fault != self.fault and is_first():
             say_on_stderr(f"{fault}; training goes on, and tries again")
@@ -182,7 +182,7 @@ class _Island:
 
     def _let_go(self) -> None:
         self.run = None
-        with contextlib.suppress(CannotRunError, OSError):  # another leads, and writes its own; or storage is lost
+        with contextlib.suppress(CannotRunError, OSError):  # another island leads and writes, or storage is lost
             self.stack.close()
 
     def _lead(self) -> Run:
@@ -190,8 +190,8 @@ class _Island:
         assert path is not None
         assert position is not None
         settings = told.settings
-        path.mkdir(parents=True, exist_ok=True)  # the storage may have been lost, and be back
-        # A leader that is stopped but not dead keeps the lock; it finds out that it is out before it writes.
+        path.mkdir(parents=True, exist_ok=True)  # the storage may have been lost and remounted
+        # A leader that hangs keeps the lock; it finds that it no longer leads before it writes.
         with contextlib.suppress(CannotRunError):
             shared(lambda: str(stack.enter_context(held_alone(path))))
         store = stack.enter_context(open_checkpoints(path, settings))
@@ -230,7 +230,7 @@ class _Island:
         return run
 
     def _write_missing(self, metrics: Path) -> None:
-        """Adds the lines of steps that the leader before did, and died before it wrote."""
+        """Adds the metrics lines of steps that the previous leader died before writing."""
         last_step = max((line.get("step", 0) for line in _records(metrics)), default=0)
         with metrics.open("ab") as file:
             for flight, tokens in self.recent:
@@ -246,7 +246,7 @@ class _Island:
     # -- steps --------------------------------------------------------------------------------------------
 
     def _done(self, done: Done) -> None:
-        """Records the steps of a round, and does what is due after them."""
+        """Records a round's steps, judges their losses, and runs checkpoints and evaluations that are due."""
         all_metrics, position = jax.block_until_ready(self.work.metrics), self.work.position
         assert position is not None
         first, job, end = position.step - len(all_metrics) + 1, self.told.job, time.perf_counter()
@@ -292,7 +292,7 @@ class _Island:
                 run.evaluate() if act == run.evaluate else self._save(act)
 
     def _judge(self, flights: list[Flight]) -> None:
-        """Does what is set about bad losses; all islands have the same, and do the same."""
+        """Applies ``on_bad_loss`` to the steps; all islands have equal losses, and so decide alike."""
         for flight in flights:
             step, metrics = flight.number, flight.metrics
             numbers = step, float(metrics.loss), float(metrics.grad_norm)
@@ -309,7 +309,7 @@ class _Island:
         try:
             try:
                 save()
-            except StorageError as error:  # perhaps of the checkpoint before, which was written in the background
+            except StorageError as error:  # perhaps from writing the previous checkpoint
                 self._no_storage(error)
                 save()
             self.fault = ""
@@ -336,13 +336,13 @@ def _records(metrics: Path) -> list[dict[str, Any]]:
 
 
 def _part(block: SampleBlock, index: int, num_steps: int) -> SampleBlock:
-    """Returns the samples of a block that an inner step takes."""
+    """Returns the samples of a block that inner step ``index`` of ``num_steps`` uses."""
     size = num_samples(block) // num_steps
     return deal(Ledger(postponed=block), dict.fromkeys(range(index + 1), size))[0][index] if block else ()
 
 
 def _bare_record(flight: Flight, tokens: int, job: Job) -> StepRecord:
-    """Returns the line of a step that this island did not lead."""
+    """Returns the metrics line of a step in which this island did not lead; its learning rate is 0."""
     step_s = max((flight.end or 0.0) - flight.start, 1e-9)
     num_tokens = flight.samples * job.seq_len
     return StepRecord(

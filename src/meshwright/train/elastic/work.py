@@ -1,4 +1,4 @@
-"""What one island does in a step: the gradients of its samples, and the update by the sum of all islands'."""
+"""Work of an island in a step: the gradients of its samples, and the update by their sum over all islands."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +19,14 @@ from meshwright.train.elastic.arrays import empty, on_devices, on_host
 from meshwright.train.setup import Setup, digest, start_state
 
 PLANNED = "planned"
-"""Name of the number of labels by which gradients were divided, before it was known whose samples would be there."""
+"""Name under which an island reports the labels of all islands dealt into the step, by which it divided gradients."""
 
 
 class GradientWork:
-    """The work of an island whose gradients are added up in every step.
+    """Work of an island whose gradients are summed with all islands' in every step.
 
-    Gradients are those of the mean over the labels of all islands that the step was dealt to. If some of these have
-    left, sums are scaled to the mean over the labels that are there.
+    Gradients are of the mean loss over the labels of all islands that got samples of the step. If some islands have
+    left before the sum, it is rescaled to the mean over the labels of the remaining ones.
     """
 
     def __init__(self, setup: Setup, place: tuple[int, int], open_store: Callable[[], Checkpoints]) -> None:
@@ -42,7 +42,7 @@ class GradientWork:
         self._compile(step, state, batch)
 
     def _compile(self, step: Any, state: State, batch: dict[str, jax.ShapeDtypeStruct]) -> None:
-        """Compiles the halves of a step."""
+        """Compiles the halves of a step: the gradients, and the update."""
         self.program = step.summands.lower(state.params, batch).compile()
         losses, self._grad_shapes = jax.eval_shape(step.summands, state.params, batch)
         self._grad_shardings = self.program.output_shardings[1]
@@ -51,7 +51,7 @@ class GradientWork:
 
     @property
     def rounds(self) -> int:
-        """The number of exchanges of the run."""
+        """Number of exchanges of the run: one per step."""
         return self.setup.settings.steps
 
     def shared_state(self) -> State:
@@ -60,13 +60,13 @@ class GradientWork:
         return self.state
 
     def beside(self) -> Any:
-        """Returns what a checkpoint has beside the state."""
+        """Returns further arrays for checkpoints: none."""
         return None
 
     # -- what `Rounds` calls ----------------------------------------------------------------------------
 
     def start(self) -> tuple[int, Ledger]:
-        """Takes the newest checkpoint, or the first state. Returns the exchanges that it has had."""
+        """Restores the newest checkpoint, or makes an initial state. Returns the steps done, and the ledger."""
         with self._open_store() as store:
             self.position, self.state = start_state(self.setup, store)
         if self.skips_to:
@@ -77,17 +77,17 @@ class GradientWork:
 
     @property
     def samples(self) -> int:
-        """The samples of a batch of this island."""
+        """Number of samples in this island's batch."""
         return self.setup.job.batch_seqs
 
     def sizes(self, samples: Mapping[int, int]) -> dict[int, int]:
-        """Returns how many samples each island takes in a step."""
+        """Returns how many samples each island uses in a step."""
         return dict(samples)
 
     def compute(
         self, step: int, block: SampleBlock, dealt: dict[int, SampleBlock]
     ) -> tuple[Sequence[np.ndarray], Said]:
-        """Returns the gradients of a block, and its part of the mean losses."""
+        """Returns the gradients of a block of samples, and a report with its part of the mean losses."""
         assert self.state is not None
         start_s = time.perf_counter()
         batches, shardings = self.setup.batches, self.setup.step.batch_shardings
@@ -107,17 +107,17 @@ class GradientWork:
         return arrays, said
 
     def _digest(self, step: int) -> str:
-        """Returns that of the state before a step, if it is due."""
+        """Returns the digest of the state before a step; "" unless islands compare states at this step."""
         every = self.setup.settings.compare_every
         leaves = [leaf for leaf in jax.tree.leaves(self.state) if leaf.sharding.memory_kind != "pinned_host"]
         return digest(leaves) if every and step > 1 and step % every == 1 % every else ""
 
     def nothing(self) -> Sequence[np.ndarray]:
-        """Returns the gradients of no sample."""
+        """Returns gradients of zero, the part of an island without samples."""
         return [np.zeros_like(array) for array in empty(self._grad_shapes, self._grad_shardings)]
 
     def apply(self, sums: Sequence[np.ndarray], done: Done) -> None:
-        """Updates the state by the sums of all islands."""
+        """Updates the state by the gradients summed over all islands."""
         planned = next(said.numbers[PLANNED] for said in done.firsts if said.numbers)
         there = self._labels(done.blocks.values(), "num_labels")
         scale = np.float32(planned / there if there else 1.0)
@@ -142,11 +142,11 @@ class GradientWork:
         )
 
     def give(self, links: Links, ranks: Sequence[int]) -> None:
-        """Sends the state."""
+        """Sends the state to the islands ``ranks``."""
         links.give(ranks, views(on_host(reordered(self.state, self.setup.step.to_canonical))))
 
     def take(self, links: Links, rank: int, facts: dict[str, Any]) -> None:
-        """Takes the state of another island."""
+        """Receives the state of island ``rank``; ``facts`` has its position and recent losses."""
         step, (shapes, shardings) = self.setup.step, self.setup.step.canonical
         arrays = empty(shapes, shardings)
         links.take(rank, views(arrays))
@@ -157,11 +157,11 @@ class GradientWork:
         self.setup.batches.go_on(self.position.phase, self.position.samples)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what a newcomer needs beside the arrays."""
+        """Returns the position and the recent losses, which a joining island needs besides the state."""
         return {"position": msgspec.to_builtins(self.position), "losses": list(self.losses.recent)}
 
     def reset(self) -> None:
-        """Forgets the state."""
+        """Drops the state, the position and the recent losses."""
         self.state = self.position = None
         self.losses.recent.clear()
 
@@ -172,7 +172,7 @@ class GradientWork:
 
 
 def views(arrays: Sequence[np.ndarray]) -> list[memoryview]:
-    """Returns the bytes of arrays, of contiguous ones their memory."""
+    """Returns each array's bytes: a view of its memory if it is contiguous, else of a copy."""
     return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
 

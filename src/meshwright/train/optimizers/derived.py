@@ -58,10 +58,10 @@ derived steps, ``WEIGHT.FIELD.state``."""
 
 
 class DerivedUpdate:
-    """`init` and `update` of the optimizer of the settings, in float32. Matrices alone decay.
+    """`init` and `update` of the settings' optimizer, in float32. Only matrices get weight decay.
 
     Muon updates the matrices of layers; AdamW updates embeddings, the unembedding and vectors, at the same rate. States
-    are trees as optax's chains of transformations have them: checkpoints keep those.
+    are trees like those of optax's chains of transformations, which checkpoints contain.
     """
 
     def __init__(self, model: Model, settings: TrainSettings) -> None:
@@ -100,7 +100,7 @@ class DerivedUpdate:
     def update(
         self, grads: Params, state: Tree, params: Params, layout: UpdateLayout | None = None, /
     ) -> tuple[Params, Tree]:
-        """Returns new weights and the new state; without a layout on one device."""
+        """Returns the new weights and the new state; without a ``layout`` all arrays are on one device."""
         body: Callable[..., tuple[Params, Tree]] = partial(self._update_shards, layout.steps if layout else self.steps)
         if layout is not None:
             param_specs = {name: layout.specs[name] for name in params}
@@ -137,7 +137,7 @@ class DerivedUpdate:
 
 
 def state_name(path: tuple[Any, ...], params: Params) -> str:
-    """Returns the name of an array of a state in the derived steps, "" for a counter."""
+    """Returns the name that a state's array has in the derived steps, ``WEIGHT.FIELD.state``; "" for a counter."""
     weight_name = weight_of(path, params)
     field = next((key.name for key in reversed(path) if isinstance(key, GetAttrKey)), "")
     return f"{weight_name}.{field}.state" if weight_name else ""

@@ -34,7 +34,7 @@ def round_to(values: Array, dtype: Any, *, words: Array | None = None) -> Array:
 
 
 def round_tree(tree: Any, like: Any, *, key: Array | None = None) -> Any:
-    """Casts every array of ``tree`` to the dtype of its partner in ``like``; each has its own random bits."""
+    """Casts arrays of ``tree`` to the dtypes in ``like``; with ``key`` stochastically, each by different bits."""
     values, structure = jax.tree.flatten(tree)
     word_pairs = [None] * len(values) if key is None else list(jax.random.bits(key, (len(values), 2), jnp.uint32))
     partners = zip(values, jax.tree.leaves(like), word_pairs, strict=True)

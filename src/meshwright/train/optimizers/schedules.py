@@ -33,7 +33,7 @@ def learning_rate(settings: TrainSettings) -> Rate:
 def _share_of_peak(update: Any, settings: TrainSettings, xp: Any) -> Any:
     """Returns the schedule after the warm-up, as a share of the peak.
 
-    "rsqrt" is sqrt(warmup / update), which meets the warm-up at its end. Source: Vaswani et al., Attention Is All You
+    "rsqrt" is sqrt(warmup / update), which is 1 where the warm-up ends. Source: Vaswani et al., Attention Is All You
     Need (2017), section 5.3. "wsd" (warm-up, stable, decay) stays at the peak until the last ``decay_fraction`` of the
     steps. Source: Hu et al., MiniCPM (2024), section 4.
     """

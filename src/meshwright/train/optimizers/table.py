@@ -32,8 +32,8 @@ from meshwright.train.settings import Rounding, TrainSettings
 
 
 class OptState(NamedTuple):
-    """The state of an optimizer: the number of updates, the state of what it wraps, float32 weights where the training
-    state keeps them beside two-byte ones (else empty), and the running mean (else empty)."""
+    """The state of an optimizer: the number of updates, the wrapped optimizer's state, float32 copies of two-byte
+    weights if the training state has them (else empty), and the running mean of the weights (else empty)."""
 
     count: Any
     inner: Tree
@@ -93,7 +93,7 @@ def in_state(
 
 
 def averaged(state: OptState, params: Params) -> Params:
-    """Returns the running mean in the dtypes of the weights; weights, and buffers, without a mean as they are."""
+    """Returns the running mean in the dtypes of the weights; weights and buffers without a mean are unchanged."""
     mean_by_name = {name: round_to(mean, params[name].dtype) for name, mean in state.average.items()}
     return {**params, **mean_by_name} if mean_by_name else params
 

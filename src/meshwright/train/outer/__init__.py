@@ -1,1 +1,1 @@
-"""The outer optimizer of islands that train apart: DiLoCo, streaming or whole, and local SGD."""
+"""Outer optimizer of islands that sum weight differences every H steps: DiLoCo, streaming or not, and local SGD."""

@@ -1,15 +1,15 @@
-"""DiLoCo: islands train apart, and every H steps an outer optimizer moves the weights that they share.
+"""DiLoCo: islands train independently, and every H steps an outer optimizer updates their common weights.
 
-`train.elastic.outer_work` runs it between islands that may leave and come back. In a loop of one's own::
+`train.elastic.outer_work` runs it between islands that may leave and return. In your own loop::
 
     outer = DiLoCo(OuterSettings(every=30), stacked=step.stacked)
-    outer.begin(weights)                                  # the same in every island
+    outer.begin(weights)                                  # equal weights in every island
     for number in range(1, steps + 1):
         ...                                               # an inner step
         weights = outer.after_step(number, weights, group, tokens)
 
 Sources: Douillard et al., DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512). Where the papers leave a
-choice, MaxText's (trainers/diloco) and torchft's (local_sgd.py), which agree but for the schedule; that is torchft's.
+choice, this follows MaxText (trainers/diloco) and torchft (local_sgd.py), and torchft where their schedules differ.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,12 +30,12 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class OuterSettings:
-    """Choices of an outer optimizer: SGD at ``rate`` with Nesterov's ``momentum``, ``every`` so many inner steps.
+    """Settings of an outer optimizer: SGD at ``rate`` with Nesterov's ``momentum``, once in ``every`` inner steps.
 
-    Local SGD, the mean of the weights, has rate 1 and momentum 0. ``bits`` are those of a value between islands.
-    Each of ``fragments`` is exchanged once in ``every`` steps, during ``overlap`` steps at the end of its period; of
-    the weights there the share ``mixing`` stays an island's own. The rate and momentum are those of DiLoCo's paper.
-    Raises InputError for values that cannot be.
+    Local SGD, the mean of the weights, has rate 1 and momentum 0. ``bits`` is the size of a value sent between islands.
+    Each of ``fragments`` is exchanged once in ``every`` steps, during the last ``overlap`` steps of its period; its new
+    weights are ``mixing`` times the island's plus 1 - ``mixing`` times the outer ones. The default rate and momentum
+    are from DiLoCo's paper. Raises InputError for invalid values.
     """
 
     every: int
@@ -51,28 +51,28 @@ class OuterSettings:
             raise InputError(f"outer_fragments={self.fragments} must be 1 to outer_every={self.every}, at least 1.")
         if not 0 <= self.overlap < self.every // self.fragments:
             period_text = f"0 to {self.every // self.fragments - 1}, below outer_every / outer_fragments"
-            raise InputError(f"outer_overlap={self.overlap} must be {period_text}: one sum is under way at a time.")
+            raise InputError(f"outer_overlap={self.overlap} must be {period_text}: one sum is in flight at a time.")
         if not (self.rate > 0 and 0 <= self.momentum < 1 and 0 <= self.mixing <= 1):
             raise InputError("outer_rate must be above 0, outer_momentum in [0, 1), outer_mixing in [0, 1].")
 
     @classmethod
     def of(cls, sync: Literal["diloco", "local-sgd"], *, rate: float, momentum: float, **fields: Any) -> Self:
-        """Returns those of a strategy's ``islands_sync``; local SGD has no rate and momentum of its own."""
+        """Returns the settings for a strategy's ``islands_sync``; for local SGD the rate is 1 and the momentum 0."""
         rate, momentum = (rate, momentum) if sync == "diloco" else (1.0, 0.0)
         return cls(rate=rate, momentum=momentum, **fields)
 
     def end(self, number: int) -> int:
-        """Returns the inner step at whose end exchange ``number`` is, from 1; it is that of fragment (number - 1) mod
-        ``fragments``."""
+        """Returns the inner step after which exchange ``number``, from 1, updates the weights of fragment (number - 1)
+        mod ``fragments``."""
         return self.every * number // self.fragments
 
     def number(self, step: int) -> int:
-        """Returns how many exchanges have ended by the end of an inner step."""
+        """Returns how many exchanges have ended after inner step ``step``."""
         return ((step + 1) * self.fragments - 1) // self.every
 
 
 class OuterWeights:
-    """Outer weights and their momentum, float32 in host memory, the same in every island after the same updates."""
+    """Outer weights and their momentum, float32 in host memory; equal in all islands that made equal updates."""
 
     def __init__(self, settings: OuterSettings, *, stacked: Collection[str] = ()) -> None:
         self.settings, self.stacked = settings, stacked
@@ -86,11 +86,11 @@ class OuterWeights:
             self.momenta = self._copied(momentum)
 
     def weights(self, weights: Params) -> Params:
-        """Returns the weights with all outer ones in their place: those to evaluate, or that a newcomer begins with."""
+        """Returns ``weights`` with the outer values, to evaluate or to start a joining island with."""
         return self._written(weights, self.outer)
 
     def momentum(self, weights: Params) -> Params:
-        """Returns arrays like the weights with the momentum in their place."""
+        """Returns arrays like ``weights`` with the momentum's values."""
         return self._written(weights, self.momenta)
 
     def _copied(self, weights: Params) -> list[list[np.ndarray]]:
@@ -102,17 +102,17 @@ class OuterWeights:
         return weights
 
     def state(self) -> dict[str, np.ndarray]:
-        """Returns the outer state for a newcomer or a checkpoint: the arrays in use, the same in all islands."""
+        """Returns outer weights and momentum by name, not copied, for a joining island or a checkpoint."""
         return named("outer", self.outer) | named("momentum", self.momenta)
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes the state of another island, or of a checkpoint, after `begin`. This island has no tokens yet."""
+        """Copies the state of another island, or of a checkpoint, into this one, on which `begin` was called."""
         for name, block in OuterWeights.state(self).items():
             block[...] = arrays[name]
 
 
 def named(name: str, lists: Sequence[list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns arrays by the name of a state and their place in its lists."""
+    """Returns the arrays by names ``name.i.j``, with their indices in ``lists``."""
     return {f"{name}.{i}.{j}": block for i, blocks in enumerate(lists) for j, block in enumerate(blocks)}
 
 
@@ -132,8 +132,8 @@ class DiLoCo(OuterWeights):
         outer    = outer - rate (mean + mu momentum)
         inner    = mixing inner + (1 - mixing) outer         the inner optimizer's moments stay
 
-    If no island has tokens nothing changes. All members begin with the same weights and make the same updates; the
-    outer state then has the same bits in all.
+    If no island has tokens nothing changes. All members must begin with equal weights and make equal updates; their
+    outer states are then equal to the last bit.
     """
 
     def begin(self, weights: Params, momentum: Params | None = None) -> None:
@@ -149,7 +149,7 @@ class DiLoCo(OuterWeights):
     def summands(self, number: int, weights: Params | None) -> tuple[list[np.ndarray], float]:
         """Returns this island's part of the sums of exchange ``number``: differences times tokens, and tokens.
 
-        These are counted from zero afterwards. Without ``weights``, or tokens, both are zero.
+        The fragment's tokens are counted from zero afterwards. Without ``weights``, or tokens, both results are zero.
         """
         fragment = (number - 1) % len(self.fragments)
         outer, (tokens, self._tokens[fragment]) = self.outer[fragment], (self._tokens[fragment], 0.0)
@@ -181,10 +181,10 @@ class DiLoCo(OuterWeights):
         return written(weights, pieces, [alpha * a + (1 - alpha) * b for a, b in zip(inner, outer, strict=True)])
 
     def after_step(self, step: int, weights: Params, group: IslandGroup, tokens: float) -> Params:
-        """Returns the weights to go on with; ``tokens`` are this island's since the last call.
+        """Returns the weights for the next step; ``tokens`` is the number that this island read since the last call.
 
-        All members of the group call it after each step: it sums where differences are due, and updates where the
-        period ends.
+        All members of the group call it after each step: it sums differences ``overlap`` steps before a period ends,
+        and updates weights at its end.
         """
         self.add(tokens)
         settings, number = self.settings, self.settings.number(step + self.settings.overlap)
@@ -199,7 +199,7 @@ class DiLoCo(OuterWeights):
 
 
 def nesterov(outer: np.ndarray, momentum: np.ndarray, gradient: np.ndarray, settings: OuterSettings) -> None:
-    """Updates the outer weights and the momentum in place, as `DiLoCo` says, in float32."""
+    """Updates the outer weights and the momentum in place, by the formula of `DiLoCo`, in float32."""
     mu, rate = np.float32(settings.momentum), np.float32(settings.rate)
     arrays = (outer.reshape(-1), momentum.reshape(-1), gradient.reshape(-1))
     for start in range(0, outer.size, _CHUNK):

@@ -33,8 +33,8 @@ Fragment = tuple[FragmentPart, ...]
 
 
 def fragments_of(weights: Params, stacked: Collection[str], count: int) -> list[Fragment]:
-    """Returns ``count`` fragments, as `fragment_numbers` deals the weights; those of layers are ``stacked``. Raises
-    InputError if a fragment has nothing."""
+    """Returns ``count`` fragments, to which `fragment_numbers` assigns the weights; ``stacked`` names arrays of stacked
+    layers. Raises InputError if a fragment gets no weight."""
     forms = {n: (w.shape[0], w.ndim - 1) if n in stacked else (0, w.ndim) for n, w in sorted(weights.items())}
     fragments: list[list[FragmentPart]] = [[] for _ in range(count)]
     for name, numbers in fragment_numbers(forms, count).items():
@@ -45,10 +45,10 @@ def fragments_of(weights: Params, stacked: Collection[str], count: int) -> list[
 
 
 def read(weights: Params, fragment: Fragment) -> list[np.ndarray]:
-    """Returns the fragment as float32 arrays, one for each piece: whole, or one for each different shard that this
-    process has where other processes have more.
+    """Returns the fragment as float32 arrays in host memory: one for each piece, or, of a piece that other processes
+    have parts of, one for each distinct shard of this process.
 
-    They may share memory with the weights.
+    The arrays may share memory with the weights.
     """
     blocks = []
     for piece in fragment:
@@ -61,7 +61,7 @@ def read(weights: Params, fragment: Fragment) -> list[np.ndarray]:
 
 
 def written(weights: Params, fragment: Fragment, blocks: list[np.ndarray]) -> Params:
-    """Returns the weights with the fragment replaced by ``blocks``, as `read` gives them; NumPy arrays are changed."""
+    """Returns the weights with the fragment replaced by ``blocks`` (see `read`); NumPy arrays change in place."""
     weights, left = dict(weights), iter(blocks)
     for piece in fragment:
         array = weights[piece.name]
@@ -81,15 +81,15 @@ def written(weights: Params, fragment: Fragment, blocks: list[np.ndarray]) -> Pa
 
 
 def exchanged(step: TrainStep, state: State) -> Params:
-    """Returns the weights of a state that islands exchange: all that training changes, float32 ones where the state
-    keeps them."""
+    """Returns the weights of a state that islands exchange: all that training changes, in float32 where the state has
+    float32 copies."""
     changed = step.shards.keys() | moved_buffers(step.program)
     weights = {name: weight for name, weight in step.saved(state.params).items() if name in changed}
     return weights | dict(state.opt_state.master)
 
 
 def with_exchanged(state: State, weights: Params) -> State:
-    """Returns the state with these weights, and the two-byte weights that follow from float32 ones."""
+    """Returns the state with these weights; two-byte weights are rounded from float32 copies."""
     master = {name: weights[name] for name in state.opt_state.master}
     old = {name: state.params[name] for name in weights}
     new = {n: jax.device_put(round_to(weights[n], old[n].dtype), old[n].sharding) for n in master}
@@ -117,12 +117,12 @@ def _replacing(sharding: jax.sharding.Sharding, first: int, stride: int) -> Any:
 
 
 def shards_here(array: Array) -> list[jax.Shard]:
-    """Returns the shards of this process, those that several of its devices have once, in the order of their index."""
+    """Returns the distinct shards of an array in this process, replicas once, in the order of their index."""
     return [shard for _, shard in sorted({shard_key(shard.index): shard for shard in array.addressable_shards}.items())]
 
 
 def shard_key(index: _Index) -> tuple[int, ...]:
-    """Returns where a shard begins: equal for equal shards."""
+    """Returns the start of a shard in each dim, which is equal for replicas."""
     return tuple(part.start or 0 for part in index)
 
 

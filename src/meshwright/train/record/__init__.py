@@ -1,1 +1,1 @@
-"""What a run leaves: metrics, goodput, results, its folder."""
+"""Records of a run: metrics, goodput, results, and the run's folder."""

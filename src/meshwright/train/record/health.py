@@ -17,7 +17,7 @@ from meshwright.spec.weights import Weight
 
 
 def where_not_finite(step: TrainStep, state: State, batch: Any) -> str:
-    """Says in words what is not finite after a step whose loss or gradient is not: a weight, a gradient or neither.
+    """Returns a text of what is not finite after a step with a bad loss or gradient: a weight, a gradient or neither.
 
     Checks the weights after the step; if they are finite, computes and checks the gradients of the batch again. Layers
     are numbered as in the model, whatever their order in the stages of a pipeline.
@@ -34,7 +34,7 @@ def where_not_finite(step: TrainStep, state: State, batch: Any) -> str:
 def non_finite(tree: Any, model: Model) -> str | None:
     """Names the first array with a NaN or an infinity: "layers.wq of layer 3 holds NaN"; None if all are finite.
 
-    Arrays of weights come first, in the order of the weight table; of layers the first is named.
+    Arrays are checked in the order of the weight table, other arrays last; of stacked layers the first is named.
     """
     weights = rows(model)
     index_by_name = {name: index for index, name in enumerate(weights)}

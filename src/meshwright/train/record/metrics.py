@@ -67,7 +67,7 @@ def on_host(tree: Any) -> Any:
 
 
 def over_layers(extras: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Reduces metrics over layers with experts: the maximum of load_max_over_mean, the mean of all others."""
+    """Reduces metrics over layers with experts: the maximum of load_max_over_mean, the mean of other metrics."""
     return {name: float(np.max(a) if name == "load_max_over_mean" else np.mean(a)) for name, a in extras.items()}
 
 
@@ -78,7 +78,7 @@ def typical_step_s(step_s: Sequence[float]) -> float | None:
 
 
 class LiveLine:
-    """One line on stderr that is rewritten on a terminal; else a plain line every ``every`` steps and at both ends.
+    """One line on stderr, rewritten on a terminal; else a plain line at the first, the last and each ``every``-th step.
 
     With ``shown`` False it prints nothing: only one process prints.
     """

@@ -1,4 +1,4 @@
-"""The folder of a run. A new run never overwrites another; a resumed one continues in its own."""
+"""The folder of a run. A new run never overwrites another one; a resumed run continues in its folder."""
 
 import contextlib
 import fcntl
@@ -53,8 +53,8 @@ def create_run_folder(root: Path, name: str) -> Path:
 def held_alone(run: Path) -> Iterator[None]:
     """Locks a run's folder for this process: two processes that resume one run would overwrite each other's files.
 
-    The lock ends with its process; a file system without locks gives none. Raises CannotRunError when another
-    process has the lock.
+    The lock is released when its process ends; on file systems without locks there is none. Raises CannotRunError if
+    another process has the lock.
     """
     folder_fd = os.open(run, os.O_RDONLY)
     try:
@@ -97,7 +97,7 @@ def _number(name: str, stem: str) -> int:
 def read_resolved(run: Path) -> dict[str, Any]:
     """Reads the tables model, strategy, job and train of the last start of a run.
 
-    Raises InputError when the folder is not that of a run.
+    Raises InputError when the folder is not a run's, or the file was edited.
     """
     try:
         toml = read_toml(run / RESOLVED)
@@ -113,7 +113,7 @@ def read_resolved(run: Path) -> dict[str, Any]:
 def require_same_model(run: Path, model: Model) -> None:
     """Raises InputError that names the first field in which the run's model differs.
 
-    A field that is newer than the run counts as its default; those of `POSITIONS` may differ, for longer sequences.
+    A field that is newer than the run has its default; fields of `POSITIONS` may differ, for longer sequences.
     """
     own_fields = _table_of(model)
     run_fields = read_resolved(run).get("model", {})
@@ -150,9 +150,9 @@ class RunFolder:
     """Files of one run: texts at its start, a line of metrics each step, a summary at its end.
 
     ``step`` is where a resumed run continues; lines of later steps, which it repeats, are removed, and so are the files
-    of an earlier end: its weights would be older than the newest checkpoint. ``losses`` are those of the steps that it
-    keeps, ``lost_s`` the times of those that it repeats, and ``notes`` name lines that are damaged or missing. With
-    ``writes`` False no file is touched: only one process writes.
+    of an earlier end: its weights would be older than the newest checkpoint. ``losses`` are of steps up to ``step``,
+    ``lost_s`` the seconds of later steps, and ``notes`` name lines that are damaged or missing. With ``writes`` False
+    no file is touched: only one process writes.
     """
 
     def __init__(self, path: Path, texts: Mapping[str, str], *, step: int | None = None, writes: bool = True) -> None:
@@ -190,7 +190,7 @@ class RunFolder:
             self._metrics.close()
 
     def go_back(self, step: int) -> None:
-        """Removes the lines after a step, since the steps that follow are done again."""
+        """Removes the lines of steps after ``step``, which are run again."""
         if self.writes:
             self._metrics.close()
             for name in (METRICS, EVALUATIONS):
@@ -200,7 +200,7 @@ class RunFolder:
     def record(self, record: StepRecord) -> None:
         """Writes a line of metrics; a loss that is not finite becomes null, since JSON has no NaN.
 
-        What a full disk does not take is written with a later line.
+        Bytes that do not fit on a full disk are written with a later line.
         """
         if self.writes:
             self._unwritten += summed_line(record)
