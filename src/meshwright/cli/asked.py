@@ -38,7 +38,7 @@ AXES = option("Mesh axes to keep fixed, such as fsdp=1024,tensor=4.")
 SET = option("A field: model.num_layers=2, strategy.remat=block.", "--set", metavar="KEY=VALUE ...")
 
 
-class PlanOptions(Options):
+class PlanOptions(Options, group="Plan"):
     """A plan file, or a model with the options that a plan file would state."""
 
     what: str = argument(metavar="PLAN.toml | MODEL")

@@ -1,4 +1,4 @@
-"""Options of every verb that opens an engine, and the engine that they ask for."""
+"""Options of every verb that opens an engine, and the engine opened by them."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EngineGiven(Options, group="Engine"):
-    """Options of every verb that opens an engine; those of vLLM are other names of ours."""
+    """Options of every verb that opens an engine; vLLM's names of them work too."""
 
     what: Path = argument(metavar="FOLDER")
     on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
@@ -85,7 +85,7 @@ class EngineGiven(Options, group="Engine"):
 def open_given(
     given: EngineGiven, source: "ModelFolder | None" = None, *, in_background: bool = True
 ) -> "OpenedEngine":
-    """Opens the engine that was asked for, of a folder that may be open, and says what it has."""
+    """Opens the engine of the options, of ``source`` if the folder is open already, and prints its properties."""
     options = opened_options(given)
     from meshwright.serve.opening import open_engine
 
@@ -95,21 +95,22 @@ def open_given(
 
 
 def say_all(lines: Sequence[str]) -> None:
-    """Prints what an engine says of itself as wide as the terminal, on standard error."""
+    """Prints lines on standard error, wrapped to the width of the terminal."""
     for line in lines:
         say(filled(line, width(), 2))
 
 
 def opened_options(given: EngineGiven) -> EngineOptions:
-    """Returns the options of an engine whose devices are there, or are emulated from now on."""
+    """Returns the options of an engine after `prepare_devices`. Raises InputError for --axes beside --plan."""
     if given.plan and given.axes:
-        raise InputError(f"{given.plan} says the axes. Leave --axes out, or --plan.")
+        raise InputError(f"{given.plan} states the axes. Leave out --axes or --plan.")
     prepare_devices(given.on, given.axes)
     return engine_options(given, given.axes)
 
 
 def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> EngineOptions:
-    """Returns the options of an engine: those given, under the same names, and what others of them amount to."""
+    """Returns the options of an engine on ``mesh`` from those of the command line. Raises InputError for a cache of 0
+    bytes."""
     if given.cache_bytes == 0:
         raise InputError("a cache of 0 bytes holds no page. Give --cache-bytes such as 4GB, or leave it out.")
     value_by_name = vars(given) | {
@@ -125,8 +126,8 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> EngineOpt
 
 
 def folders_by_name(pairs: Sequence[str]) -> dict[str, Path]:
-    """Returns the folders of adapters by name. Raises InputError for a pair without a name, and a name that is given
-    twice."""
+    """Returns the folders of ``NAME=FOLDER`` pairs by name. Raises InputError for a pair without a name or folder, and
+    for a name that occurs twice."""
     folder_by_name = dict[str, Path]()
     for pair in pairs:
         name, _, folder = pair.partition("=")

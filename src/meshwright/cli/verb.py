@@ -112,7 +112,7 @@ SEQ_NEEDED = option("Tokens of a sequence.", "--seq")
 MESH = option("Mesh axes, major to minor, such as X=4,Y=2.")
 DIMS = option("Sizes, such as B=1024,D=4096,F=16384.")
 CALIBRATION = option("Rates of the chip (TOML), or datasheet.")
-PNG = option("Draw the figures to this file (.png or .svg).")
+PNG = option("Draw the figures to this file (.png or .svg).", group="Results")
 """Options that several verbs share."""
 
 

@@ -1,5 +1,7 @@
 """`meshwright bench` from the command line: tables, files, pictures and lines for what cannot be done."""
 
+import re
+
 import pytest
 
 from meshwright.spec.calibration import load_calibration
@@ -8,10 +10,11 @@ from meshwright.spec.calibration import load_calibration
 def test_a_short_run_is_told_and_kept(call, tmp_path):
     said = call(
         *("bench", "overhead", "copy", "collectives", "--on", "cpu:2", "--mesh", "tensor=2", "--seconds", "40"),
-        *("-o", "rates.toml", "--png", "pictures"),
+        *("-o", "rates.toml", "--png", "pictures", "--all"),
     )
     assert said.code == 0, said.err
     assert "wrote pictures/collectives.png" in said.err
+    assert re.search(r"AllReduce over 2 devices +\d.* us \+ bytes at \d.* GB/s", said.out)
     assert "Host time of a launch" in said.out
     assert "for each argument" in said.words
     assert "all_gather tensor=2" in said.words

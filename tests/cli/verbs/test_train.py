@@ -34,8 +34,12 @@ def rates(tmp_path_factory):
     [
         (None, 0.0, []),
         (1.05, 0.0, []),
-        (0.5, 0.0, ["slower now than when its rates were measured: the same product runs at 0.50 of its", "take 4 s"]),
-        (2.0, 0.0, ["faster now than", "at 2.00 of its speed then, at which the step would be predicted to take 1 s"]),
+        (
+            0.5,
+            0.0,
+            ["slower now than when its rates were measured: a product runs at 0.50 times its speed", "take 4 s"],
+        ),
+        (2.0, 0.0, ["faster now than", "at 2.00 times its speed then, and the predicted step would take 1 s"]),
         (1.0, 99.0, ["measured at load 99.0 on ", "times are too long"]),
     ],
 )

@@ -41,7 +41,7 @@ def test_small_parts_are_not_said():
     long = Goodput(wall_s=100, steps_s=95, compile_s=4, checkpoint_s=0.5, evaluation_s=0.4, data_s=0.1)
     assert goodput_words(long) == "goodput 95%: 95 s of 100 s in steps, compiling 4 s"
     again = Goodput(wall_s=10, steps_s=5, lost_steps=3, lost_s=1)
-    assert goodput_words(again) == "goodput 50%: 5 s of 10 s in steps, start and files 5 s, 3 steps done again 1 s"
+    assert goodput_words(again) == "goodput 50%: 5 s of 10 s in steps, start and files 5 s, 3 steps repeated 1 s"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def of_experts(load, **axes):
 def test_an_unbalanced_router_is_said_beside_the_prediction():
     """At most the experts over the experts of a token, 8 / 2, are counted at one device."""
     (line,) = (one for one in of_experts(12.6, expert=8) if "busiest" in one)
-    assert line.startswith("the busiest expert had 12.6 times the mean of rows; predicted: the busiest expert device")
+    assert line.startswith("the busiest expert had 12.6 times the mean rows; predicted: the busiest expert device")
     assert "is priced with 1 times the mean number of rows (assumptions.imbalance)" in line
     assert "; at 4 times the mean this plan takes " in line
     assert not any("busiest" in one for one in of_experts(1.2, expert=8))

@@ -6,19 +6,19 @@ from meshwright.cli.group import VerbGroup, subverbs
 
 BENCHES = {
     "machine": (
-        "Rates and knees of the devices, a calibration to plan with; the word may be left out.",
+        "Rates of the devices, a calibration to plan with; the word may be left out.",
         "bench matmul copy --on cpu:8 -o rates.toml",
     ),
-    "serve": ("A server under load, beside a simulation of it.", "bench serve FOLDER --prompt 128 --output 64"),
+    "serve": ("A server under load, beside its simulation.", "bench serve FOLDER --prompt 128 --output 64"),
     "drafts": (
-        "Speculative decoding with several numbers of drafts, beside none.",
+        "Speculative decoding with several numbers of drafts and without.",
         "bench drafts FOLDER --draft ngram --prompts prompts.jsonl",
     ),
 }
 
 
 class BenchGroup(VerbGroup):
-    """Measures the machine if nothing is named."""
+    """The group of benches; `bench` without a name is `bench machine`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args or [self.otherwise])
@@ -26,11 +26,4 @@ class BenchGroup(VerbGroup):
 
 @click.group(cls=BenchGroup, verbs=subverbs("bench", BENCHES), otherwise="machine")
 def command() -> None:
-    """Measure the devices at hand, or a server on them: tables, --json, --format csv, and pictures with --png.
-
-    \b
-    meshwright bench --on cpu:8 -o rates.toml
-    meshwright bench matmul copy --seconds 20
-    meshwright bench serve FOLDER --prompt 128 --output 64 --png load.png
-    meshwright bench drafts FOLDER --draft ngram --prompts prompts.jsonl
-    """
+    """Measure the devices at hand, or a server on them."""

@@ -5,11 +5,11 @@ from pathlib import Path
 import msgspec
 
 from meshwright.cli.engine import EngineGiven, open_given
-from meshwright.cli.output import say, three_digits
+from meshwright.cli.output import busy_words, say, three_digits
 from meshwright.cli.verb import PNG, Count, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Condition, Table, TableColumns
 
 COLUMNS: TableColumns = {
     "drafts": ("num_drafts", None, "drafts"),
@@ -22,17 +22,17 @@ COLUMNS: TableColumns = {
 }
 
 
-class Given(EngineGiven):
+class Given(EngineGiven, group="Drafts"):
     what: Path = argument(metavar="FOLDER")
-    prompts: Path = option("A file with a JSON object on each line, as `generate` reads it.")
-    counts: str = option("Numbers of drafts.", default="1,2,4,8")
-    max_tokens: Count = option("Tokens after a prompt whose line does not say it.", default=128)
-    temperature: float = option("Temperature of a prompt whose line does not say it.", default=0.0)
+    prompts: Path = option("A file of JSON lines, as generate reads it.")
+    counts: str = option("Numbers of drafts in a step.", default="1,2,4,8")
+    max_tokens: Count = option("Most tokens after a prompt whose line has no max_tokens.", default=128)
+    temperature: float = option("Temperature of a prompt whose line has none.", default=0.0)
     png: Path | None = PNG
 
 
 def _counts(text: str) -> list[int]:
-    """Returns the numbers of drafts, the smallest first. Raises InputError for what is no list of them."""
+    """Returns the numbers of drafts in ``"1,2,4"``, ascending. Raises InputError for another text."""
     try:
         draft_counts = sorted({int(count) for count in text.split(",")})
     except ValueError:
@@ -44,12 +44,10 @@ def _counts(text: str) -> list[int]:
 
 @verb(Given, needs="run")
 def command(given: Given) -> Answer:
-    """Measure speculative decoding: the same prompts without drafts, then with each number of them.
+    """Measure speculative decoding: the same prompts without drafts and with each number of drafts.
 
-    Tokens are the same each time. The predicted speed-up has the measured times of steps, and the tokens of a step if
-    each draft were right with one probability (Leviathan et al. 2022), that of the fewest drafts.
-
-    meshwright bench drafts FOLDER --draft ngram --prompts prompts.jsonl --png drafts.png
+    The tokens are the same each time. The predicted speed-up takes the measured times of steps, and the tokens of a
+    step if every draft were accepted with the probability measured for the fewest drafts (Leviathan et al. 2022).
     """
     if not given.draft:
         raise InputError("nothing proposes tokens. Give --draft ngram, or the folder of a smaller model.")
@@ -82,7 +80,7 @@ def command(given: Given) -> Answer:
         "time of a step ({})": ("s", [], [(result.num_drafts, result.step_s) for result in results]),
     }
     title = f"Drafts by {given.draft} for {given.what.name}"
-    lines: list[Piece] = [Fact("prompts", f"{len(requests)} of {given.prompts}, temperature {given.temperature:g}"), ""]
+    condition = Condition(f"{counted(len(requests), 'prompt')} of {given.prompts}, temperature {given.temperature:g}")
     facts = {"draft": given.draft, "results": rows, "predicted": predicted_gains}
     draw_by_path = {given.png: lambda: load_figure(panels, x="drafts of a step", title=title)}
-    return Answer(facts, [*lines, Table.of(shown_rows, COLUMNS)], draw_by_path)
+    return Answer(facts, [Table.of(shown_rows, COLUMNS), *busy_words(), condition], draw_by_path)

@@ -14,12 +14,13 @@ from msgspec.structs import asdict, replace
 from meshwright.batching.record import LatencyTargets, ServingSummary
 from meshwright.batching.traffic import RequestTraffic, load_trace, parse_lengths
 from meshwright.cli.engine import EngineGiven, engine_options, say_all
-from meshwright.cli.output import say, three_digits, width
+from meshwright.cli.output import busy_words, say, three_digits, width
 from meshwright.cli.verb import PNG, Count, TargetTime, argument, option, verb
 from meshwright.core.errors import InputError
+from meshwright.core.progress import tracked
 from meshwright.core.units import counted, format_seconds
 from meshwright.plan.serving.service import parse_load
-from meshwright.report.answer import Answer, Fact, Facts, Heading, Piece, Show, Table
+from meshwright.report.answer import Answer, Condition, Facts, Heading, Piece, Show, Table
 from meshwright.report.figure import Figure
 
 if TYPE_CHECKING:
@@ -27,35 +28,36 @@ if TYPE_CHECKING:
     from meshwright.bench.serving.server import BenchedServer
 
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
-"""Rates by default, as shares of the simulated capacity."""
+"""Request rates without --rate, as shares of the simulated capacity."""
 FEWEST = 20
-"""Requests of a rate at least, and those by which a capacity is found."""
+"""Fewest requests at a rate, without --requests."""
 MOST = 400
+"""Most requests at a rate, without --requests; as many find the capacity."""
 DRIFT = 0.1
-"""Change of the seconds of a step from which the text says so."""
+"""Relative change of the step's time since the engine was timed, above which the text says so."""
 WIDE = 100
-"""Columns from which a table of rates shows what was predicted."""
+"""Width of the terminal from which the table of rates has columns of predictions."""
 
 
-class Given(EngineGiven):
+class Given(EngineGiven, group="Load"):
     what: Path | None = argument(metavar="[FOLDER]", required=False)  # type: ignore[assignment]
-    url: str | None = option("A server that runs already; without a FOLDER nothing is predicted.")
+    url: str | None = option("Measure a running server; without a FOLDER nothing is predicted.")
     api_key: str = option("Key of the server at --url.", default="", is_rare=True)
     rate: str | None = option(
         "Requests a second, such as 5/s or 1/s,2/s,4/s. Default: 0.2 to 1.2 of the simulated capacity, or the trace's.",
         "--rate",
         "--rates",
     )
-    prompt: str = option("Tokens of a prompt: 500, 1..999, lognormal:500:0.8.", default="64")
+    prompt: str = option("Tokens of a prompt: 500, 1..999 or lognormal:500:0.8.", default="64")
     output: str = option("Tokens of an output, as --prompt.", default="64")
     trace: Path | None = option("Requests from a JSONL or CSV file, in place of lengths.")
-    requests: Count | None = option("Requests of each rate.")
-    seconds: float = option("Seconds of each rate.", default=30.0)
+    requests: Count | None = option("Requests at each rate.")
+    seconds: float = option("Seconds at each rate, without --requests.", default=30.0)
     burstiness: float = option(
-        "Shape of the gaps between requests: 1 is Poisson, less is bursts.", default=1.0, is_rare=True
+        "Shape of the gaps between requests: 1 is Poisson, less is burstier.", default=1.0, is_rare=True
     )
-    ttft: TargetTime | None = option("A good request's time to its first token at most.")
-    tpot: TargetTime | None = option("A good request's time for each further token at most.")
+    ttft: TargetTime | None = option("Longest time to the first token of a request that counts as good.")
+    tpot: TargetTime | None = option("Longest time per further token of a request that counts as good.")
     png: Path | None = PNG
 
 
@@ -63,11 +65,9 @@ class Given(EngineGiven):
 def command(given: Given) -> Answer:
     """Measure a server under load: the model of a FOLDER in a process of its own, or the one at --url.
 
-    Its engine's steps are timed first; a simulation whose clock they are says of the same requests what was to be
-    expected. Requests arrive whether or not others are done. TTFT counts from sending; figures leave out the first
-    tenth of the arrivals and what comes after the last.
-
-    meshwright bench serve FOLDER --prompt 128 --output lognormal:64 --png load.png
+    Times the steps of the model's engine first; predictions are a simulation of the same requests with these times.
+    Requests arrive whether or not others are done. TTFT counts from sending; the first tenth of the arrivals and all
+    that happens after the last arrival do not count.
     """
     if given.what is None and given.url is None:
         raise InputError("there is nothing to measure. Name a FOLDER, or give the --url of a server.")
@@ -127,7 +127,10 @@ async def _measured(
 
     loads = [at(rate) for rate in rates or ([share * capacity for share in SHARES] if capacity and not traced else [])]
     latency_targets = LatencyTargets(ttft_s=given.ttft or np.inf, tpot_s=given.tpot or np.inf)
-    rate_results = [await compare(client, load, latency_targets, server, say) for load in (loads or [sample_traffic])]
+    rate_results = [
+        await compare(client, load, latency_targets, server, say)
+        for load in tracked(loads or [sample_traffic], "measuring rates")
+    ]
     answer = LoadAnswer(given, facts.name, rate_results, server, capacity)
     if server is not None and given.png is not None:
         answer.between = [
@@ -138,16 +141,18 @@ async def _measured(
 
 
 class LoadAnswer:
-    """What was measured at each rate, as an answer."""
+    """The measurements at each rate, and the answer of the verb with its text and picture."""
 
     def __init__(
         self, given: Given, name: str, rows: "list[RateResult]", server: "BenchedServer | None", capacity: float | None
     ) -> None:
         self.given, self.name, self.rows, self.server, self.capacity = given, name, rows, server, capacity
-        self.between: list[tuple[float, ServingSummary]] = []  # simulated rates between those measured, for curves
+        self.between: list[
+            tuple[float, ServingSummary]
+        ] = []  # (rate, simulated) between the measured rates, for curves
 
     def answer(self) -> Answer:
-        """Returns the answer of the verb."""
+        """Returns the facts, the text and the picture."""
         clock = self.server.clock if self.server else None
         facts = {
             "model": self.name,
@@ -158,22 +163,11 @@ class LoadAnswer:
         return Answer(facts, list(self.text()), {self.given.png: self.picture})
 
     def text(self) -> Iterator[Piece]:
-        """Yields the clock, and a table of one rate or of several."""
+        """Yields the load, the capacity, a table of one rate or of several, and what the predictions rest on."""
         lengths_text = f"prompts {self.given.prompt}, outputs {self.given.output} tokens"
-        yield Fact("server", f"{self.name}: {lengths_text if self.given.trace is None else self.given.trace}")
-        if self.server is not None:
-            clock = self.server.clock
-            yield Fact(
-                "clock",
-                f"steps of {format_seconds(clock.decode_s[0])} ({clock.decode_rows[0]} rows) to "
-                f"{format_seconds(clock.chunk_s[-1])} ({clock.chunk_rows[-1]}), off by {clock.error:.0%} in the "
-                f"median",
-            )
-            added_times = (("request", clock.request_s), ("step", clock.served_s), ("token", clock.token_s))
-            added_words = [f"{format_seconds(seconds)} a {unit}" for unit, seconds in added_times if seconds]
-            yield Fact("HTTP", ", ".join(added_words) + " more" if added_words else "no time that is visible")
+        yield f"{self.name}: {lengths_text if self.given.trace is None else self.given.trace}"
         if self.capacity is not None:
-            yield Fact("capacity", f"{three_digits(self.capacity)} requests/s, simulated")
+            yield f"simulated capacity {three_digits(self.capacity)} requests/s"
         yield ""
         if len(self.rows) > 1:
             yield self._table()
@@ -187,12 +181,23 @@ class LoadAnswer:
         drifts = [row.drift for row in self.rows if row.drift is not None]
         if max(map(abs, drifts), default=0.0) > DRIFT:
             yield (
-                f"steps took {min(drifts):+.0%} to {max(drifts):+.0%} more than when they were timed: other load on "
-                "the machine, by which figures differ too"
+                f"steps took {min(drifts):+.0%} to {max(drifts):+.0%} more than when the engine was timed: other "
+                "work on the machine, which changes all figures"
             )
+        yield from busy_words()
         for row in self.rows:
             if row.failures:
                 yield f"{len(row.failures):,} of {counted(row.num_requests, 'request')} failed: {row.failures[0]}"
+        if self.server is not None:
+            clock = self.server.clock
+            yield Condition(
+                f"predictions simulate the engine with measured steps: {format_seconds(clock.decode_s[0])} "
+                f"({counted(clock.decode_rows[0], 'row')}) to {format_seconds(clock.chunk_s[-1])} "
+                f"({clock.chunk_rows[-1]:,}), median error {clock.error:.0%}"
+            )
+            added_times = (("request", clock.request_s), ("step", clock.served_s), ("token", clock.token_s))
+            added_texts = [f"{format_seconds(seconds)} a {unit}" for unit, seconds in added_times if seconds]
+            yield Condition(f"HTTP adds {', '.join(added_texts) or 'no measurable time'}")
 
     def _table(self) -> Table:
         columns: list[str | Heading] = [Heading("requests/s", three_digits, "rate_per_s"), "requests"]
@@ -212,7 +217,7 @@ class LoadAnswer:
         return Table(columns, cell_rows, "Measured; ratios are to the simulation" if self.server is not None else "")
 
     def picture(self) -> Figure:
-        """Returns throughput and median latencies over the rate."""
+        """Draws throughput and median latencies over the rate."""
         from meshwright.report.machine.serving import load_figure
 
         def points(read_y: Callable[[ServingSummary], float], side: str) -> Sequence[tuple[float, float]]:
@@ -243,13 +248,13 @@ FIGURES: dict[str, tuple[Read, Show]] = {
     "latency p50": (lambda summary: summary.latency.p50, format_seconds),
     "goodput/s": (lambda summary: summary.goodput_per_s, three_digits),
 }
-"""Figures of one load -> how they are read and shown."""
+"""Figure of one rate -> (its reader, its format)."""
 CURVES = ("tokens/s", "TTFT p50", "TPOT p50")
-"""Those of a table over rates, and of the picture."""
+"""Figures in the table over rates and in the picture."""
 
 
 def _ratios(row: "RateResult") -> dict[str, float]:
-    """Returns measured over predicted of each figure."""
+    """Returns measured over predicted of each figure; {} without predictions."""
     if row.predicted is None:
         return {}
     pair_by_name = {name: (read(row.measured), read(row.predicted)) for name, (read, _) in FIGURES.items()}

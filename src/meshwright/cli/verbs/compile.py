@@ -13,9 +13,9 @@ class Given(EngineGiven):
 
 @verb(Given, needs="run")
 def command(given: Given) -> None:
-    """Compile every program that serving the model of a FOLDER needs, so that `serve` starts at once.
+    """Compile every program that serving the model of a FOLDER needs, so that serve starts at once.
 
-    Give the options that `serve` is given: programs depend on them, and on the devices and versions of this machine.
+    Give the same options as to serve: the programs depend on them, on the devices and on the versions of JAX and XLA.
     """
     prepare_devices(given.on, given.axes)
     from meshwright.parallel.generation.program_store import ProgramStore
@@ -29,5 +29,4 @@ def command(given: Given) -> None:
     stores = [engine.packed.programs for engine in opened_engine.engine.engines]
     num_new, num_loaded = (sum(getattr(store, name) for store in stores) for name in ("num_compiled", "num_loaded"))
     folders_text = ", ".join(str(store.folder) for store in stores)
-    kinds_text = "steps and what draws from them"
-    say_all([f"{counted(num_new, 'program')} compiled, {num_loaded} were there, {kinds_text}: {folders_text}"])
+    say_all([f"{counted(num_new, 'program')} of steps and samplers compiled, {num_loaded:,} were in {folders_text}"])

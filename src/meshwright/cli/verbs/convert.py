@@ -6,7 +6,7 @@ from typing import Any, Literal
 from meshwright.cli.verb import Bytes, Options, argument, option, verb
 from meshwright.core.digests import write_sums
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_params
+from meshwright.core.units import counted, format_bytes, format_params
 from meshwright.report.answer import Answer, Fact, Facts
 from meshwright.spec.catalogue import has_weights
 from meshwright.spec.hf.read import model_from_config
@@ -17,9 +17,9 @@ from meshwright.spec.weights import frozen_base, num_params, without_mtp_words
 class Given(Options):
     source: Path = argument(metavar="FROM")
     folder: Path = argument(metavar="TO")
-    dtype: Literal["fp32", "bf16", "fp16"] | None = option("Dtype of the weights written; unchanged by default.")
-    step: int | None = option("Take the run's checkpoint after this step instead of its last weights.")
-    merge: bool = option("Add an adapter to its base; else it is written by itself, as PEFT writes it.")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = option("Dtype of the written weights. Default: unchanged.")
+    step: int | None = option("Take the run's checkpoint of this step instead of its last weights.")
+    merge: bool = option("Add an adapter to its base; else the adapter alone is written, as PEFT does.")
     file_size: Bytes = option("Most bytes of one file of weights.", default="5GB")
 
 
@@ -27,9 +27,8 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Write the weights of FROM as a Hugging Face folder TO, which transformers, train and generate read.
 
-    FROM is the folder of a run, finished or not, any Hugging Face folder with safetensors files, or a GGUF file: fused,
-    stacked or prefixed names come out as they are published. One tensor is in memory at a time. An adapter, of a run or
-    as PEFT writes it, is written by itself or, with --merge, added to the weights of its base.
+    FROM is the folder of a run, finished or not, a Hugging Face folder with safetensors files, or a GGUF file. Tensors
+    get the names and shapes in which the family is published. One tensor is in memory at a time.
     """
     folder = given.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -65,14 +64,16 @@ def command(given: Given) -> Answer:
         [
             Fact("model", f"{model.name}, family {model.family}, {size} parameters{without_mtp_words(model)}"),
             Fact("from", f"{given.source}{step_text}"),
-            Fact("to", f"{folder}: {len(files)} {'file' if len(files) == 1 else 'files'} of weights"),
+            Fact("to", f"{folder}: {counted(len(files), 'file')} of weights"),
             Fact("size", f"{format_bytes(facts['num_bytes'])} in {facts['dtype']}"),
         ],
     )
 
 
 def _convert(given: Given, source: Path) -> tuple[Model, int | None, list[Path]]:
-    """Writes the weights. Returns their model, the step of the checkpoint (None for other sources), and the files."""
+    """Writes the weights. Returns their model, the step of the checkpoint (None for other sources) and the files.
+
+    Raises InputError for a source without weights, and for --merge without an adapter."""
     from meshwright.nn.hf.adapter import adapted_model, base_folder, is_adapter
     from meshwright.nn.hf.weights import convert_hf, merged, open_source, save_adapter, with_stored_mtp, write_hf
     from meshwright.train.weights import checkpoint_steps, end_of_text, open_run_checkpoint

@@ -44,23 +44,20 @@ CLUSTER = "cpu:8"
 PROMPT = "The statement"
 SAMPLE_TOKENS = 60
 SHOWN = {"q": "queries", "o": "attention", "g": "MLP in", "y": "MLP out", "logits": "unembedding"}
-"""Products that the roofline shows, by the name of their result."""
+"""Results of the products that the roofline shows -> their labels."""
 
 SETTINGS = {"learning_rate": 3e-3, "warmup_steps": 4, "weight_decay": 0.01, "beta1": 0.8}
-"""The best settings of those tried for a hundred steps of a small model (2026-11-21)."""
+"""The settings with the lowest loss after 100 steps, among those tried (2026-11-21)."""
 
 
 class Given(Options):
     steps: Count = option("Optimizer steps.", default=100)
-    out: Path = option("Folder for all files of the demo.", "-o", "--out", default=Path("runs/demo"))
+    out: Path = option("Folder of all files of the demo.", "-o", "--out", default=Path("runs/demo"))
 
 
-@verb(
-    Given,
-    needs="run draw",
-)
+@verb(Given, needs="run draw")
 def command(given: Given) -> Answer:
-    """Measure this machine, plan a small llama for 8 emulated devices, train it, compare, draw, sample."""
+    """Measure this machine, plan a small Llama for 8 emulated devices, train it, compare, draw, sample."""
     from meshwright.bench.machine import machine_speed
     from meshwright.serve.drawing.sampling import Sampling
 
@@ -73,10 +70,10 @@ def command(given: Given) -> Answer:
     plan = ranking.plans[0]
     save_plan(plan, given.out / "plan.toml")
     if given.form == "text":
-        show(plan_text(ranking))
+        show(plan_text(ranking), ())
     say("3/5 train")
     train_result = run_training(plan, {**SETTINGS, "steps": given.steps}, runs=given.out)
-    assert train_result is not None  # it is no island among others
+    assert train_result is not None  # only islands have no result
     say("4/5 pictures")
     pictures = _draw(plan, train_result, given.out)
     say("5/5 sample")
@@ -90,7 +87,7 @@ def command(given: Given) -> Answer:
 
 
 def _draw(plan: Plan, result: "TrainResult", out: Path) -> list[str]:
-    """Draws loss, roofline, blocks of arrays, and predicted beside measured step and memory; returns the files."""
+    """Draws loss, roofline, sharded arrays, step and memory, both predicted and measured; returns the files."""
     from meshwright.report.arrays.sharding import array_panel, sharding_figure
     from meshwright.report.bars import memory_figure, step_breakdown_figure
     from meshwright.report.figure import save
@@ -115,7 +112,7 @@ def _draw(plan: Plan, result: "TrainResult", out: Path) -> list[str]:
                 "predicted": {name.replace("_", " "): s for name, s in priced_plan.estimate.terms.items() if s > 0},
                 "measured": {"whole step": result.step_s or 0.0},
             },
-            subtitle=f"Predicted parts by themselves; {rates_text}",
+            subtitle=f"Predicted parts without overlap; {rates_text}",
         ),
         "memory.png": memory_figure(
             {
@@ -129,9 +126,9 @@ def _draw(plan: Plan, result: "TrainResult", out: Path) -> list[str]:
 
 
 def _roofline(plan: Plan, priced_plan: PricedStrategy, result: "TrainResult") -> "Figure":
-    """Returns a roofline with ops of the step at their predicted rates, and the whole step at its measured rate.
+    """Draws a roofline with products of the step at their predicted rates and the whole step at its measured rate.
 
-    The roofs are the highest rates of this machine, those of these points included.
+    The roofs are the calibration's rates, or those of the points where these are higher.
     """
     from meshwright.report.roofline import RooflinePoint, roofline_figure
 

@@ -12,25 +12,25 @@ from meshwright.cli.engine import EngineGiven, folders_by_name, open_given, open
 from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_text
-from meshwright.core.units import format_count, format_seconds
+from meshwright.core.units import counted, format_count, format_seconds
 from meshwright.report.answer import Answer, Paragraph
 
 if TYPE_CHECKING:
     from meshwright.serve.drawing.sampling import Sampling
 
 
-class Given(EngineGiven):
-    prompts: tuple[str, ...] = option("Text to go on from; give it again for more sequences.", "--prompt")
+class Given(EngineGiven, group="Prompts and sampling"):
+    prompts: tuple[str, ...] = option("Text to continue; may be given several times.", "--prompt")
     prompt_file: Path | None = option(
         "A file with a prompt on each line, or JSON lines with prompt, max_tokens, sampling, adapter, id.", "--prompts"
     )
     out: Path | None = option(
-        "Where the answers to JSON lines go, one by one; goes on with what is there.", "-o", "--out"
+        "File of the answers to JSON lines; lines that it has are kept and not generated again.", "-o", "--out"
     )
-    max_tokens: Count | None = option("Most tokens after each prompt; by default 128, or those that fit.")
-    temperature: float = option("0 takes the likeliest token each time.", default=0.0)
+    max_tokens: Count | None = option("Most tokens after each prompt. Default: 128, or as many as fit.")
+    temperature: float = option("Temperature; 0 takes the likeliest token each time.", default=0.0)
     top_k: int = option("Draw from this many likeliest tokens; 0 from all.", default=0)
-    top_p: float = option("Draw from the likeliest tokens that have this probability together.", default=1.0)
+    top_p: float = option("Draw from the likeliest tokens whose probabilities reach this sum.", default=1.0)
     seed: int = option("Seed of the draws.", default=0)
 
 
@@ -38,8 +38,8 @@ class Given(EngineGiven):
 def command(given: Given) -> Answer:
     """Continue prompts with the model of a FOLDER: a finished run, or config.json with safetensors files, or GGUF.
 
-    The text of one prompt is printed as it grows, those of several prompts when all are done. All go through the
-    engine that serve runs.
+    Prints the text of a single prompt as it grows, and of several prompts when all are done. The engine is the one of
+    serve.
     """
     if given.out is not None:
         return bulk(given)
@@ -63,7 +63,7 @@ def command(given: Given) -> Answer:
 
 
 def bulk(given: Given) -> Answer:
-    """Goes on from every line of a file, through the engine of a server."""
+    """Writes the answers to a file of JSON lines into another file. Raises InputError for other files or --prompt."""
     if given.prompt_file is None or given.prompt_file.suffix != ".jsonl" or given.prompts:
         raise InputError("-o takes the answers to --prompts FILE.jsonl. Give such a file, and no --prompt.")
     from meshwright.serve.drawing.sampling import Sampling
@@ -83,16 +83,18 @@ def bulk(given: Given) -> Answer:
     opened_engine = open_given(given, source)
     result = generate_file(opened_engine.source, opened_engine.engine, (given.prompt_file, out), request)
     facts = {"out": str(out), "written": result.written, "there": result.there}
-    return Answer(facts, [Paragraph(f"{result.written:,} lines written to {out}, {result.there:,} were there", None)])
+    return Answer(
+        facts, [Paragraph(f"{counted(result.written, 'line')} written to {out}, {result.there:,} were there", None)]
+    )
 
 
 def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *, live: bool) -> Answer:
-    """Returns the texts, not printed again if they are ``live``; says the pace on standard error."""
+    """Returns the answer, without texts if they were printed ``live``; prints times and tokens/s on standard error."""
     pace = found.generated.pace
     rate_text = "" if pace.tokens_per_s is None else f", then {format_count(round(pace.tokens_per_s, 1))} tokens/s"
     opened_text, first_text = format_seconds(found.opened_s), format_seconds(pace.first_token_s)
     ready_text = f"loaded and compiled in {opened_text}; first token after {first_text}"
-    say_all([f"{ready_text}{rate_text}; {pace.num_tokens} tokens"])
+    say_all([f"{ready_text}{rate_text}; {counted(pace.num_tokens, 'token')}"])
     completions = [
         {"prompt": prompt, "text": text, "tokens": completion.tokens, "finish": completion.finish}
         for prompt, text, completion in zip(prompts, found.texts, found.generated.completions, strict=True)
@@ -114,7 +116,8 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
 
 
 def _prompts(given: Given) -> list[str]:
-    """Returns all prompts, those of the file last. Raises InputError if there is none."""
+    """Returns the prompts of the options, then those of the file. Raises InputError if there is none, or for JSON lines
+    without -o, and for prompts that are not UTF-8."""
     prompts, file = list(given.prompts), given.prompt_file
     if file is not None and file.suffix == ".jsonl":
         raise InputError(f"{file} has JSON lines, whose answers go to a file. Give -o answers.jsonl.")

@@ -19,32 +19,33 @@ from meshwright.core.errors import EX_TEMPFAIL, InputError
 from meshwright.islands.service import Bounds
 from meshwright.islands.supervisor import Programs, Supervisor, free_port, service_program
 from meshwright.parallel.process_env import COORDINATOR, PROCESS, PROCESSES
+from meshwright.report.answer import Facts
 
 GRACE_S = 5.0
-"""Seconds in which the others may end by themselves after one process failed: often they fail for the same reason."""
+"""Seconds that other processes have to end by themselves after one failed, often for the same reason."""
 LONGEST_LINE = 1 << 30
-"""Most bytes of a line: a JSON object is one line."""
+"""Most bytes of a line of output: a JSON object is one line."""
 ERROR = "meshwright: "
-"""Start of the line in which a verb says why it ends."""
+"""Beginning of a verb's line of error."""
 PR_SET_PDEATHSIG = 1
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _NOISE = ("[Gloo] Rank", "peer ranks")
-"""Parts of the lines that Gloo prints on standard output for each device of each new group, several at once."""
+"""Parts of the lines that Gloo prints on standard output for every device of a new group."""
 
 
-ELASTIC = {"elastic": "--elastic"}
+OF_ISLANDS: Facts = {"type": click.IntRange(1, 1024), "needs": {"elastic": "--elastic"}, "group": "Islands"}
 
 
-class Given(Options):
+class Given(Options, group="Processes"):
     processes: int = option("How many processes.", "-n", "--processes", type=click.IntRange(1, 1024))
     devices: int | None = option(
-        "Devices of each: emulated ones, or this many accelerators of the machine; a plan for cpu:N needs none.",
+        "Devices of each process: emulated, or accelerators of the machine; a plan for cpu:N needs no number.",
         type=click.IntRange(1, 1024),
     )
-    elastic: bool = option("Processes, or islands of several, may leave and come back while the others train on.")
-    islands: int | None = option("Islands that the processes form.", type=click.IntRange(1, 1024), needs=ELASTIC)
-    least: int = option("Wait below this many islands.", "--min", type=click.IntRange(1), default=1, needs=ELASTIC)
-    most: int | None = option("Islands beyond this many are spares.", "--max", type=click.IntRange(1), needs=ELASTIC)
+    elastic: bool = option("Train as islands, which may fail and rejoin while the others train on.", group="Islands")
+    islands: int | None = option("Islands of equal size. Default: one per process.", **OF_ISLANDS)
+    least: int = option("Fewest islands that train; fewer wait.", "--min", default=1, **OF_ISLANDS)
+    most: int | None = option("Most islands that train; the others are spares.", "--max", **OF_ISLANDS)
     verb: tuple[str, ...] = argument(type=click.UNPROCESSED, required=True, metavar="-- VERB ...")
 
 
@@ -52,12 +53,13 @@ class Given(Options):
 def command(given: Given) -> None:
     """Run a verb in several processes on this machine: launch --processes 4 -- train plan.toml.
 
-    Standard output is that of process 0; all other output goes to standard error, each line after the number of its
-    process, and an error of several processes once. When one process fails the others are stopped, and the exit code
-    is that of the first that failed.
+    Standard output is the output of process 0. Other output goes to standard error, each line after the number of its
+    process; an error of several processes is printed once. When a process fails, the others are stopped, and the exit
+    code is the one of the first that failed.
 
-    With --elastic they train as islands, each a runtime of its own: one that dies, hangs or is cut off is left out, and
-    started again. Its samples go to the others, and it gets their state: launch -n 4 --elastic -- train plan.toml.
+    With --elastic the processes train as islands, each with its own JAX runtime: launch -n 4 --elastic -- train
+    plan.toml. An island that dies, hangs or is cut off is restarted; meanwhile the others train on its samples, and it
+    receives their state.
     """
     if given.verb[0] == "launch":
         raise InputError("launch cannot start itself. Write: launch --processes 4 -- train plan.toml.")
@@ -71,13 +73,15 @@ def command(given: Given) -> None:
 
 
 def launch(program: Sequence[str], *, processes: int, devices: int | None = None) -> int:
-    """Runs a program in several processes. Returns 0; the exit code of the first that failed, or 128 + the signal that
-    killed it; 75 if they were asked to stop and did; after a second signal 128 + that signal."""
+    """Runs a program in several processes and returns an exit code: 0; that of the first process that failed, or 128 +
+    the signal that killed it; 75 if the processes stopped on request; 128 + the signal after a second signal."""
     return asyncio.run(_launch(program, processes, devices))
 
 
 def launch_islands(program: Sequence[str], given: Given) -> int:
-    """Runs a program as islands, which are started again when they end. Returns the exit code of the run."""
+    """Runs a program as islands, which are restarted when they end early. Returns the exit code of the run.
+
+    Raises InputError if the processes do not divide into the islands, or --min is above the islands that train."""
     count = given.islands or given.processes
     most = min(count, given.most or count)
     if given.processes % count or given.least > most:
@@ -119,7 +123,7 @@ async def _launch(program: Sequence[str], processes: int, devices: int | None) -
             stdout=PIPE,
             stderr=PIPE,
             limit=LONGEST_LINE,
-            # In the terminal's session Ctrl-C would reach them twice: this process passes it on.
+            # In the terminal's session Ctrl-C would reach the processes twice: `_pass_on_signals` passes it on.
             start_new_session=True,
         )
         children.append(child)
@@ -137,13 +141,13 @@ async def _launch(program: Sequence[str], processes: int, devices: int | None) -
 
 
 def child_program() -> str:
-    """Returns Python text that runs a verb, in a process that ends when this one is killed."""
+    """Returns the Python program of a process: it runs a verb and ends when the launching process is killed."""
     preamble = f"from meshwright.cli.verbs.launch import end_with_parent; end_with_parent({os.getpid()})"
     return f"{preamble}; from meshwright.cli.main import main; main()"
 
 
 def end_with_parent(parent: int) -> None:
-    """Asks Linux to end this process with SIGTERM, after which a run writes a checkpoint, when `launch` is killed."""
+    """Asks Linux to send this process SIGTERM, on which a run writes a checkpoint, when process ``parent`` ends."""
     with suppress(OSError, AttributeError):  # other systems have no such call
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
@@ -153,7 +157,7 @@ def end_with_parent(parent: int) -> None:
 def child_environment(
     env: dict[str, str], index: int, processes: int, *, port: int, devices: int | None
 ) -> dict[str, str]:
-    """Returns the variables of one process: its number, where process 0 listens (on loopback only), and its devices."""
+    """Returns the environment ``env`` with the number of a process, process 0's address (loopback), and devices."""
     flags = re.sub(rf"{_DEVICES_FLAG}=\d+", "", env.get("XLA_FLAGS", ""))
     env.pop("JAX_NUM_CPU_DEVICES", None)
     if devices is not None:
@@ -166,7 +170,7 @@ def child_environment(
 
 
 def _pass_on_signals(children: Sequence[Process]) -> Sequence[signal.Signals]:
-    """Passes Ctrl-C and SIGTERM on to every process; a second one kills them. Returns the list of those received."""
+    """Passes Ctrl-C and SIGTERM on to every process; a second one kills them. Returns the list that signals enter."""
     received_signals: list[signal.Signals] = []
 
     def forward(signal_number: signal.Signals) -> None:
@@ -185,12 +189,12 @@ def _send(children: Sequence[Process], signal_number: signal.Signals) -> None:
 
 
 def _numbered(process_index: int, lost_indices: Sequence[int]) -> Callable[[str], None]:
-    """Says lines after the number of their process; once one process was killed, only its own, as others then fail."""
+    """Returns a printer of lines after their process's number; once some were killed it prints only lines of these."""
     return lambda line: say(f"[{process_index}] {line}") if process_index in lost_indices or not lost_indices else None
 
 
 async def _pass_on(source: asyncio.StreamReader | None, show: Callable[[str], None], shown_errors: set[str]) -> None:
-    """Shows the lines of a process, but not an error that another process has shown."""
+    """Calls ``show`` for the lines of a process, without Gloo's and without errors that another process has shown."""
     assert source is not None
     is_noise = noise_filter()
     async for raw_line in source:
@@ -202,12 +206,12 @@ async def _pass_on(source: asyncio.StreamReader | None, show: Callable[[str], No
 
 
 def noise_filter() -> Callable[[str], bool]:
-    """Returns a function that says of each line in order whether it is Gloo's; two lines may be cut into each other."""
+    """Returns a predicate, True for Gloo's lines; it needs all lines in order, since two may be written at once."""
     after_noise = False
 
     def is_noise(line: str) -> bool:
         nonlocal after_noise
-        # After two lines that were written at once, the rest of the second: a number or nothing.
+        # After two lines that were written at once, the rest of the second is a number or nothing.
         is_rest = after_noise and not line.strip(" 0123456789")
         after_noise = is_rest or any(noise in line for noise in _NOISE)
         return after_noise
@@ -216,10 +220,8 @@ def noise_filter() -> Callable[[str], bool]:
 
 
 async def _end(children: Sequence[Process], lost: list[int]) -> int:
-    """Returns the exit code when all have ended; after a first failure the others have `GRACE_S`, then are killed.
-
-    A process that was killed goes into ``lost``.
-    """
+    """Waits for all processes and returns the exit code; after a first failure kills the others that are there after
+    `GRACE_S`. Adds the index of a process that a signal killed to ``lost``."""
     index_by_task = {asyncio.create_task(child.wait()): index for index, child in enumerate(children)}
     failed: list[int] = []
     while index_by_task and not failed:

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from meshwright.simulate.step_prices import StepPrices
 
 
-class Given(EngineGiven):
+class Given(EngineGiven, group="Server"):
     host: str | None = option("Address to listen on; 0.0.0.0 is every network of this machine. Default: 127.0.0.1.")
     port: int | None = option("Port to listen on; 0 takes a free one. Default: 8000.", type=click.IntRange(0, 65535))
     uds: str | None = option("Unix socket to listen on in place of an address and a port.", is_rare=True)
     name: str | None = option("What clients call the model. Default: its folder.", "--name", "--served-model-name")
     api_key: tuple[str, ...] = option("Key that clients must send; give it again for more.", "--api-key")
-    max_queued: Count = option("Most requests that wait or run; more get a 429.", default=1024)
+    max_queued: Count = option("Most requests that wait or run; further ones get status 429.", default=1024)
     deadline: float | None = option("Time limit of a request in seconds. Default: none.")
-    drain: int = option("Seconds that running requests get to finish after SIGTERM.", default=60, is_rare=True)
+    drain: int = option("Seconds that running requests have to finish after SIGTERM.", default=60, is_rare=True)
     log_requests: bool = option("Write a line of JSON for each request to standard error.")
     no_log_stats: bool = option(
-        "Print no statistics line every 10 s.", "--no-log-stats", "--disable-log-stats", is_rare=True
+        "Do not print a line of statistics every 10 s.", "--no-log-stats", "--disable-log-stats", is_rare=True
     )
 
 
@@ -37,7 +37,7 @@ def command(given: Given) -> None:
     """Serve the model of a FOLDER over HTTP: a finished run, or config.json with safetensors files, or GGUF.
 
     Routes are OpenAI's: /v1/completions, /v1/chat/completions, /v1/models; also /metrics for Prometheus, /health,
-    /tokenize, /openapi.json. SIGTERM finishes what runs.
+    /tokenize, /openapi.json. SIGTERM lets running requests finish.
     """
     from meshwright.serve.http.run import Listening, serve_app
 

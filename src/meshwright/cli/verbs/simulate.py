@@ -5,15 +5,11 @@ import click
 from meshwright.cli.group import VerbGroup, subverbs
 
 FLEET = (
-    "A plan's cluster that trains while its parts fail, under several policies.",
+    "The cluster of a plan, whose parts fail while it trains, under several policies.",
     "simulate fleet plan.toml --days 54 --rates llama3 --spares 2%",
 )
 
 
 @click.group(cls=VerbGroup, verbs=subverbs("simulate", {"fleet": FLEET}))
 def command() -> None:
-    """Simulate training over weeks, with failures: tables, --json, --format csv, and pictures with --png.
-
-    \b
-    meshwright simulate fleet plan.toml --days 54 --rates llama3 --spares 2%
-    """
+    """Simulate training over weeks, with failures."""

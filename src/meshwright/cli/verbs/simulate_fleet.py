@@ -15,7 +15,7 @@ from meshwright.cost.formulas.failures import daly_interval_s, exact_steps, reco
 from meshwright.cost.formulas.training_budget import DAY_S
 from meshwright.plan.plan_file import Plan
 from meshwright.plan.run_budget import chip_time, failure_outlook
-from meshwright.report.answer import Answer, Fact, Facts, Heading, Piece, Table
+from meshwright.report.answer import Answer, Condition, Facts, Heading, Piece, Table
 from meshwright.report.plans.fleet import fleet_figure
 from meshwright.simulate.fleet.fleet import POLICIES, FleetPolicy, TrainingFleet, checkpoint_steps
 from meshwright.simulate.fleet.outcome import PolicyOutcome, simulate_fleet
@@ -24,33 +24,43 @@ from meshwright.spec.faults.rates import NEVER_S, load_rates, rates_for_chip
 from meshwright.spec.job import require_training
 
 SHOWN_FAULTS = 12
-"""Faults, on average, in the part of a run that is drawn."""
+"""Mean number of faults in the part of a run that is drawn."""
 MOST_FAULTS = 5_000_000
-"""Faults of a run that are simulated in seconds, on average."""
+"""Largest mean number of faults of a run, which takes seconds to simulate."""
 
 
-class Given(PlanOptions):
-    days: float = option("Days to simulate.", default=54.0)
-    rates: str | None = option("Rates of failures: llama3, opt, rsc1, rsc2 or a .toml file [default: the chip's].")
+class Given(PlanOptions, group="Failures"):
+    days: float = option("Days to simulate.", default=54.0, group="Simulation")
+    rates: str | None = option("Rates of failures: llama3, opt, rsc1, rsc2 or a .toml file. Default: the chip's.")
     spares: str = option("Spare hosts, as a share of those in use.", default="2%")
-    interval: str = option("Between checkpoints: auto, young, daly, 30steps, 600s.", default="auto")
-    policies: tuple[FleetPolicy, ...] = option("What to do about failures [default: all].", "--policy")
-    replicas: Count | None = option("Parts that elastic and diloco lose alone [default: the plan's islands or data].")
-    memory_steps: Count | None = option("Steps between copies to a neighbour's memory [default: the best].")
-    outer_every: Count | None = option("Inner steps of diloco [default: the plan's, or 100].")
-    times: tuple[str, ...] = option("A time, such as save_s=5.", "--time", metavar="NAME=SECONDS")
-    seeds: Count = option("Random runs, of which means and 5-95% are given.", default="20")
-    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.")
+    interval: str = option(
+        "Between checkpoints: auto, young, daly, 30steps, 600s.", default="auto", group="Checkpoints"
+    )
+    policies: tuple[FleetPolicy, ...] = option(
+        "What to do about failures. Default: all that the plan allows.", "--policy"
+    )
+    replicas: Count | None = option(
+        "Replicas that elastic and diloco lose one by one. Default: the plan's islands or data."
+    )
+    memory_steps: Count | None = option(
+        "Steps between copies to a neighbour's memory. Default: the best.", group="Checkpoints"
+    )
+    outer_every: Count | None = option("Inner steps of diloco. Default: the plan's, or 100.", group="Checkpoints")
+    times: tuple[str, ...] = option(
+        "A time in place of the published one, such as save_s=5.", "--time", metavar="NAME=SECONDS"
+    )
+    seeds: Count = option("Random runs, of which mean and 5-95% are printed.", default="20", group="Simulation")
+    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", group="Simulation")
     png: Path | None = PNG
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """What failures leave of a fleet's time: goodput under each policy, where the lost hours go, days and cost.
+    """Simulate training while parts fail: goodput of each policy, where the lost hours go, days and cost.
 
-    Rates of failures are those of a published fleet, or of a TOML file of the same form (docs/fleets.md); the middle is
-    taken of a time that is known as a range. Policies: stop (restart from a checkpoint), elastic (a replica is dropped
-    and comes back), memory (states in a neighbour's memory), diloco (islands stop alone).
+    Rates of failures are a published fleet's, or from a TOML file (docs/fleets.md). Policies: stop (restart from a
+    checkpoint), elastic (train on without the failed replica until it is back), memory (restart from copies in a
+    neighbour's memory), diloco (only the failed island stops).
     """
     plan = resolve(given, read_fields(given.pairs), verb="simulate fleet").plan()
     require_training(plan.job, "simulate fleet")
@@ -88,9 +98,11 @@ def command(given: Given) -> Answer:
 
 
 def _fleet(given: Given, plan: Plan) -> tuple[TrainingFleet, str]:
-    """Returns the fleet of the options, and whose rates it has."""
+    """Returns the fleet of the options, and the name of its failure rates.
+
+    Raises InputError for no days, for days with over `MOST_FAULTS`, and for replicas that do not divide the hosts."""
     if given.days == 0:
-        raise InputError("--days 0 simulates nothing. Give a positive number.")
+        raise InputError("--days 0 simulates nothing. Give more than 0.")
     name, of_chip = rates_for_chip(plan.cluster.chip.name) if given.rates is None else (given.rates, True)
     rates, step_s, hosts = load_rates(name), plan.predicted.step_s, plan.cluster.num_hosts
     texts = {
@@ -98,7 +110,7 @@ def _fleet(given: Given, plan: Plan) -> tuple[TrainingFleet, str]:
         for pair in given.times
         for key, text in split_pairs(pair, "a time. Write save_s=5", what="--time").items()
     }
-    is_outer = plan.strategy.islands_sync != "gradients"  # a step of the plan then has its part of the exchange
+    is_outer = plan.strategy.islands_sync != "gradients"  # the plan's step then includes its share of the exchange
     changes = {key: parse_seconds(text, what=f"--time {key}") for key, text in texts.items()}
     times = rates.times_at(0.5, {**({"outer_s": 0.0} if is_outer else {}), **changes})
     mesh, mtbf_s = plan.strategy.mesh, rates.mtbf_s(plan.cluster.num_chips, hosts)
@@ -142,15 +154,12 @@ def _policies(given: Given, fleet: TrainingFleet) -> list[FleetPolicy]:
 
 
 def _row(given: Given, plan: Plan, fleet: TrainingFleet, outcome: PolicyOutcome) -> Facts:
-    """Returns the figures of a policy as plain data; days and cost are those of all tokens."""
-    hours, goodput, tokens = (
-        {word: s / 3600 for word, s in outcome.seconds.items()},
-        outcome.goodput,
-        plan.job.train_tokens,
-    )
+    """Returns the figures of a policy as plain data; days and cost are None without train_tokens."""
+    hours, goodput = {word: s / 3600 for word, s in outcome.seconds.items()}, outcome.goodput
+    tokens = plan.job.train_tokens
     row: Facts = {"policy": outcome.policy, "faults": outcome.faults, "goodput": goodput, "hours": hours}
     if tokens is None or not goodput.p5:
-        return {**row, "days": None, "days_p5": None, "days_p95": None, "cost_usd": None}
+        return row | dict.fromkeys(("days", "days_p5", "days_p95", "cost_usd"))
     ideal_s = tokens / plan.job.tokens_per_step * fleet.step_s
     chip = plan.cluster.chip if given.price is None else plan.cluster.chip.priced(given.price)
     chips = round(fleet.num_chips * (1 + fleet.num_spares / fleet.num_hosts))
@@ -164,44 +173,40 @@ def _often(mtbf_s: float) -> str:
 
 
 def _text(fleet: TrainingFleet, facts: Facts) -> Iterator[Piece]:
+    """Yields the policies, where the hours go, and what both rest on."""
     size_text = f"{counted(fleet.num_chips, 'chip')} for {facts['days']:g} days, {counted(facts['seeds'], 'seed')}"
-    yield f"{facts['model']} on {facts['cluster']}: {size_text}"
-    yield Fact("failures", f"{_often(facts['mtbf_s'])}, by the rates of {facts['rates']}: {facts['source']}")
-    ranges_text = ", ".join(f"{name} {low:g}-{high:g}" for name, (low, high) in fleet.rates.ranges.items())
-    yield Fact(
-        "times",
-        f"{format_seconds(fleet.step_s)} a step; {format_seconds(facts['restart_s'])} to restart on average, "
-        f"{format_seconds(fleet.times.save_s)} to save; {counted(fleet.num_spares, 'spare host')}, "
-        f"{format_seconds(fleet.times.repair_s)} to repair one, for which a host waits "
-        f"where no spare is left{'; middle of ' * bool(ranges_text)}{ranges_text}",
-    )
-    yield Fact(
-        "checkpoint",
-        f"every {counted(fleet.checkpoint_steps, 'step')}; best: Young {facts['young_steps']:,.1f}, with recovery "
-        f"{facts['recovery_steps']:,.1f}, Daly {facts['daly_steps']:,.1f}, exact {facts['exact_steps']:,}",
-    )
-    yield Fact("closed form", f"stop keeps {facts['goodput']:.1%} of the time; {facts['ettr']:.1%} by Meta's ETTR")
-    outer_text = f"diloco adds {fleet.times.outer_s:g} s to every {counted(fleet.outer_every, 'step')}"
-    replicas_text = f"{fleet.num_replicas:,} that elastic and diloco lose alone; {outer_text}"
-    yield Fact("replicas", replicas_text if fleet.num_replicas > 1 else "one: elastic and diloco need --replicas")
+    yield f"{facts['model']} on {facts['cluster']}: {size_text}; failures {_often(facts['mtbf_s'])}"
     rows = facts["policies"]
     yield ""
     yield Table.of(
         rows,
         {
-            "policy": "policy",
-            "goodput": ("goodput.mean", "{:.1%}".format),
+            "policy": "policy", "goodput": ("goodput.mean", "{:.1%}".format),
             "5-95%": lambda row: f"{row['goodput'].p5:.1%}-{row['goodput'].p95:.1%}",
-            "faults": ("faults", "{:,.0f}".format),
-            "days": ("days", lambda days: days and f"{days:,.1f}"),
-            "its 5-95%": lambda row: row["days"] and f"{row['days_p5']:,.1f}-{row['days_p95']:,.1f}",
+            "faults": ("faults", "{:,.0f}".format), "days": ("days", lambda days: days and f"{days:,.1f}"),
+            "days 5-95%": lambda row: row["days"] and f"{row['days_p5']:,.1f}-{row['days_p95']:,.1f}",
             "cost": ("cost_usd", lambda usd: usd and f"${format_count(round(usd))}"),
         },
-        "Days and cost are those of all tokens of the plan, with the spares"
-        if any(row["days"] for row in rows)
-        else "",
-    ).known()
+    ).known()  # fmt: skip
     shown = [word for word in WORDS if any(row["hours"][word] > 0 for row in rows)]
     columns = [Heading("hours", name="word"), *(Heading(row["policy"], "{:,.1f}".format) for row in rows)]
     lines = [[word.replace("_", " "), *(row["hours"][word] for row in rows)] for word in shown]
-    yield Table(columns, lines, "Where the hours of the fleet go, means over seeds")
+    yield Table(columns, lines, "Hours of the fleet, means over seeds")
+    if any(row["days"] for row in rows):
+        yield Condition("days and cost are for all tokens of the plan, spare hosts included")
+    yield Condition(
+        f"a checkpoint every {counted(fleet.checkpoint_steps, 'step')}; best by Young {facts['young_steps']:,.0f}, "
+        f"with recovery {facts['recovery_steps']:,.0f}, Daly {facts['daly_steps']:,.0f}, exact {facts['exact_steps']:,}"
+    )
+    yield Condition(f"rates of failures: {facts['rates']}, {facts['source']}")
+    ranges_text = ", ".join(f"{name} {low:g}-{high:g}" for name, (low, high) in fleet.rates.ranges.items())
+    yield Condition(
+        f"{format_seconds(fleet.step_s)} a step; {format_seconds(facts['restart_s'])} to restart on average, "
+        f"{format_seconds(fleet.times.save_s)} to save; {counted(fleet.num_spares, 'spare host')}; a repair "
+        f"takes {format_seconds(fleet.times.repair_s)}, for which the fleet waits once no spare is left"
+        f"{'; middle of ' * bool(ranges_text)}{ranges_text}"
+    )
+    yield Condition(f"closed form: stop keeps {facts['goodput']:.1%} of the time, {facts['ettr']:.1%} by Meta's ETTR")
+    outer_text = f"diloco adds {fleet.times.outer_s:g} s to every {counted(fleet.outer_every, 'step')}"
+    replicas_text = f"elastic and diloco lose one of {fleet.num_replicas:,} replicas at a time; {outer_text}"
+    yield Condition(replicas_text if fleet.num_replicas > 1 else "one replica: elastic and diloco need --replicas")

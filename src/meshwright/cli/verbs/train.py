@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.train.record.result import Goodput, TrainResult
 
 SAME_SPEED = 0.1
-"""Differences of a machine's speed from that of its rates that are not worth a word."""
+"""Relative change of the machine's speed since its rates were measured, up to which the text says nothing."""
 PROFILED_STEPS = 3
 """Steps that ``--profile`` without a number profiles."""
 
@@ -38,25 +38,26 @@ NEWEST = "newest"
 """Value of ``--resume`` without a folder."""
 
 
-class Given(PlanOptions):
+class Given(PlanOptions, group="Run"):
     what: str | None = argument(metavar="PLAN.toml | MODEL")  # type: ignore[assignment]
     steps: Count | None = option("Optimizer steps; with --resume, of the whole run.")
     data: str | None = option(
         "A text, JSON lines or Parquet file, or a folder of them; FILE#FIELD names the field of the text. "
-        "Python's own documentation by default."
+        "Python's own documentation by default.",
+        group="Data",
     )
-    skip_bad_records: bool = option("Leave out records of the data that cannot be read, and count them.")
-    seed: int | None = option("Seed of the first weights and of the order of the data.")
+    skip_bad_records: bool = option("Skip records of the data that cannot be read, and count them.", group="Data")
+    seed: int | None = option("Seed of the initial weights and of the order of the data.")
     from_scratch: bool = option("Start from random weights, even if the model's folder has weights.")
     runs: Path = option("Folder of all runs.", default=Path("runs"))
     resume: str | None = option(
-        "Go on with the run in this folder, or with the model's newest run, from its newest checkpoint.",
+        "Resume the run in this folder, or the model's newest run, from its newest checkpoint.",
         is_flag=False,
         flag_value=NEWEST,
         metavar="[RUN]",
     )
     profiled: Count | None = option(
-        f"Profile N steps ({PROFILED_STEPS}) after the first ones; the report goes into the folder of the run.",
+        f"Profile N steps ({PROFILED_STEPS}) after warm-up; the report goes into the folder of the run.",
         "--profile",
         is_flag=False,
         flag_value=PROFILED_STEPS,
@@ -66,10 +67,10 @@ class Given(PlanOptions):
 
 @verb(Given, needs="run")
 def command(given: Given) -> Answer | None:
-    """Train by a plan file, or a MODEL planned on the way, and compare each step with its prediction.
+    """Train as a plan file says, or plan a MODEL first, and compare each step with its prediction.
 
-    A resumed run goes on in its own folder, with its own settings where none are given, by its own plan or by
-    another one for the same model: on other devices and another number of processes.
+    A resumed run stays in its folder and keeps the settings that are not given again; a new plan of the same model may
+    move it to other devices and another number of processes.
     """
     fields = read_fields(given.pairs)
     if given.from_scratch and given.resume:
@@ -86,7 +87,7 @@ def command(given: Given) -> Answer | None:
 
 
 def _plan(given: Given, fields: dict[str, Facts]) -> Plan:
-    """Returns the plan to run: of the file, of the model planned on the way, or of the run to resume."""
+    """Returns the plan of the file or of the run to resume, or the best plan of the model."""
     if given.what is None and given.resume and given.resume.endswith(".toml"):
         # `train --resume plan.toml`: the option took the plan for its folder.
         given.what, given.resume = given.resume, NEWEST
@@ -103,15 +104,15 @@ def _plan(given: Given, fields: dict[str, Facts]) -> Plan:
 
 
 def _resumed(plan: Plan, changes: Facts, given: Given) -> Answer | None:
-    """Goes on with a run under its own settings, with ``changes``; says so in one line if it is finished."""
+    """Resumes a run with its own settings and ``changes``; a run that has all its steps is not run, and says so."""
     from meshwright.train.record.run_folder import finished_steps, newest_run, read_resolved, read_summary
     from meshwright.train.settings import settings_from_table
 
     run = newest_run(given.runs, plan.model.name) if given.resume == NEWEST else Path(str(given.resume))
     settings = dict(read_resolved(run).get("train", {}))
-    settings.pop("trust_checkpoints", None)  # is of one resume alone
+    settings.pop("trust_checkpoints", None)  # holds for one resume only
     settings |= changes
-    capacity_factor = settings.pop("capacity_factor", 0.0)  # an older run has it there
+    capacity_factor = settings.pop("capacity_factor", 0.0)  # older runs keep it among these settings
     if capacity_factor and not plan.strategy.capacity_factor:
         strategy = msgspec.structs.replace(plan.strategy, capacity_factor=capacity_factor)
         plan = msgspec.structs.replace(plan, strategy=strategy)
@@ -125,7 +126,9 @@ def _resumed(plan: Plan, changes: Facts, given: Given) -> Answer | None:
 
 
 def _run(plan: Plan, settings: Facts, given: Given, *, resume: Path | None = None) -> Answer | None:
-    """Trains, with some steps under the profiler if that is asked for. Returns None in all processes but one."""
+    """Trains, and profiles some steps with --profile. Returns None in every process but the first.
+
+    Raises InputError for --profile with islands or with too few steps, StoppedError if the run was asked to stop."""
     require_runnable(plan.model)
     identity = find_identity()
     require_devices(island_plan(plan, identity.count) if identity else plan)
@@ -186,9 +189,9 @@ def _check_profiled(steps: int, settings: Facts, resume: Path | None) -> None:
 def _run_profiled(
     plan: Plan, settings: Facts, given: Given, resume: Path | None
 ) -> "tuple[TrainResult, Answer | None]":
-    """Trains with some warm steps under the profiler, and writes their report into the folder of the run.
+    """Trains, profiles ``given.profiled`` steps after the warm-up, and writes their report into the folder of the run.
 
-    The trace is in a folder beside the runs until the run has its own. The answer is None in all processes but one.
+    The trace is in a temporary folder until the run's own exists. The answer is None in every process but the first.
     """
     from meshwright.cli.verbs.profile import profile_answer
     from meshwright.parallel.processes import is_first
@@ -222,7 +225,7 @@ def _run_profiled(
 
 
 def result_text(chosen: Plan, result: "TrainResult", speed: float | None = None) -> Iterator[Piece]:
-    """Yields losses, and each prediction beside its measurement; ``speed`` is that of `machine_speed` after the run."""
+    """Yields the losses, and each prediction beside its measurement; ``speed`` is `machine_speed` after the run."""
     if not result.losses:
         yield f"stopped before the first step; {result.run} holds the plan"
         return
@@ -243,43 +246,43 @@ def result_text(chosen: Plan, result: "TrainResult", speed: float | None = None)
     yield from speed_words(chosen, speed)
     if (ratio := result.load_max_over_mean or 0) > UNEVEN:
         notes = imbalance_notes(chosen.setting, chosen.strategy, imbalance=round(ratio, 2))
-        yield from (f"the busiest expert had {ratio:.3g} times the mean of rows; predicted: {note}" for note in notes)
+        yield from (f"the busiest expert had {ratio:.3g} times the mean rows; predicted: {note}" for note in notes)
     if (result.mfu_causal or result.mfu or 0) > 1:
         rates_name = chosen.calibration.name if chosen.calibration else "the data sheet"
         yield (
-            f"an MFU above 100%: the machine is faster than the plan's rates ({rates_name}); it may have been busy "
-            f"when they were measured. Remove them from {cache_folder()} and plan again to measure again."
+            f"an MFU above 100%: the machine is faster than the plan's rates ({rates_name}), which may have been "
+            f"measured under load. Remove them from {cache_folder()} and plan again to measure again."
         )
     rate_text = or_dash(result.tokens_per_s, lambda tokens: f"{tokens:,.0f}")
     yield Paragraph(
         f"{rate_text} tokens/s; compiling took {format_seconds(result.compile_s)}; everything is in {result.run}", None
     )
     if result.skipped_records:
-        yield f"left out {result.skipped_records} bad records of the data"
+        yield f"skipped {counted(result.skipped_records, 'bad record')} of the data"
     if result.goodput:
         yield goodput_words(result.goodput)
 
 
 def speed_words(chosen: Plan, speed: float | None) -> Iterator[str]:
-    """Yields that other work ran when this run began, and by how much the speed differs from the rates, if by 10%."""
+    """Yields that the machine was busy before the run, and how its speed differs from its rates', if by a tenth."""
     yield from busy_words()
     if speed is not None and abs(speed - 1) > SAME_SPEED:
         yield (
-            f"this machine is {'slower' if speed < 1 else 'faster'} now than when its rates were measured: the same "
-            f"product runs at {speed:.2f} of its speed then, at which the step would be predicted to take "
+            f"this machine is {'slower' if speed < 1 else 'faster'} now than when its rates were measured: a product "
+            f"runs at {speed:.2f} times its speed then, and the predicted step would take "
             f"{format_seconds(chosen.predicted.step_s / speed)}"
         )
 
 
 def goodput_words(goodput: "Goodput") -> str:
-    """Returns ``goodput 83%: 12 s of 14.5 s in steps, compiling 1.2 s, ...``: the parts of a hundredth or more."""
+    """Returns ``goodput 83%: 12 s of 14.5 s in steps, compiling 1.2 s, ...``, without parts below one percent."""
     seconds_by_part = {
         "compiling": goodput.compile_s,
         "evaluation": goodput.evaluation_s,
         "waiting for checkpoints": goodput.checkpoint_s,
         "waiting for data": goodput.data_s,
         "start and files": goodput.other_s,
-        f"{counted(goodput.lost_steps, 'step')} done again": goodput.lost_s,
+        f"{counted(goodput.lost_steps, 'step')} repeated": goodput.lost_s,
     }
     part_texts = [f"{name} {format_seconds(s)}" for name, s in seconds_by_part.items() if s >= goodput.wall_s / 100]
     steps_text = f"{format_seconds(goodput.steps_s)} of {format_seconds(goodput.wall_s)} in steps"

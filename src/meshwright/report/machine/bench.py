@@ -9,7 +9,7 @@ from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.bench.results import ELEMENT_BYTES, BenchReport, Collective, Product
 from meshwright.bench.workloads import FLOPS_EACH, layer_flops, weight_shards
 from meshwright.core.dims import COLLECTIVES, DTYPE_BYTES
-from meshwright.core.units import format_count, format_flops, plural
+from meshwright.core.units import counted, format_flops
 from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, panel, si_scale, themed
 from meshwright.report.marks import Points, ReferenceLine, color_by, lines, log_axis, plot
 from meshwright.report.roofline import RooflinePoint, roofline_figure
@@ -40,7 +40,9 @@ def _where(report: BenchReport) -> str:
 
 
 def _roofline(report: BenchReport) -> Figure | None:
-    """Draws products, multiply-add chains and layers under rates of the data sheet, else of this run; or None."""
+    """Draws products, multiply-add chains and layers under the data sheet's rates, or this run's where it has none.
+
+    Returns None if no product or no copy was measured."""
     products = report.matmul.sweep if report.matmul else ()
     largest_copy = report.copy.largest() if report.copy else None
     main_sweep = [product for product in products if product.dtype == products[0].dtype]
@@ -70,11 +72,11 @@ def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePo
         return points
     for layer in dict.fromkeys((batch.layers[0], batch.layers[len(batch.layers) // 2], batch.layers[-1])):
         num_tokens = layer.tokens
-        # Operands and results of every product are moved once.
+        # The operands and the result of every product move once.
         shapes = [shard.shape for shard in weight_shards(batch.sizes, batch.dtype)]
         num_elements = sum(rows * columns + num_tokens * (rows + columns) for rows, columns in shapes)
         intensity = layer_flops(batch.sizes, num_tokens) / (num_elements * DTYPE_BYTES[batch.dtype])
-        label = f"layer, {format_count(num_tokens)} {plural('token', num_tokens)}"
+        label = f"layer, {counted(num_tokens, 'token')}"
         points.append(RooflinePoint(label, intensity, layer.flops_per_s))
     return points
 
@@ -180,7 +182,6 @@ def _collectives(report: BenchReport) -> Figure | None:
     if not rows:
         return None
     array_sizes = [time.array_bytes for row in rows for time in row.times]
-    # In microseconds: times range from a few to some thousands.
     times_us = [us for row in rows for time in row.times for us in (time.seconds.median_s * 1e6, time.fitted_s * 1e6)]
     x = log_axis(alt.X, "x", (min(array_sizes) / 1.5, max(array_sizes) * 1.5), "bytes of the array")
     rows_by_group: dict[tuple[str, int], list[Collective]] = {}
@@ -211,7 +212,7 @@ def _panel(rows: Sequence[Collective], x: Encoding, y: Encoding) -> Layer:
 
 
 def _fitted(collective: Collective) -> Points:
-    """Returns points of latency + bytes / rate between the smallest and largest size: bent on logarithmic axes."""
+    """Returns points (bytes, us) of the fitted line, which is bent on logarithmic axes, over the measured sizes."""
     smallest, largest = collective.times[0], collective.times[-1]
     array_sizes = np.geomspace(smallest.array_bytes, largest.array_bytes, LINE_POINTS + 1)
     times_s = np.interp(array_sizes, (smallest.array_bytes, largest.array_bytes), (smallest.fitted_s, largest.fitted_s))

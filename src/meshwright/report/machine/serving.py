@@ -1,4 +1,4 @@
-"""Pictures of a server: measured dots over the curves of what was predicted."""
+"""Pictures of a server under load: measured dots over predicted curves."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from meshwright.report.marks import DASHES, Points, color_by, lines, log_axis, p
 
 PANEL_PX = (250, 230)
 LOG_FROM = 8
-"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+"""Ratio of the largest to the smallest value above which the axis of a panel with a unit is logarithmic."""
 
 
 def load_figure(
@@ -18,9 +18,10 @@ def load_figure(
     title: str,
     subtitle: str = "",
 ) -> Figure:
-    """Draws a panel per figure: its title -> (unit, predicted points, measured points) over ``x``.
+    """Draws a panel for each entry of ``panels``: title -> (unit, predicted points, measured points).
 
-    ``{}`` in a title is its unit. ``capacity`` is a vertical line in all panels.
+    The horizontal axis of every panel is titled ``x`` and has a dashed line at ``capacity``. ``{}`` in a title becomes
+    the unit with its prefix.
     """
     load_panels = [_panel(name, curves_of_panel, capacity, x) for name, curves_of_panel in panels.items()]
     return themed(alt.hconcat(*load_panels, spacing=28), title, subtitle)
