@@ -49,13 +49,13 @@ def _plain(value: Any) -> Any:
 
 
 def say(message: str) -> None:
-    """Prints a message on standard error."""
+    """Prints a message on standard error, in place of the progress line."""
     erase_progress()
     click.echo(message, err=True)
 
 
 def save_to(path: Path, save: Callable[[Path], None]) -> None:
-    """Writes a plan and says so. Raises InputError where the file cannot be written."""
+    """Writes a plan by ``save(path)`` and prints the path. Raises InputError if the file cannot be written."""
     try:
         save(path)
     except OSError as error:

@@ -18,7 +18,7 @@ MOST_COUNTED = 100_000
 
 
 class ProgressLine:
-    """The line of a verb. A thread draws it, so that one long compilation shows its seconds too."""
+    """The progress line of a verb. A thread draws it, so that the seconds of one long compilation are seen to pass."""
 
     def __init__(self) -> None:
         self._lock, self._ended, self._running, self._width = Lock(), Event(), list[RunningWork](), 0
@@ -26,7 +26,7 @@ class ProgressLine:
         self._thread: Thread | None = None
 
     def follow(self, running: Sequence[RunningWork]) -> None:
-        """Shows this work from now on; erases the line if there is none."""
+        """Draws the line of this work from now on; erases the line if no work is running."""
         with self._lock:
             self._running = list(running)
         if not running:
@@ -71,7 +71,10 @@ def erase_progress() -> None:
 
 @contextmanager
 def progress_shown(is_wanted: bool) -> Iterator[None]:
-    """Returns a context whose work is shown: if standard error is a terminal, and not that of a CI job."""
+    """Returns a context that shows running work by a `ProgressLine`, if ``is_wanted``.
+
+    Shows nothing if standard error is no terminal, in a CI job (variable CI), and inside another such context.
+    """
     if not is_wanted or _lines or os.environ.get("CI") or not sys.stderr.isatty():
         yield
         return

@@ -32,9 +32,9 @@ _running: list[RunningWork] = []
 
 @contextmanager
 def working(what: str, total: int = 0) -> Iterator[RunningWork]:
-    """Returns a context in which work runs, such as "pricing strategies"; the hook is called when it begins and ends.
+    """Returns a context of running work, such as "pricing strategies"; calls the hook when the work begins and ends.
 
-    Outside of `shown_by`, and in threads besides the main one, nobody is told.
+    Calls no hook outside of `shown_by`, nor in threads other than the main one.
     """
     work = RunningWork(what, total)
     if not _hooks or current_thread() is not main_thread():
@@ -50,7 +50,10 @@ def working(what: str, total: int = 0) -> Iterator[RunningWork]:
 
 
 def tracked(items: Iterable[_Item], what: str, total: int = 0) -> Iterator[_Item]:
-    """Yields the items as `working` items of ``what``; ``total`` is their number if they have no length."""
+    """Yields the items, and counts as done those that the caller has finished, as `working` on ``what``.
+
+    ``total`` is the number of items, where they have no length.
+    """
     with working(what, len(items) if isinstance(items, Sized) else total) as work:
         for item in items:
             yield item

@@ -146,7 +146,7 @@ def report_text(report: results.BenchReport) -> Iterator[Piece]:
 
 
 def _main_figures(report: results.BenchReport) -> Iterator[tuple[str, str]]:
-    """Yields the label and the text of the main figures of each part."""
+    """Yields (label, text) of the main figures of every measured part."""
     matmul, batch, collectives = report.matmul, report.batch, report.collectives
     for dtype in dict.fromkeys(product.dtype for product in matmul.sweep) if matmul else ():
         if matmul and (best := matmul.best(dtype)):

@@ -63,7 +63,7 @@ def command(given: Given) -> Answer:
 
 
 def bulk(given: Given) -> Answer:
-    """Writes the answers to a file of JSON lines into another file. Raises InputError for other files or --prompt."""
+    """Generates the answer to each line of --prompts (JSON lines) and appends it to -o. Raises InputError otherwise."""
     if given.prompt_file is None or given.prompt_file.suffix != ".jsonl" or given.prompts:
         raise InputError("-o takes the answers to --prompts FILE.jsonl. Give such a file, and no --prompt.")
     from meshwright.serve.drawing.sampling import Sampling

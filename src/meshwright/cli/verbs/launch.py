@@ -189,12 +189,12 @@ def _send(children: Sequence[Process], signal_number: signal.Signals) -> None:
 
 
 def _numbered(process_index: int, lost_indices: Sequence[int]) -> Callable[[str], None]:
-    """Returns a printer of lines after their process's number; once some were killed it prints only lines of these."""
+    """Returns a printer of lines after the process's number; once processes were killed, only their lines."""
     return lambda line: say(f"[{process_index}] {line}") if process_index in lost_indices or not lost_indices else None
 
 
 async def _pass_on(source: asyncio.StreamReader | None, show: Callable[[str], None], shown_errors: set[str]) -> None:
-    """Calls ``show`` for the lines of a process, without Gloo's and without errors that another process has shown."""
+    """Calls ``show`` with each line of a process, except Gloo's and errors that another process has shown."""
     assert source is not None
     is_noise = noise_filter()
     async for raw_line in source:
