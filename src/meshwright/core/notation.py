@@ -34,7 +34,7 @@ def join_axes(axes: Axes) -> str:
 
 
 def parse_axes(text: str) -> Axes:
-    """Returns the axes of a subscript: ``XY`` -> (X, Y), ``{data,fsdp}`` -> (data, fsdp). Raises InputError if none."""
+    """Returns the axes in a subscript: ``XY`` -> (X, Y), ``{data,fsdp}`` -> (data, fsdp), else raises InputError."""
     axes_text = text.strip()
     if axes_text.startswith("{"):
         axes = tuple(axis_text.strip() for axis_text in axes_text[1:-1].split(","))

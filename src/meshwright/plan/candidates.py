@@ -86,8 +86,8 @@ def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarr
 
 
 def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the sizes to try for one mesh axis: the fixed size; (1,) if it is not searched; else all that divide the
-    experts, the dims that the axis splits in some pattern or, for pipeline, leave few layer slots empty."""
+    """Returns the sizes to try for one mesh axis: only its fixed size; only 1 if it is not searched; else all that
+    divide the experts or the dims that the axis splits in some pattern; for pipeline `stage_counts`."""
     if axis in space.fixed:
         return (space.fixed[axis],)
     if axis == "pipeline":
@@ -102,7 +102,7 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
 
 
 def stage_counts(num_layers: int) -> tuple[int, ...]:
-    """Returns the numbers of pipeline stages up to ``num_layers`` that leave few layer slots empty."""
+    """Returns the numbers of stages up to ``num_layers`` that leave at most `MAX_IDLE_SHARE` of the layers as gaps."""
     return tuple(num_stages for num_stages in range(1, num_layers + 1) if few_idle_places(num_layers, num_stages))
 
 
@@ -172,7 +172,7 @@ def _some(counts: Sequence[int], max_counts: int | None) -> Sequence[int]:
 
 
 def candidate_sizes(space: Space, found: Candidates) -> SlotSizes:
-    """Returns the sizes of one microbatch of every candidate."""
+    """Returns the sizes of a device's arrays, for one microbatch of every candidate."""
     return space.setting.sizes(
         space.template,
         mesh={axis: sizes.astype(float) for axis, sizes in found.mesh.items()},
@@ -181,7 +181,7 @@ def candidate_sizes(space: Space, found: Candidates) -> SlotSizes:
 
 
 def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b", chunks: Any = 1) -> PipelineCost:
-    """Returns the pipeline of every candidate under one schedule."""
+    """Returns what the cost model needs of a pipeline under one schedule, with an entry per candidate."""
     return PipelineCost(
         schedule=schedule,
         stages=found.mesh["pipeline"],

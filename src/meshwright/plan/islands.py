@@ -19,7 +19,7 @@ PERIODS = (1, 10, 30, 100, 300)
 """Steps between two exchanges: the search tries these if none are given, and notes list their step times."""
 
 LITTLE = 0.05
-"""Share of a step that exchanges may add: the shortest such period is chosen, and only beyond it notes list others."""
+"""Share of a step that exchanges may add: the shortest period within it is chosen; only beyond it notes list others."""
 
 
 class IslandSearch(msgspec.Struct, frozen=True, kw_only=True):

@@ -224,7 +224,7 @@ class ServicePlan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise CannotRunError(f"[{name}]: {message}")
 
     def require_whole_prompts(self) -> None:
-        """Raises CannotRunError if the service has a chunk length or an ITL target: no plan file or explanation can."""
+        """Raises CannotRunError if the service has a chunk length or ITL target, which files and `explain` lack."""
         if self.service.chunk_len or self.service.itl_s:
             message = "a service with chunked prompts or an ITL target cannot be written to a file yet. Leave out -o."
             raise CannotRunError(message)

@@ -200,7 +200,7 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
 
 
 def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
-    """Returns a note on the load of the busiest expert device; [] without expert parallelism or with bounded slots."""
+    """Returns [note on the load of the busiest expert device]; [] without expert parallelism or with bounded slots."""
     is_split = setting.model.num_experts and strategy.mesh["expert"] > 1
     if not is_split or strategy.capacity_factor:
         return []
@@ -247,7 +247,7 @@ def assumption_notes(setting: Setting) -> list[str]:
 
 
 def _largest_part(space: Space, top: int) -> SearchOutcome:
-    """Returns the outcome on the largest smaller part of the cluster that fits. Raises CannotRunError if none does."""
+    """Returns the outcome on the most chips, below all, on which the job runs. Raises CannotRunError if on none."""
     cluster, job, max_bytes = space.setting.cluster, space.setting.job, space.setting.memory_room
     bytes_of = memory_of_any_mesh(space, job.batch_seqs)
     chip_counts = [n for n in sorted(bytes_of, reverse=True) if n < cluster.num_chips and bytes_of[n] <= max_bytes]

@@ -14,8 +14,8 @@ Software = Literal["compiled", "captured", "captured-layers", "served", "eager",
 kernel by kernel from a host that stays ahead. `TRAITS` has the properties of each."""
 
 AttentionKernel = Literal["tuned", "portable", "narrow"]
-"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then), or for the chip
-in the dtype of products where that is narrower than 16 bits."""
+"""Fused attention: "tuned", written for the chip; "portable", written once for all chips (Triton in 2023, needed for
+ALiBi then); "narrow", written for the chip in the dtype of products if that has fewer than 16 bits."""
 
 Scatters = Literal["turns", "once"]
 """How a ReduceScatter over a whole torus slice runs: "turns", as two collectives (programs of this package), or "once",
@@ -28,7 +28,7 @@ which forwards it. "nodes" also sends rows to experts in 8 bits if products are 
 passes overlap (DualPipe), it hides behind them and occupies `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
 
 EngineName = Literal["", "TensorRT-LLM", "vLLM", "SGLang"]
-"""An inference engine whose own seconds between two steps are known."""
+"""Name of an inference engine whose seconds between two steps are known; "" for none."""
 
 SENDING_SMS = 20
 
@@ -86,7 +86,7 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def of_other_software(self) -> dict[str, str | bool]:
-        """Fields, with values, in which programs of this package differ: such assumptions are priced, not executed."""
+        """The fields, with values, that differ from what programs of this package do: they are priced, not executed."""
         field_names = ("attention_kernel", "software", "dispatch", "exchange_overlap", "narrow_gathers", "scatters")
         return {name: getattr(self, name) for name in field_names if getattr(self, name) != getattr(AS_RUN, name)}
 

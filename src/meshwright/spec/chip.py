@@ -92,7 +92,7 @@ class GivenOptions(msgspec.Struct, frozen=True):
 
     @property
     def notes(self) -> list[str]:
-        """[A line that names the refused options]; [] if none was refused."""
+        """A list with one line that names the refused options; [] if none was refused."""
         names_text = ", ".join(self.refused)
         return [f"the installed compiler refuses {names_text}: compiled without"] if names_text else []
 

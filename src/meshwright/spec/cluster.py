@@ -163,7 +163,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def nodes(self) -> int:
-        """Switched domains joined by the network, over all its levels."""
+        """Number of switched domains in the cluster, over all levels of the network."""
         return math.prod(self.shape) // self.domain
 
     @property
@@ -337,7 +337,7 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
 
 
 def slice_note(cluster: Cluster) -> list[str]:
-    """Returns [a line] if slices of the cluster's shape are not on offer, also if libtpu cannot compile; else []."""
+    """Returns [] if slices of the cluster's shape are on offer, else a line, which says if libtpu cannot compile."""
     if is_offered(cluster.chip, cluster.shape):
         return []
     slices_text = ", ".join(catalogued(cluster.chip, "libtpu").slices) + ", cubes of 4x4x4" * (len(cluster.shape) == 3)

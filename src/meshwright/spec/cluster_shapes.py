@@ -136,7 +136,7 @@ def _advice(chip: Chip, shape: ClusterShape, axes: int) -> str:
 
 
 def _in_pod(chip: Chip, shape: ClusterShape) -> bool:
-    """False for a shape of two axes that is longer than the pod; optical switches form three axes of any length."""
+    """False for a shape of two axes if one is longer than the pod's. Optical switches form three axes of any length."""
     return len(shape) != 2 or all(size <= limit for size, limit in zip(shape, chip.pod_shape, strict=False))
 
 

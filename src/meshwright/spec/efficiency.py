@@ -90,7 +90,7 @@ def family(chip: Chip) -> str | None:
 
 
 def power_notes(chip: Chip, rates: Calibration | None) -> list[str]:
-    """Returns [a note] if a custom chip has a ``power_w`` that changes no times at these rates; else []."""
+    """Returns a note, in a list, if a custom chip has a ``power_w`` that changes no times at these rates; else []."""
     changes_times = family(chip) == "blackwell" and rates is not None and rates.name == "fitted"
     if chip.variant != "custom" or chip.power_w is None or changes_times:
         return []

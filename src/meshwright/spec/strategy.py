@@ -210,7 +210,7 @@ LAYOUTS: dict[str, dict[str, Rules]] = {
 }
 """Layout of an engine -> assignment. "prompts" and "gathered": ``context`` splits positions of a prompt, for engines
 that only prefill; "gathered" also splits D of weights, which each layer gathers (FSDP). "sequences" and "positions":
-``context`` splits heads and widths of weights as ``tensor`` does, and caches by the name. "widths": it splits D."""
+``context`` splits weights as ``tensor`` does, and caches over what the name says. "widths": it splits D of weights."""
 
 
 class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -331,8 +331,7 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def segment(self) -> int | Literal["sqrt"] | None:
         """Layers from one kept input to the next; None for policies without segments.
 
-        "every-1" runs all of each layer again, as checkpointing libraries do; "block" only the results that the
-        backward pass uses."""
+        "every-1" runs all of each layer again, as checkpointing libraries do; "block" only what its backward uses."""
         if self.remat in ("sqrt", "recompute-all"):
             return "sqrt" if self.remat == "sqrt" else ALL_LAYERS
         match = _SEGMENTS.fullmatch(self.remat) if isinstance(self.remat, str) else None
@@ -354,7 +353,8 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return None
 
     def rules(self, role: str) -> Rules:
-        """Returns the rules of a role and for dims of `SPLIT_AS`; by default weight's, or `GENERATION_RULES`."""
+        """Returns the rules of a role, also for dims of `SPLIT_AS`. Without rules, grad and optimizer have weight's,
+        cache and output `GENERATION_RULES`, and all other roles {}."""
         fallback_role = "weight" if role in ("grad", "optimizer") else role
         rules = self.assignment.get(role, self.assignment.get(fallback_role, GENERATION_RULES.get(role, {})))
         pairs = (((dim, axes), (SPLIT_AS.get(dim, dim), axes)) for dim, axes in rules.items())
@@ -362,7 +362,7 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _check_islands(strategy: Strategy) -> None:
-    """Raises InputError for fields of the exchange that one island, or ``islands_sync``, excludes, or out of range."""
+    """Raises InputError if a field of the exchange is out of range, or excluded by one island or ``islands_sync``."""
     values, mode, every = {n: getattr(strategy, n) for n in ISLAND_FIELDS}, strategy.islands_sync, strategy.outer_every
     for name in (name for name, usual in ISLAND_FIELDS.items() if values[name] != usual):
         if strategy.num_islands == 1:

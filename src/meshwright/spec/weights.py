@@ -68,8 +68,8 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def inputs(self) -> tuple[str, ...]:
         """Input dims of its matrices, of which each layer and expert has one; () for a vector.
 
-        If the last dim is D (the stream), Dc (beside it) or Ra (the rank of an adapter), all dims before it are inputs;
-        otherwise only the first dim is.
+        If the last dim is D (the stream), Dc (between convolutions) or Ra (the rank of an adapter), all dims before it
+        are inputs; otherwise only the first dim is.
         """
         if self.kind == "vector":
             return ()
@@ -126,7 +126,7 @@ def without_mtp(model: Model) -> Model:
 
 
 def without_mtp_words(model: Model) -> str:
-    """Returns a clause that the weights of the layer for the token after the next are not read; "" if none are left."""
+    """Returns a clause that the weights of the layer for the token after the next are not read; "" if they are."""
     is_left_out = model.num_mtp_layers and not model.mtp_weight
     return "; without the layer for the token after the next (model.mtp_weight)" if is_left_out else ""
 

@@ -34,7 +34,7 @@ class StoredDtypes(msgspec.Struct, frozen=True):
 
     @property
     def storage(self) -> Storage:
-        """The `Storage` that the algebra derives generation with."""
+        """The `Storage` with which `algebra.generation` derives steps for these dtypes."""
         weights_dtype = "" if self.weights in ("bf16", STORED) else self.weights
         return Storage(cache_dtype=self.cache, weights=weights_dtype)  # type: ignore[arg-type]
 

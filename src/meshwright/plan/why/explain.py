@@ -31,7 +31,7 @@ from meshwright.spec.strategy import BATCH_AXES, STATE_BYTES
 from meshwright.spec.weights import num_active_params, num_params
 
 MAX_FREE_SHARE = 0.002
-"""Largest share of a pass of a local step that the listing leaves out (every sum still has it)."""
+"""Local steps that take at most this share of a pass are left out of the listing (every sum still has them)."""
 
 
 CASES: dict[int, tuple[str, tuple[str, ...]]] = {
@@ -282,7 +282,7 @@ def attention_kernel(plan: Plan) -> str:
 
 
 def limit_of_term(term: Term, limits: Sequence[Limit]) -> Limit | None:
-    """Returns the first of ``limits`` that says whether a term's work hides or stays short; None if none does."""
+    """Returns the most specific of ``limits`` on the work of a term of the step; None if no limit concerns it."""
     limit_by_name = {limit.name: limit for limit in limits}
     return next((limit_by_name[name] for name in _limits_of(term.name) if name in limit_by_name), None)
 

@@ -21,7 +21,7 @@ from meshwright.plan.why.explain import Algorithm, LargestStep, algorithm, large
 from meshwright.spec.strategy import sequence_shards
 
 AMOUNTS = ("FLOPs", "parameters", "KV", "network")
-"""Parts of a step that have an amount: FLOPs, or bytes for all other parts."""
+"""Parts of a step that have an amount: "FLOPs" in FLOPs, all other parts in bytes."""
 STARTS = "kernel starts"
 """Name of the part in which the host starts kernels one by one; work of the kernels hides some of it."""
 
@@ -161,7 +161,7 @@ _ROOM = {
     False: "room - weights_and_KV - max(decoding, prefilling)",
     True: "room - max(weights_and_KV + decoding, prefilling)",
 }
-"""Formulas of prefill's share of dollars, and of free memory: has the plan a pool of prefill engines -> formula."""
+"""True for a plan with a pool of prefill engines, else False -> formula: prefill's share of dollars, free memory."""
 
 
 def _formulas(plan: ServicePlan, decode: PhaseExplanation, prefill: PhaseExplanation) -> tuple[Formula, ...]:

@@ -248,7 +248,7 @@ def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None
 
 
 def _job_size(field: str, name: str, noun: str, words: str) -> Callable[[Setting, float], tuple[Setting, str]]:
-    """Returns a function that multiplies a field of the job; it raises InputError unless the product is whole."""
+    """Returns a function that multiplies a field of the job; it raises InputError if that gives no whole number."""
 
     def change(setting: Setting, factor: float) -> tuple[Setting, str]:
         old_size = getattr(setting.job, field)
@@ -278,6 +278,6 @@ CHANGES: dict[str, Callable[[Setting, float], tuple[Setting, str]]] = {
     "batch": _job_size("batch_seqs", "batch", "sequences", "sequences a step, {tokens} tokens"),
     "seq": _job_size("seq_len", "seq", "tokens", "tokens a sequence, as many sequences a step: {tokens} tokens"),
 }
-"""Quantity -> the change that multiplies it, and returns the new setting and words for the old and the new value."""
+"""Quantity -> function (setting, factor) that multiplies it; returns the new setting and words for both values."""
 JOB_CHANGES = ("batch", "seq")
 """Quantities of a training job, which a service does not have."""

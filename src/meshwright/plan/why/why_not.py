@@ -34,7 +34,7 @@ NO_LIMIT_BYTES = 1e30
 """Memory of a chip that is large enough for every strategy."""
 
 ASSIGNMENT_FIELDS = ("zero", "sequence_parallel")
-"""Fields that name a standard assignment instead of writing it out."""
+"""Names in a question that choose a standard assignment, in place of the field ``assignment``."""
 ASSUMED = Assumptions.__struct_fields__
 NAMES = {name: name for name in (*FIELDS, *ASSUMED, *ASSIGNMENT_FIELDS)} | {"microbatches": "num_microbatches"}
 """Name in a question other than a mesh axis -> the field of the strategy or the assumption."""

@@ -66,7 +66,7 @@ class FaultTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InputError(f"times: slowdown is {self.slowdown:g}, give a factor of at least 1")
 
     def noticed_s(self, kind: FaultKind) -> float:
-        """Returns the seconds from a fault until it is noticed; 0 if planned, or for corruption, dated by discovery."""
+        """Returns the seconds from a fault until it is noticed; 0 for planned stops, and corruption (when found)."""
         return {"hang": self.hang_s, "corruption": 0.0, "planned": 0.0}.get(kind, self.detect_s)
 
     def found_s(self, kind: FaultKind) -> float:

@@ -24,7 +24,7 @@ ROPE_KEYS = {name: name for name in RopeScaling.__struct_fields__} | {
 """Field of a RopeScaling -> key in ``rope_scaling`` or ``rope_parameters``."""
 
 GROUP_KEYS = {"expert_groups": "n_group", "groups_per_token": "topk_group"}
-"""Field -> key, for routers that choose among groups of experts."""
+"""Field of `Model` -> key of a config.json, for routers that choose among groups of experts."""
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

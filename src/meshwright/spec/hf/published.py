@@ -48,8 +48,8 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
-    """The quantisation in a config: pairs (pattern of module names, scheme), the first match counts; patterns of
-    modules that are ``plain``, not quantised; ``notes`` on what is not used; True if zero points are stored less 1."""
+    """The quantisation in a config: (pattern of module names, scheme), the first match counts; patterns of ``plain``
+    modules; ``notes`` on what is not used. With ``zeros_less_one`` zero points are stored minus 1."""
 
     method: Method
     schemes: tuple[tuple[str, Scheme], ...]
@@ -127,7 +127,7 @@ def _block(config: HfFields, key: str) -> tuple[int, int]:
 
 
 def _require(config: HfFields, forms: tuple[str, ...], *keys: str) -> None:
-    """Raises CannotRunError for a layout of weights, or of their scales, that is not in ``forms``."""
+    """Raises CannotRunError if the config has a value for one of ``keys`` that is not among ``forms``."""
     for key in keys:
         if (form := config.get(key)) and str(form).lower() not in forms:
             raise CannotRunError(f"weights with {key}={form!r} are not read in this version, only {', '.join(forms)}. "

@@ -71,7 +71,7 @@ class _Config:
         self.keys |= {key: value for key, value in self.rope.items() if value is not None}
 
     def _rope(self) -> HfFields:
-        """Returns the table ``rope_scaling`` or the newer ``rope_parameters``; of two tables, full attention's."""
+        """Returns the table ``rope_scaling`` or ``rope_parameters``; if kinds of layers differ, full attention's."""
         tables = (self.read(key, dict) for key in ("rope_scaling", "rope_parameters") if self.has(key))
         table: HfFields = next(filter(None, tables), {})
         full_table, sliding_table = table.get("full_attention"), table.get("sliding_attention")

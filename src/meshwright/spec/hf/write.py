@@ -34,7 +34,7 @@ _ELSEWHERE = ("name", "weights_prefix", "stored", "lora", "mtp_weight", "num_mtp
 
 
 def _of_family(model: Model) -> HfFields:
-    """Returns the keys that the model's family has."""
+    """Returns the config.json object of a model, with the keys of its family only."""
     form = formats()[model.family]
     camel_name = _CLASSES.get(model.family, model.family.title().replace("_", ""))
     head_name = "ForConditionalGeneration" if model.encoder else "ForCausalLM"
@@ -78,7 +78,7 @@ _CLASSES = {
     "hunyuan_v1_dense": "HunYuanDenseV1",
     "hunyuan_v1_moe": "HunYuanMoEV1",
 }
-"""Families whose classes in transformers are not their name in camel case."""
+"""Family -> the first part of its class names in transformers, if that is not its name in camel case."""
 
 
 def text_model(model: Model) -> Model:
