@@ -193,15 +193,15 @@ def largest_text(steps: Sequence[LargestStep], step_s: float, of: str = "", *, n
     """Yields a table of the largest steps, and the letters of their dims."""
 
     def line_of(step: LargestStep) -> str:
-        """Returns a step in one line: if it is too long, with the names of its operands, then of the first two."""
+        """Returns a step in one line: if it is too long, with the names of its operands, and cut."""
+        room, is_repeated = width() - STEP_AT, step.phase == "backward" and not step.text.startswith("d")
         prefix = f"{step.block.removeprefix('layer_')}: " * (names_blocks and step.block.startswith("layer"))
-        prefix += "again: " * (step.phase == "recompute")
+        prefix += "again: " * (step.phase == "recompute" or is_repeated)
         result, _, operands = step.text.partition(" = ")
         names = re.sub(r"\[[^]]*\](\{U_(\w+|\{[^}]*\})\})?", "", operands)
-        texts = [
-            f"{prefix}{result} = {text}" for text in (operands, names, re.sub(r"(, \S+?,).*\)", r"\1 ...)", names))
-        ]
-        return next((text for text in texts if len(text) <= width() - STEP_AT), texts[-1])
+        names = re.sub(r", in blocks of .*", ", in a ring", names)
+        text = f"{prefix}{result} = {operands if len(prefix + step.text) <= room else names}"
+        return text if len(text) <= room else f"{text[: room - 3]}..."
 
     columns: TableColumns = {
         "adds": ("added_s", format_seconds),
