@@ -278,19 +278,13 @@ def limit_notes(limits: Iterable[Limit]) -> Iterator[str]:
 def limit_amounts(limit: Limit) -> tuple[Quantity, Quantity]:
     """Returns the bound and the plan's figure, which prints as a dash if its letters are not known."""
     show = {"bytes": format_bytes, "s": format_seconds, "": _number_words}[limit.unit]
-    show_bound = (lambda amount: "below one device") if _below_one(limit) else show
-    return Quantity(limit.limit, show_bound), Quantity(limit.here, lambda here: "-" if math.isnan(here) else show(here))
-
-
-def _below_one(limit: Limit) -> bool:
-    """True for an upper bound below one device: the limit never holds."""
-    return limit.formula[0] == "<" and not limit.unit and limit.limit < 1
+    return Quantity(limit.limit, show), Quantity(limit.here, lambda here: "-" if math.isnan(here) else show(here))
 
 
 def limit_words(limit: Limit, sheet_bound: float | None = None) -> str:
     """Returns ``"tensor: < 2.664 (3.333 by the data sheet), here 4, 1.5 times above: broken"``."""
     bound_amount, plan_amount = limit_amounts(limit)
-    sign_text = f"{limit.formula[0]} " if limit.formula[0] in "<>" and not _below_one(limit) else ""
+    sign_text = f"{limit.formula[0]} " if limit.formula[0] in "<>" else ""
     sheet_text = "" if sheet_bound is None else f" ({_number_words(sheet_bound)} by the data sheet)"
     side_text = "above" if limit.here > limit.limit else "below"
     ratio_text = f", {limit.distance:.3g} times {side_text}" * math.isfinite(limit.distance)

@@ -15,7 +15,7 @@ from meshwright.plan.plan_file import ServicePlan
 from meshwright.plan.serving.fleet import engine_words
 from meshwright.plan.serving.planner import service_notes
 from meshwright.plan.why.explain import Algorithm, LargestStep, ListedStep
-from meshwright.plan.why.explain_service import STARTS, PhaseExplanation, ServiceExplanation, StepPart, explain_service
+from meshwright.plan.why.explain_service import PhaseExplanation, ServiceExplanation, StepPart, explain_service
 from meshwright.report.answer import (
     Answer,
     Condition,
@@ -132,22 +132,6 @@ def _phase_text(phase: PhaseExplanation) -> Iterator[PlainPiece]:
     yield Table.of(phase.parts, PARTS)
     yield "parameters: products with weights, with the rows that they read and write; KV: attention, with its queries"
     yield Table.of(phase.terms, TERMS)
-    if any(part.name == STARTS for part in phase.parts):
-        yield f"{STARTS} that do not overlap count with the work that has them, or else with the host"
-    yield Fact("step", _sum_words(phase))
-
-
-def _sum_words(phase: PhaseExplanation) -> str:
-    """Returns the step as the sum of its listings, and what it takes beside them or hides of them."""
-    listings = [(repeat, part.alone_s) for part, repeat in zip(phase.blocks, phase.repeats, strict=True)]
-    runs_text = " + ".join(f"{repeat} x " * (repeat > 1) + format_seconds(seconds) for repeat, seconds in listings)
-    rest_s = phase.step_s - sum(repeat * seconds for repeat, seconds in listings)
-    if rest_s < 0:
-        return f"{format_seconds(phase.step_s)} = {runs_text} - {format_seconds(-rest_s)}, which overlaps"
-    host_s = sum(part.alone_s for part in phase.parts if part.name == "host")
-    rests = ((host_s, "of the host"), (rest_s - host_s, f"of {STARTS} that do not overlap"))
-    rest_text = "".join(f" + {format_seconds(s)} {words}" for s, words in rests if s > 1e-6 * phase.step_s)
-    return f"{format_seconds(phase.step_s)} = {runs_text}{rest_text}"
 
 
 def _amount(part: StepPart, seconds: float = 0.0) -> str | None:
