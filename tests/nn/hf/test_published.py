@@ -290,7 +290,7 @@ def cut(end, box):
             {"form": "nvfp4", "drop": ["v_proj.weight_global_scale"]},
             "v_proj.weight: the checkpoint lacks its global scale. Fetch it",
         ),
-        ({"actorder": "group"}, "down_proj.weight: the checkpoint lacks its list of its groups"),
+        ({"actorder": "group"}, "down_proj.weight: the checkpoint lacks its list of groups"),
         ({"drop": ["q_proj.weight_packed"]}, "q_proj.weight: the checkpoint lacks its values"),
         (
             {"group_size": 8},
@@ -299,7 +299,7 @@ def cut(end, box):
         ({"num_bits": 8}, "values of shape (32, 2); by quantization_config (32, 16) in int8, groups of 1"),
         ({"change": cut("o_proj.weight_packed", np.s_[:, :2])}, "o_proj.weight: values of shape (32, 2)"),
         ({"change": cut("o_proj.weight_packed", np.s_[0])}, "o_proj.weight: values of shape (4,) are not a matrix"),
-        ({"symmetric": False}, "has no zero points of it. Fetch it and its config"),
+        ({"symmetric": False}, "lacks its zero points. Fetch it and its config"),
         (
             {"form": "int4-asymmetric", "change": cut("k_proj.weight_zero_point", np.s_[:1])},
             "k_proj.weight: zero points of shape (1, ",

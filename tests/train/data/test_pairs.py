@@ -101,7 +101,7 @@ def test_sources_of_features_are_files(tmp_path, tokenizer, monkeypatch):
         ({"source": [1, 2], "target": [3]}, "has no pairs, and the encoder reads features. Give JSON lines"),
         ({"text": "a text" * 50}, "has no pairs"),
         ({"source": "long.npy", "target": "a"}, r"long.npy has features \[12, 3\]. The encoder reads \[3, 12\]"),
-        ({"source": "pairs.jsonl", "target": "a"}, "pairs.jsonl is no NumPy file"),
+        ({"source": "pairs.jsonl", "target": "a"}, "pairs.jsonl is not a NumPy file"),
     ):
         with pytest.raises(InputError, match=words):
             opened(tmp_path, [record], form, tokenizer=tokenizer)

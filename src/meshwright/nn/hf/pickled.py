@@ -117,6 +117,6 @@ def _tensor(storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: t
     size_strides = list(zip(shape, strides, strict=True))
     last_index = offset + sum((size - 1) * step for size, step in size_strides)
     if min((offset, *shape, *strides)) < 0 or (all(shape) and last_index >= len(storage)):
-        raise ValueError("a tensor is larger than its storage")
+        raise ValueError("a tensor is not within its storage")
     width = storage.itemsize
     return np.lib.stride_tricks.as_strided(storage[offset:], shape, [step * width for step in strides], writeable=False)

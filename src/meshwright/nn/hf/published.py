@@ -201,7 +201,7 @@ class PublishedMatrix:
             "scales": scales is None,
             "global scale": self.scheme.dtype == "fp4" and not has_global_scale,
             "zero points": not self.scheme.symmetric and zeros_tensor is None,
-            "list of its groups": not self.scheme.in_order and group_list is None,
+            "list of groups": not self.scheme.in_order and group_list is None,
         }
         if missing := [part_name for part_name, is_lacking in is_missing.items() if is_lacking]:
             raise InputError(f"{self.name}: the checkpoint lacks its {missing[0]}. Fetch it and its config again.")
