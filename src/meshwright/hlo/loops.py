@@ -35,7 +35,7 @@ class _Value(NamedTuple):
     fusions: tuple[Instruction, ...] = ()
 
     def operand(self, number: int) -> "_Value":
-        """Returns an operand of the instruction."""
+        """Returns operand ``number`` of the instruction."""
         return self._replace(at=self.module.operand(self.at, number))
 
     def settled(self, number: int | None = None) -> "_Value":

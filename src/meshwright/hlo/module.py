@@ -145,7 +145,7 @@ class Computation(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:
-        """Parameter by number."""
+        """Parameter instruction by its number."""
         return {i.number(i.literal): i for i in self.instructions if i.opcode == "parameter" and i.literal}
 
 

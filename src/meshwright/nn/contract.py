@@ -51,7 +51,7 @@ def contract(equation: str, lhs: Array, rhs: Array | Turned, *, dtype: DTypeLike
     if sums_first_dims and sorted(out) == sorted(batch + lhs_rest + rhs_rest) and fp32 and default_platform() == "cpu":
         return _transposed_product((batch, lead[len(batch) :], lhs_rest, rhs_rest), out, lhs, rhs)
     if lhs.dtype == rhs.dtype == jnp.bfloat16 and default_platform() == "cpu":
-        if batch and max(lhs.ndim, rhs.ndim) > 3:  # XLA has no such product of narrow factors with a wide result
+        if batch and max(lhs.ndim, rhs.ndim) > 3:  # XLA lacks batched products of narrow factors with a wide result
             return jnp.einsum(equation, *(x.astype(dtype or lhs.dtype) for x in (lhs, rhs)))
         return _narrow_product((left, right, out), lhs, rhs).astype(dtype or lhs.dtype)
     return jnp.einsum(equation, lhs, rhs, preferred_element_type=dtype)

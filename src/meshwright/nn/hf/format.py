@@ -64,7 +64,7 @@ class StoredPart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the stored tensor."""
+        """The shape of the stored tensor."""
         return tuple(math.prod(dim.size for dim in axis) for axis in self.axes)
 
     def read(self, tensors: Tensors, box: Box) -> np.ndarray:

@@ -21,7 +21,7 @@ def bias_add(context: Context, step: Step, x: Any, bias: Array) -> Any:
 
 
 def bias_add_backward(context: Context, step: Step, dout: Any) -> Any:
-    """Sums ``dout`` over the dims that the bias lacks; for packed tokens as the gradient of a weight with input 1."""
+    """Sums ``dout`` over the dims that the bias lacks; for packed tokens over the rows of each expert."""
     if isinstance(dout, Ragged):
         ones = dout.with_rows(jnp.ones((dout.rows.shape[0], 1), dout.rows.dtype))
         return slot_weight_gradient(ones, dout, blocks_of(dout, context.model))[:, 0]

@@ -97,7 +97,7 @@ def forward(
             acc, peak, exp_sum = carry
             k_smem, v_smem = step.tiles
             scores = _product(q_smem, k_smem, interpret, take_turn)
-            exp2_factor = scale * _LOG2E  # makes powers of 2 of scores
+            exp2_factor = scale * _LOG2E  # exp(score) = 2^(score * log2 e)
             if rule.score:
                 scores, exp2_factor = rule.score(scores * scale, step.tile()), _LOG2E
             if step.seen:
@@ -124,7 +124,7 @@ def forward(
 
         num_rows = q_smem.shape[0]
         start_carry = jnp.zeros((num_rows, H)), jnp.full((num_rows,), LOWEST), jnp.zeros((num_rows,))
-        # the second warpgroup stays a turn behind the first
+        # the second warpgroup uses the tensor cores one tile after the first
         pl.when(program.warpgroup == 1)(take_turn)
         acc, peak, exp_sum = program.loop(body, tuple(_laid(x, interpret) for x in start_carry))
         # so both arrive at the barrier equally often

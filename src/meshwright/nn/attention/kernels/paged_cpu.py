@@ -64,7 +64,7 @@ def attend_on_cpu(tiles: PageTiles, parts: Sequence[PagedPart], mixed: PagedValu
         return jnp.moveaxis(page_entries, 2 if call.heads_first else 3, 1).reshape(lanes, kv_heads, slots, -1)
 
     def operand(pool: Array, pages: Array) -> Array:
-        # XLA's library for CPUs takes products from one array in this order, else a slow loop runs
+        # XLA's CPU library needs a contiguous operand in this order, else a slow loop runs
         return lax.optimization_barrier(read(pool, pages).astype(dtype))
 
     def scaled(array: Array, scale: Array | None, pages: Array) -> Array:

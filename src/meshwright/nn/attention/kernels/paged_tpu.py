@@ -85,7 +85,7 @@ def attend_on_tpu(
     index_grid = np.indices((num_pages, held_heads, page_len))
     page_in_tile, key_head, slot = (index_grid if heads_first else np.swapaxes(index_grid, 2, 3)).reshape(3, -1)
     slot += page_in_tile * tiles.span
-    # all heads are multiplied with the keys of all key heads, and see those of their own
+    # all heads are multiplied with the keys of all key heads; the mask leaves each head's own key head
     gaps = np.where((head // (heads // kv_heads))[:, None] == key_head, query[:, None] - slot, UNSEEN).astype(np.int32)
     sinks = jnp.full(heads, LOWEST) if call.sinks is None else call.sinks.astype(jnp.float32)
     start_peak = jnp.broadcast_to(jnp.tile(jnp.maximum(sinks, LOWEST), tiles.block)[:, None], (num_rows, LANE))
@@ -108,7 +108,7 @@ def attend_on_tpu(
     pools = [part.keys for part in parts] + ([] if is_latent else [mixed.values])
     if is_whole:
         pools = [in_memory("tpu", pool).reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
-    # what all heads share beside latents is narrow and has its slots in the lanes, see `nn.cache.cache_layout`
+    # keys that all heads share next to latents are narrow and have slots in the lanes, see `nn.cache.cache_layout`
     is_swapped = [is_latent and pool_id > 0 and pool.shape[-1] < LANE for pool_id, pool in enumerate(pools)]
     pools = [jnp.swapaxes(pool, 1, 2) if swap else pool for pool, swap in zip(pools, is_swapped, strict=True)]
     page_shapes = [(1, *pool.shape[1:]) if is_whole else (1, page_len, held_heads, pool.shape[-1]) for pool in pools]
@@ -135,7 +135,7 @@ def attend_on_tpu(
 
         def read(pool_index: int) -> Array:
             page_blocks = [ref[0] for ref in page_refs[pool_index * num_pages : (pool_index + 1) * num_pages]]
-            # TPUs have casts of bytes to float32 alone
+            # TPUs cast bytes to float32 only
             page_blocks = [x.astype(jnp.float32) if x.dtype.itemsize == 1 else x for x in page_blocks]
             page_blocks = page_blocks if is_whole else [without_spare(x) for x in page_blocks]
             return jnp.concatenate(page_blocks, axis=int(is_swapped[pool_index])).astype(dtype)
@@ -181,7 +181,7 @@ def attend_on_tpu(
                 *(pl.BlockSpec(array.shape, lambda *_: (0, 0)) for array in (start_peak, gaps, query_of_row)),
                 *(pl.BlockSpec((1, *array.shape[1:]), of_block) for array in queries),
                 *(pl.BlockSpec((1, *array.shape[1:]), lambda tile, *_: (tile, 0, 0)) for array in scales),
-                # pages of a tile lie anywhere in a pool, so that each is an operand of its own
+                # a tile's pages may be anywhere in a pool, so each is a separate operand
                 *(pl.BlockSpec(shape, page(i, len(shape))) for shape in page_shapes for i in range(num_pages)),
             ],
             out_specs=[pl.BlockSpec((1, num_rows, num_cols), of_block) for num_cols in out_widths],
