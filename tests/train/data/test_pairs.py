@@ -100,7 +100,7 @@ def test_sources_of_features_are_files(tmp_path, tokenizer, monkeypatch):
         ({"source": "big.npy", "target": "a"}, "pairs.jsonl line 1: big.npy has values that are not finite in float32"),
         ({"source": [1, 2], "target": [3]}, "has no pairs, and the encoder reads features. Give JSON lines"),
         ({"text": "a text" * 50}, "has no pairs"),
-        ({"source": "long.npy", "target": "a"}, r"long.npy has features \[12, 3\]. The encoder reads \[3, 12\]"),
+        ({"source": "long.npy", "target": "a"}, r"long.npy has features \[12, 3\], but the encoder reads \[3, 12\]"),
         ({"source": "pairs.jsonl", "target": "a"}, "pairs.jsonl is not a NumPy file"),
     ):
         with pytest.raises(InputError, match=words):
