@@ -59,7 +59,7 @@ COVERED = (0.1, 0.9)
 """Quantiles of measured over predicted seconds that bound a printed interval."""
 
 OUTSIDE_CORE, LARGE_GROUP = 0.35, 40
-"""Weight of a record outside its group's core; total squared weight of a group without a core that has more cases."""
+"""Weight of a record outside its group's core; largest total squared weight of a group without a core."""
 
 USUAL_SIZE, SIZE_POWER, SIZE_FACTORS = 15, 0.25, (0.7, 1.6)
 """Weights of a group whose squares sum to s are multiplied by (15 / s)^0.25, at least 0.7 and at most 1.6."""

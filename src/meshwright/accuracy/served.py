@@ -217,7 +217,7 @@ def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCa
     engine_name = ENGINES.get(record.backend)
     tpot_ms, prompt_len, output_len, model_shape = record.measured.tpot_ms, record.isl, record.osl, record.model
     if engine_name is None or not tpot_ms or not prompt_len or not output_len or not model_shape:
-        raise InputError("no time per output token of an engine that is known")
+        raise InputError("no time per output token of a known engine")
     if record.precision not in STORED:
         raise InputError(f"precision {record.precision!r} is not known")
     block_kind = "experts" if model_shape.moe else "dense"

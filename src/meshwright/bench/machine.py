@@ -139,7 +139,7 @@ def _collective_rate(kind: CollectiveKind, group_size: int, seconds_by_name: Map
 def with_host_rates(found: Calibration, say: Callable[[str], None] = lambda line: None) -> Calibration:
     """Returns the calibration with rates inside a step added, from reference steps that are run on its devices."""
     host = host_rates(measure_references(found, found.devices or 1))
-    say(f"products in a step {_rate(host.product.flop, 'GFLOP/s')} beside {_rate(host.product.byte, 'GB/s')}")
+    say(f"products in a step {_rate(host.product.flop, 'GFLOP/s')} and {_rate(host.product.byte, 'GB/s')}")
     say(f"elementwise ops in a step {_rate(host.stream.byte, 'GB/s')}, loops {_rate(host.loop_byte, 'GB/s')}")
     shapes_text = ", ".join(
         f"D {step.model.d_model} F {step.model.d_ff}, {step.job.batch_seqs} x {step.job.seq_len} tokens"

@@ -53,7 +53,7 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A function to time, ``rounds`` rounds a call, and its arguments by repeat, made before the clock starts."""
+    """A function to time, of ``rounds`` rounds a call; ``arguments`` makes its inputs before the clock starts."""
 
     run: Callable[..., object]
     arguments: Callable[[int], tuple[object, ...]] = lambda repeat: ()

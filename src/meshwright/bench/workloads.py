@@ -30,7 +30,7 @@ EPSILON = 1e-6
 
 SILU_BYTES = 2**22
 FORWARD_PRODUCTS, ALL_PRODUCTS = 2, 7
-"""Products over queries and keys: forward scores and weighted sum; backward scores again and four of cotangents."""
+"""Products of attention, forward (scores, weighted sum) and in both passes (then scores again, four cotangents)."""
 
 
 # -- products ---------------------------------------------------------------------------------------------
@@ -44,9 +44,9 @@ def product_flops(m: int, k: int, n: int) -> float:
 def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, contents: Contents | None = None) -> Workload:
     """Returns ``rounds`` products of two square shards: of normal numbers, or of ``contents`` drawn for every repeat.
 
-    One element of an operand comes from the previous result, so that the compiler cannot drop a product. Products of
-    int8 are int32, those of fp8 are bf16. float32 runs at the highest precision where the default is narrower; "tf32"
-    is that default.
+    One element of an operand comes from the previous result, so that the compiler cannot drop a product. Results are
+    int32 for int8, and bf16 for fp8. float32 runs at the highest precision where the default is narrower; "tf32" is
+    that default.
     """
     result_dtype = {"int8": jnp.int32, "fp8": jnp.bfloat16}.get(dtype, JAX_DTYPES[dtype])
     is_exact = dtype == "fp32" and not bench.emulated
@@ -180,9 +180,9 @@ DISTANCES: dict[str, tuple[Callable[[Array, Array], Array], tuple[int, int] | No
 """Ways to combine [m,k] and [k,n], with the simple vector operations and the exponentials for each of the m k n pairs.
 Log-space: add and maximum, then add again, subtract, exponential, add; L1: subtract, magnitude, add."""
 EXP_OPS = {"cpu": 18, "cuda": 8, "rocm": 4, "tpu": 1}
-"""Vector operations that take as long as an exponential. On a CPU it is a polynomial of about as many; CUDA's GPUs
-compute 16 a cycle beside 128 additions (programming guide, throughput of arithmetic instructions), AMD's a quarter as
-many as additions, and a TPU has a unit for them beside the vector unit."""
+"""Vector operations that take as long as an exponential. On a CPU it is a polynomial of about as many; NVIDIA GPUs
+compute 16 exponentials or 128 additions a cycle (programming guide, throughput of arithmetic instructions), AMD's a
+quarter as many as additions, and a TPU has a separate unit for exponentials."""
 
 
 def distance_workload(what: str, size: int) -> Workload:

@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 
 class MemoryMark(NamedTuple):
-    """Start of a part of the run: ``start``, ``compile``, ``after step 1``."""
+    """Time at which a part of the run starts, and its name: ``start``, ``compile``, ``after step 1``."""
 
     at_s: float
     text: str

@@ -19,7 +19,7 @@ from meshwright.spec.job import Job
 
 WARMUP_STEPS = 3
 CPU_WARMUP_STEPS = 5
-"""On CPU the first steps also cause page faults on all their memory."""
+"""Warm-up steps on CPU, where the first steps also cause page faults on all their memory."""
 HLO_FILE = "program.hlo.txt"
 
 

@@ -200,7 +200,7 @@ class Checkpoints:
     def save_near(
         self, state: Any, position: Position, *, to_canonical: Reorder | None = None, beside: Any = None
     ) -> None:
-        """Starts to write a state to ``near``, as `save` does, unless a checkpoint has it; keeps a failure's text."""
+        """Starts to write a state to ``near`` unless a checkpoint has it; a failure is kept in ``near_fault``."""
         if self.near and position.step not in self.steps():
             self.wait()
             try:
@@ -250,7 +250,7 @@ class Checkpoints:
         return reordered(state, from_canonical)
 
     def restore_beside(self, like: Any) -> Any:
-        """Returns the arrays that were saved ``beside`` the newest whole state, shaped as ``like``; None without."""
+        """Returns the arrays saved ``beside`` the newest whole state, shaped as ``like``; None if there are none."""
         if (source := self._source()) is not self:
             return source.restore_beside(like)
         stored = self._stored()

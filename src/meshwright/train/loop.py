@@ -128,7 +128,7 @@ class Run:
                 self._go_back(str(error))
 
     def _go_back(self, fault: str) -> None:
-        """Restores the newest checkpoint, and continues with the data after the present samples."""
+        """Restores the newest checkpoint, and continues with data after all samples used so far."""
         self.flying.clear()
         self.checkpoints.wait()
         for leaf in jax.tree.leaves(self.state):
@@ -413,7 +413,7 @@ def train(
 
 
 def open_checkpoints(path: Path, settings: TrainSettings) -> Checkpoints:
-    """Returns the checkpoints of a run's folder, kept as its settings say."""
+    """Opens the checkpoints of a run's folder; the settings say which are kept, and where."""
     keep, keep_every = settings.keep_checkpoints, settings.keep_every
     near = settings.local_folder
     return Checkpoints(path, keep=keep, keep_every=keep_every, trust=settings.trust_checkpoints, near=near)

@@ -148,7 +148,7 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
     if base_names and digest != position.base:
         raise InputError(
             f"{checkpoints.folder.parent} trains an adapter of other weights than {setup.settings.weights or 'these'} "
-            f"({digest} is not {position.base}). Give its own: --set train.weights=FOLDER."
+            f"({digest} is not {position.base}). Give the run's weights: --set train.weights=FOLDER."
         )
     shapes, shardings = (state._replace(params=step.saved(state.params)) for state in step.canonical)
     state = checkpoints.restore(shapes, shardings, from_canonical=step.from_canonical)
@@ -159,7 +159,7 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
 
 
 def start_words(settings: TrainSettings, model: Model, step: int = 0) -> str:
-    """Returns which weights a new run starts from, and at which rate; of one at ``step``, if that is its last."""
+    """Returns a line on a new run's first weights and learning rate; after ``step`` > 0 on no steps left, or ""."""
     if step:
         return f"step {step} is done, and train.steps={settings.steps}: no step is left" * (step >= settings.steps)
     if not settings.weights:
@@ -201,5 +201,5 @@ def require_same_tokenizer(run: Path, data: Data) -> None:
     if saved_path.is_file() and data.tokenizer and load_tokenizer(saved_path).to_str() != data.tokenizer.to_str():
         raise InputError(
             f"{run} was trained with another tokenizer than this text gives. "
-            f"Give its own: --set train.tokenizer={saved_path}, or the text that it began with."
+            f"Give the run's: --set train.tokenizer={saved_path}, or the text that it began with."
         )

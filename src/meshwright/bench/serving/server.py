@@ -68,7 +68,7 @@ def _run(pipe: Connection, folder: Path, options: EngineOptions, num_devices: in
         opened_engine = open_engine(folder, options, in_background=False)
         engine, *other_engines = opened_engine.engine.engines
         if other_engines:
-            raise CannotRunError("the steps of one engine are timed. Give --axes without data, such as tensor=2.")
+            raise CannotRunError("only one engine can be timed. Give --axes without data, such as tensor=2.")
         server = BenchedServer(lines=opened_engine.lines, limits=engine.limits, clock=measure_clock(engine), url="")
         if not serves:
             pipe.send(server)

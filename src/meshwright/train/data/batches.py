@@ -270,12 +270,12 @@ class Batches:
         return array_by_name | {name: array_by_name[name][:, self.order] for name in ("tokens", "labels", "positions")}
 
     def num_labels(self, samples: SampleNumbers, *, skipped: int = 0) -> int:
-        """Counts the labels of the whole global batch, without those of the first ``skipped`` positions of each
-        document; reads no tokens."""
+        """Returns the number of labels of the whole global batch, without labels of the first ``skipped`` positions of
+        each document; reads no tokens."""
         return sum(rows.num_labels(row, skipped=skipped) for rows, row in self._found(samples))
 
     def global_batch(self, samples: SampleNumbers, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
-        """Makes the arrays that ``shardings`` names; each device reads its own rows and positions, of pairs whole rows.
+        """Makes the arrays that ``shardings`` names; each device reads only its rows and positions (of pairs, rows).
 
         ``tokens``, ``labels``, ``positions``, ``documents``, ``mtp_tokens`` and ``mtp_labels`` are int32
         [batch_seqs, seq_len], as are arrays that a mask reads per token; its arrays per row are [batch_seqs].
@@ -315,5 +315,5 @@ class Batches:
         return {name: whole(name, sharding) for name, sharding in shardings.items()}
 
     def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead:
-        """Returns global batches from ``first_sample`` on, each read while the previous one is in use."""
+        """Returns an iterator of global batches from ``first_sample`` on, each read while the previous one is used."""
         return Ahead(lambda first: self.global_batch(first, shardings), start=first_sample, stride=self.batch_seqs)

@@ -123,7 +123,7 @@ def _text_len(form: PairForm) -> int:
         num_tokens += 1
     if num_tokens == 1:
         raise InputError(
-            f"rows of {form.source_len} and {form.target_len} hold no text with a span of noise. Use more."
+            f"rows of {form.source_len} and {form.target_len} tokens are too short for spans of noise. Use longer ones."
         )
     return num_tokens
 

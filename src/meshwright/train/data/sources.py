@@ -33,7 +33,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class DataPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a run, after its sample ``first``, in which samples are drawn from sources by their ``shares``.
+    """A part of a run, from its sample ``first`` on, in which samples are drawn from sources by their ``shares``.
 
     ``draw`` has the length, packing and seed of its rows; ``tokens`` is the number of tokens of each source that are
     not held out; ``drawn`` has the draws of earlier phases from each source, in their order.

@@ -88,7 +88,7 @@ def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, f
     """Tokenises documents, each with an end token, by ``given`` or by a BPE trained on them.
 
     The store is made once, in a folder named by a hash of the texts (`FileCorpus.identity`) and the tokenizer. One
-    process makes it while others wait; if it is stopped, the next one continues its work. Only a finished store has
+    process makes it while all others wait; if it stops, another one continues its work. Only a finished store has
     that name.
     """
     # Raises the error of the trainer before any file is read.

@@ -82,9 +82,9 @@ class FileCorpus(NamedTuple):
         return sum(file.stat().st_size for file in self.files)
 
     def identity(self) -> str:
-        """Returns a digest of names and contents; above `HASHED_BYTES` in all, of names, sizes and times of change.
+        """Returns a digest of names and contents; above `HASHED_BYTES` in total, of names, sizes and times of change.
 
-        A large file that is rewritten with equal size and time is not noticed.
+        A large file that is rewritten with equal size and time is not noticed. Raises InputError for unreadable files.
         """
         digest = hashlib.sha256(self.field.encode() + (b"" if self.bad is None else b" without bad records"))
         is_hashed = self.total_bytes <= HASHED_BYTES
@@ -184,8 +184,8 @@ def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
 
 
 def _first_fields(files: list[Path], skip_bad: bool) -> set[str]:
-    """Returns which of `FIELD`, messages, prompt and tokens the first record has, of pairs tokens or source; with
-    ``skip_bad``, the first that has any."""
+    """Returns which of `FIELD`, messages, prompt and tokens are in the first record; of a pair, tokens or source.
+    With ``skip_bad`` records without any of these are passed over."""
     with suppress(InputError, CannotRunError, OSError, EOFError):  # raised again when the file is read
         for file in files:
             for record, _, _ in _records(file, "", set() if skip_bad else None):
@@ -213,7 +213,7 @@ def _files(path: Path) -> list[Path]:
 def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator[TextPiece]:
     """Yields the documents of a file in order, except blank ones.
 
-    A text file is one document. In JSON lines and Parquet each record is one: its ``field``, or if that is "" the whole
+    A text file is a document. In JSON lines and Parquet a record is: its ``field``, or if that is "" the whole
     record. Raises InputError for a record that is no JSON object, too long, or without text in the field, and for
     text that is not UTF-8. With a set ``bad``, leaves out the record, or the bytes, and adds its place to the set.
     """
@@ -234,9 +234,9 @@ def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator
 
 
 def _records(file: Path, field: str, bad: set[str] | None) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """Yields the fields of each record, its place in words, and the bytes of the file read so far.
+    """Yields the fields of each record, its file and line as text, and the bytes of the file read so far.
 
-    ``field``, if not "", is text or null. A record that cannot be read raises InputError, or its place joins ``bad``.
+    ``field``, if not "", is text or null. A record that cannot be read raises InputError, or is added to ``bad``.
     """
     is_table = file.name.lower().endswith(".parquet")
     for raw_record, where, bytes_read in _rows(file, field) if is_table else _lines(file):
@@ -308,7 +308,7 @@ def _decoded(raw_file: BinaryIO, file: Path, bad: set[str] | None) -> Iterator[s
 
 
 def _lines(file: Path) -> Iterator[tuple[bytes, str, int]]:
-    """Yields the lines of a file, their places and the bytes read; of a line over `RECORD_BYTES` only its start."""
+    """Yields each line of a file, its number as text, and the bytes read; of a line over `RECORD_BYTES` the start."""
     with file.open("rb") as raw_file, _unpacked(file, raw_file) as line_file:
         for line_number, line in enumerate(iter(partial(line_file.readline, RECORD_BYTES + 1), b""), start=1):
             line = line.removeprefix(BOM.encode()) if line_number == 1 else line

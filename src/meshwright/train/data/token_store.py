@@ -200,7 +200,7 @@ def split(store: TokenStore, share: float) -> tuple[TokenStore, TokenStore]:
     to hold out, in evenly spread runs of whole documents.
 
     If documents are too few or uneven for between half and twice the share, the last tokens are held out, from inside a
-    document if they begin there (of records only whole ones). The same store and share give the same parts.
+    document if they begin there (records stay whole). Equal stores and shares give equal parts.
     """
     whole_span = (0, len(store.tokens))
     assert store.spans in ((), (whole_span,)), "a store with spans is not split: spans are indices of the file"

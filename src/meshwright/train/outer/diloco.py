@@ -78,7 +78,7 @@ class OuterWeights:
         self.settings, self.stacked = settings, stacked
 
     def begin(self, weights: Params, momentum: Params | None = None) -> None:
-        """Takes these weights as the outer ones, with this momentum or none."""
+        """Starts from copies of ``weights`` as outer weights, and of ``momentum`` (default: zeros)."""
         self.fragments: list[Fragment] = fragments_of(weights, self.stacked, self.settings.fragments)
         self.outer = self._copied(weights)
         self.momenta = [[np.zeros_like(b) for b in blocks] for blocks in self.outer]
@@ -137,7 +137,7 @@ class DiLoCo(OuterWeights):
     """
 
     def begin(self, weights: Params, momentum: Params | None = None) -> None:
-        """Takes these weights as the outer ones, with this momentum or none."""
+        """Starts from copies of ``weights`` as outer weights, and of ``momentum`` (default: zeros)."""
         super().begin(weights, momentum)
         self._tokens = [0.0] * len(self.fragments)
         self._flight: tuple[int, list[np.ndarray], float] | None = None

@@ -72,7 +72,7 @@ def over_layers(extras: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def typical_step_s(step_s: Sequence[float]) -> float | None:
-    """Returns the median without the first two steps; with only two or fewer, of all; None without any."""
+    """Returns the median of the steps after the first two, or of all steps if there are no more; None without steps."""
     timed_s = step_s[WARMUP_STEPS:] or step_s
     return statistics.median(timed_s) if timed_s else None
 

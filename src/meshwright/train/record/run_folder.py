@@ -105,7 +105,7 @@ def read_resolved(run: Path) -> dict[str, Any]:
         raise InputError(f"{run} is not the folder of a run: it has no readable {RESOLVED}. Give another.") from None
     if toml.is_changed:
         raise InputError(
-            f"{toml.path} is not as it was written. Put it back, or remove its first line where the change is yours."
+            f"{toml.path} was edited after it was written. Restore it, or remove its first line to accept the edit."
         )
     return toml.data
 
