@@ -135,8 +135,8 @@ CALLS = {
     "explain": [(lambda: mw.explain("q.toml"), "explain: plan is 'q.toml'. Give a Plan.")],
     "changed_plan": [
         (lambda: mw.changed_plan(PLAN, job=None), "Plan.job is None. Give a Job."),
-        (lambda: mw.changed_plan(PLAN, jobs=None), "'jobs' is no part of a plan that can change. Did you mean 'job'?"),
-        (lambda: mw.changed_plan(PLAN, predicted=None), "'predicted' is no part of a plan that can change"),
+        (lambda: mw.changed_plan(PLAN, jobs=None), "'jobs' is no field of a plan that can change. Did you mean 'job'?"),
+        (lambda: mw.changed_plan(PLAN, predicted=None), "'predicted' is no field of a plan that can change"),
         (lambda: mw.changed_plan(PLAN, strategy=mw.Strategy(mesh={"rows": 8})), "'rows' is not known"),
     ],
     "Plan": [

@@ -83,7 +83,7 @@ def test_a_run_that_stays_bad_stops(tmp_path, text, bad_batches):
 
 
 def test_a_spike_cannot_be_skipped():
-    with pytest.raises(InputError, match="is seen after the update"):
+    with pytest.raises(InputError, match="is noticed after the update"):
         TrainSettings(loss_spike=6, on_bad_loss="skip")
 
 

@@ -225,7 +225,7 @@ def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCa
     chip, model = chip_of(record), model_of(model_shape, prompt_len + output_len)
     tensor_size, num_replicas = _degrees(record)
     if tensor_size * num_replicas > most_devices:
-        raise InputError(f"attention over more than {most_devices} devices is a whole pool, listed as one engine")
+        raise InputError(f"attention over more than {most_devices} devices: the record is of a pool, not of one engine")
     cluster = make_cluster(chip, (tensor_size * num_replicas, 1))
     weight_dtype = STORED[record.precision]
     product_dtype = WEIGHT_DTYPES[weight_dtype]

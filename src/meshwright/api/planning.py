@@ -83,6 +83,6 @@ def changed_plan(plan: Plan, **changes: Any) -> Plan:
     Raises InputError for a name that is no field, for ``predicted`` and for ``version``."""
     field_names = set(Plan.__struct_fields__) - {"predicted", "version"}
     if unknown := set(changes) - field_names:
-        raise InputError(f"{min(unknown)!r} is no part of a plan that can change.{nearest(min(unknown), field_names)}")
+        raise InputError(f"{min(unknown)!r} is no field of a plan that can change.{nearest(min(unknown), field_names)}")
     new_plan = msgspec.structs.replace(plan, **changes)
     return plan_of(new_plan.setting, new_plan.strategy)

@@ -22,7 +22,7 @@ MOST_BYTES_PER_S = 1e15
 
 
 def measure_collectives(runner: Runner) -> CollectivesPart:
-    """Measures all kinds over all groups, the largest group first, so that a short budget gives a rate of each kind."""
+    """Measures all kinds of collectives over all groups, largest first, so that a short budget has a rate of each."""
     groups = groups_of(len(runner.bench.devices), runner.bench.axes)
     if not groups:
         runner.left_out.append("collectives: one device has none")

@@ -42,7 +42,7 @@ def product_flops(m: int, k: int, n: int) -> float:
 
 
 def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, contents: Contents | None = None) -> Workload:
-    """Returns ``rounds`` products of two square shards: of normal numbers, or of ``contents`` drawn for every repeat.
+    """Returns the workload of ``rounds`` products of two square shards, normal or of ``contents`` drawn per repeat.
 
     One element of an operand comes from the previous result, so that the compiler cannot drop a product. Results are
     int32 for int8, and bf16 for fp8. float32 runs at the highest precision where the default is narrower; "tf32" is
@@ -75,7 +75,7 @@ def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, conten
 
 
 def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
-    """Returns a gated MLP forward and backward as in a training step, with its transposes and copies.
+    """Returns the workload of a gated MLP, forward and backward as in a training step, with its transposes and copies.
 
     The program has three products forward and six backward, and returns the output and gradients of input and weights.
     """
@@ -97,7 +97,7 @@ def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
 
 
 def weight_workload(dtype: str) -> Workload:
-    """Returns a product of 8 rows with a weight [outputs, inputs]; ``work`` is the weight's bytes."""
+    """Returns the workload of a product of 8 rows with a weight [outputs, inputs]; ``work`` is the weight's bytes."""
     num_outputs, num_inputs = 16384, 1024
     shards = Shard(shape=(8, num_inputs), dtype=dtype), Shard(shape=(num_outputs, num_inputs), dtype=dtype)
     product = partial(contract, "mk,nk->mn")
@@ -105,7 +105,7 @@ def weight_workload(dtype: str) -> Workload:
 
 
 def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Workload:
-    """Returns the attention of training, forward or in both passes; ``work`` counts all pairs of positions."""
+    """Returns the workload of training's attention, forward or both passes; ``work`` counts all pairs of positions."""
     batch, seq_len, num_heads, num_kv_heads, head_dim = shape
 
     def body(q: Array, k: Array, v: Array, cotangent: Array) -> Array | tuple[Array, ...]:
@@ -120,7 +120,7 @@ def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Work
 
 
 def weight_shards(sizes: Mapping[str, int], dtype: str) -> tuple[Shard, ...]:
-    """Returns Wq, Wk, Wv, Wo, gate, up and down of one layer."""
+    """Returns the shards Wq, Wk, Wv, Wo, gate, up and down of one layer."""
     d, ff = sizes["D"], sizes["F"]
     q_width, kv_width = sizes["N"] * sizes["H"], sizes["K"] * sizes["H"]
     shapes = ((d, q_width), (d, kv_width), (d, kv_width), (q_width, d), (d, ff), (d, ff), (ff, d))
@@ -133,7 +133,7 @@ def layer_flops(sizes: Mapping[str, int], tokens: int) -> float:
 
 
 def layer_workload(sizes: Mapping[str, int], tokens: int, dtype: str) -> Workload:
-    """Returns layers of norms and the products of attention and of a gated MLP.
+    """Returns the workload of layers: norms, and the products of attention and of a gated MLP.
 
     No scores are computed: the sum of queries, keys and values stands in for attention.
     """
@@ -186,7 +186,7 @@ quarter as many as additions, and a TPU has a separate unit for exponentials."""
 
 
 def distance_workload(what: str, size: int) -> Workload:
-    """Returns rounds of two square shards combined as ``what`` says; ``work`` is the FLOPs of their product."""
+    """Returns the workload that combines two square shards by ``what`` of `DISTANCES`; ``work``: a product's FLOPs."""
 
     def body(a: Array, b: Array) -> Array:
         # Each round needs the one before it, as in `product_workload`.
@@ -199,7 +199,7 @@ def distance_workload(what: str, size: int) -> Workload:
 
 
 def chain_workload(elements: int, repeats: int, *, fused: bool = True) -> Workload:
-    """Returns ``repeats`` times x = a x + b, fused into one kernel or one kernel each; a and b are arguments."""
+    """Returns the workload x = a x + b, ``repeats`` times, in one fused kernel or a kernel each; a, b are inputs."""
 
     def body(x: Array, ab: Array) -> Array:
         factor, addend = ab[0] * 1e-3, ab[1]
@@ -213,7 +213,7 @@ def chain_workload(elements: int, repeats: int, *, fused: bool = True) -> Worklo
 
 
 def copy_workload(kind: CopyKind, array_bytes: int, rounds: int) -> Workload:
-    """Returns an array read and written ``rounds`` times; the addition keeps the compiler from dropping any.
+    """Returns the workload that reads and writes an array ``rounds`` times, adding so that the compiler drops none.
 
     "silu" also computes an exponential, as softmax and activations do, and writes a new array, as layers do. "copy"
     works in place, so that arrays may be large.
@@ -255,7 +255,7 @@ def groups_of(num_devices: int, axes: Mapping[str, int]) -> list[Group]:
 
 
 def collective_workload(kind: CollectiveKind, group: Group, array_bytes: int) -> Workload:
-    """Returns consecutive collectives on an array of ``array_bytes`` over the group; for permute, bytes per device."""
+    """Returns the workload of collectives on an array of ``array_bytes`` over the group (for permute per device)."""
 
     def again(_: int, y: Array) -> Array:
         # The first element of the result feeds the next round, so that none is dropped or reordered.

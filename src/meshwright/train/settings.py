@@ -153,7 +153,7 @@ class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if bool(self.local_every) != bool(self.local_folder):
             raise InputError("train.local_every and train.local_folder go together. Set both, or none.")
         if self.loss_spike and self.on_bad_loss == "skip":
-            raise InputError("train.loss_spike is seen after the update. Use on_bad_loss=stop or rollback with it.")
+            raise InputError("train.loss_spike is noticed after the update. Use on_bad_loss=stop or rollback with it.")
 
 
 FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4

@@ -189,5 +189,5 @@ def test_what_is_no_pair_says_so(tmp_path, tokenizer):
     given, form = settings(write_text(tmp_path), tokenizer=tokenizer), FORM._replace(source_len=32, target_len=32)
     with pytest.raises(InputError, match=r"2 spans of noise, and the 257 tokens .* leave 1 .*model.vocab_size=259"):
         open_data(given, vocab_size=258, folder=tmp_path, form=form)
-    with pytest.raises(InputError, match="rows of 2 and 4 hold no text"):
+    with pytest.raises(InputError, match="rows of 2 and 4 tokens are too short"):
         FORM._replace(source_len=2).text_len  # noqa: B018

@@ -87,7 +87,7 @@ class TokenFiles:
             if len(bad_ids):
                 raise InputError(
                     f"{self.paths[index]} has the token {bad_ids[0]}, but the model has vocab_size={self.vocab_size}. "
-                    "Its tokenizer or its dtype is another. Give tokens of the model's own tokenizer."
+                    "It was made with another tokenizer or dtype. Give tokens of the model's tokenizer."
                 )
             all_tokens[is_in_file] = file_tokens
         return all_tokens

@@ -28,7 +28,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all; unreported temporaries count 0."""
+        """Bytes of weights, optimizer, batch and temporaries together; unreported temporaries count 0."""
         return self.weights_bytes + self.optimizer_bytes + self.batch_bytes + (self.temporaries_bytes or 0)
 
 
