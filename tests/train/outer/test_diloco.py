@@ -337,7 +337,7 @@ def test_bytes_between_islands(bits):
     ("settings", "words"),
     [
         ({"every": 0}, "outer_every=0, at least 1"),
-        ({"every": 4, "fragments": 5}, "outer_fragments=5 must be from 1 to outer_every=4"),
+        ({"every": 4, "fragments": 5}, "outer_fragments=5 must be 1 to outer_every=4"),
         ({"every": 4, "overlap": 4}, "outer_overlap=4 must be 0 to 3"),
         ({"every": 7, "fragments": 3, "overlap": 2}, "outer_overlap=2 must be 0 to 1"),
         ({"every": 4, "rate": 0}, "outer_rate must be above 0"),

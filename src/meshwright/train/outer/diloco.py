@@ -48,9 +48,7 @@ class OuterSettings:
 
     def __post_init__(self) -> None:
         if self.every < 1 or not 1 <= self.fragments <= self.every:
-            raise InputError(
-                f"outer_fragments={self.fragments} must be from 1 to outer_every={self.every}, both at least 1."
-            )
+            raise InputError(f"outer_fragments={self.fragments} must be 1 to outer_every={self.every}, at least 1.")
         if not 0 <= self.overlap < self.every // self.fragments:
             period_text = f"0 to {self.every // self.fragments - 1}, below outer_every / outer_fragments"
             raise InputError(f"outer_overlap={self.overlap} must be {period_text}: one sum is in flight at a time.")
