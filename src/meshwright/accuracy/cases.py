@@ -295,7 +295,7 @@ def _software(record: Record) -> Software:
 
 
 def _chunks(record: Record, model: Model, num_stages: int) -> int:
-    """Returns the chunks per device as stated; if "not printed", the most with `MIN_CHUNK_LAYERS` layers or more."""
+    """Returns the pipeline chunks per device as stated, or the most of `MIN_CHUNK_LAYERS` layers if not printed."""
     if num_stages == 1 or not ("VPP" in record.note and "not printed" in record.note):
         return record.parallelism.vpp or 1
     depth = model.num_layers // num_stages

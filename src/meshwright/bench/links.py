@@ -54,7 +54,7 @@ def _collective(runner: Runner, kind: CollectiveKind, group: Group) -> Collectiv
 
 
 def rate_of(kind: CollectiveKind, size: int, line: FittedLine) -> CollectiveRate:
-    """Turns a line over bytes of the array into a latency and the bytes/s that a device receives."""
+    """Converts a line of seconds over array bytes to a rate: the latency, and the bytes/s that a device receives."""
     seconds_per_byte = max(line.slope / received_share(kind, size), 1 / MOST_BYTES_PER_S)
     return CollectiveRate(
         kind=kind, group_size=size, latency_s=max(line.start, LEAST_LATENCY_S), bytes_per_s=1 / seconds_per_byte

@@ -136,7 +136,7 @@ class RunningStep:
             self.subject.advance(self.compiled)
 
     def profile(self, number: int) -> None:
-        """Runs one uncounted step, times `STEPS_A_ROUND` steps, and profiles as many; traces are in ``number``."""
+        """Runs one uncounted step, times `STEPS_A_ROUND` steps, and profiles as many, into a folder ``number``."""
         trace_folder = self.folder / str(number)
         self.subject.advance(self.compiled)
         for _ in range(STEPS_A_ROUND):

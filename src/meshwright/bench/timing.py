@@ -27,7 +27,7 @@ SWEEPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """``ends`` is the time on ``clock`` at which measuring ends; ``grace_s`` may extend it."""
+    """A time budget: ``ends`` is the time on ``clock`` at which measuring ends; ``grace_s`` may extend it."""
 
     ends: float
     clock: Callable[[], float] = time.perf_counter

@@ -180,7 +180,7 @@ class OuterWork(GradientWork):
         return jax.device_put(with_exchanged(self.state, step.from_canonical(weights)), step.state_shardings)
 
     def _zeros(self) -> Params:
-        """Returns float32 arrays like the weights: in host memory, if this process has all of them."""
+        """Returns float32 zeros in the shapes of the weights: in host memory, if the island has one process."""
         shapes, shardings = (exchanged(self.setup.step, state) for state in self.setup.step.canonical)
         if jax.process_count() == 1:
             host_zeros: dict[str, Any] = {name: np.zeros(shape.shape, np.float32) for name, shape in shapes.items()}

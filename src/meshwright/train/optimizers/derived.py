@@ -38,8 +38,8 @@ class MuonState(NamedTuple):
 
 
 class FactoredState(NamedTuple):
-    """Number of updates; running means of squared gradients: for matrices over outputs (``rows``) and over inputs
-    (``columns``), for vectors of each entry (``whole``). Reduced dims have size 1."""
+    """Number of updates, and running means of squared gradients: of matrices the means over outputs (``rows``) and over
+    inputs (``columns``), of vectors each entry (``whole``). Reduced dims have size 1."""
 
     count: Any
     rows: Params
