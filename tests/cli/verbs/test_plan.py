@@ -119,7 +119,7 @@ def test_chips_that_do_not_divide_the_work(call):
     text = said.words
     assert "cannot be divided over all 12 chips of v5e:4x3 in a way that fits: the plan uses v5e:4x2, 8 chips" in text
     assert "all 12 chips run with 36 sequences" in text
-    assert f"--batch 36seq): {' x '.join(f'{axis} {size}' for axis, size in axes.items())} takes " in text
+    assert f"(--batch 36seq): {' x '.join(f'{axis} {size}' for axis, size in axes.items())} takes " in text
 
 
 def test_axes_and_fields_that_are_given(call):
