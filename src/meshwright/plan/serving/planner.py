@@ -56,7 +56,7 @@ def plan_service(
 
     The best plan makes the most output tokens per second and chip, and so costs the least, among the plans that meet
     the service's targets and its load. Without targets, or with ``pareto``, the result is the frontier of tokens per
-    second and chip against time per output token. ``stored`` are the dtypes to try, by default all; ``axes`` fixes
+    second and chip against time per output token. ``stored`` are the dtypes to try, by default `TRIED`; ``axes`` fixes
     sizes of engines. `service_setting` replaces rates that were fitted on training steps. Raises CannotRunError if
     nothing fits in memory, or if nothing that fits meets the targets or the load, and InputError if a prompt, or for
     some models the output, is longer than the model's positions."""
