@@ -182,7 +182,7 @@ def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDi
 
 
 def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
-    """Maps kinds of work to added seconds; groups of axes with fsdp count as "fsdp", other groups with data as "data"."""
+    """Maps kinds of work to added seconds; groups of axes with fsdp count as "fsdp", others with data as "data"."""
     seconds_by_name: dict[str, float] = {}
     for term in terms:
         axes = term.name.split(",")
