@@ -16,6 +16,7 @@ from meshwright.plan.why.explain import explain
 from meshwright.plan.why.setup_changes import parse_what_if
 from meshwright.plan.why.what_if import what_if
 from meshwright.plan.why.why_not import why_not
+from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -169,3 +170,13 @@ def test_islands_of_this_machine_are_legal_one_by_one():
     cpus = Setting(load_model("llama3-8b"), parse_cluster("2*cpu:2@10Mbit/s"), Job(batch_seqs=8, seq_len=128))
     strategy = Strategy(mesh=make_mesh({"islands": 2, "fsdp": 2}), state="fp32")
     assert [refusal.rule for refusal in legal(cpus, strategy)] == []
+
+
+def test_the_step_at_another_imbalance_includes_the_exchange():
+    given = Setting(load_model("mixtral-8x7b"), parse_cluster("2*h100:8x1@1Gbit/s"), Job(batch_seqs=16, seq_len=2048))
+    result = rank_plans(given, axes={"expert": 8}, top=1)
+    (note,) = (note for note in result.notes if "at 1.25 times the mean" in note)
+    uneven = msgspec.structs.replace(given, assumptions=Assumptions(imbalance=1.25))
+    step_s = price_strategy(uneven, result.plans[0].strategy).estimate.step_s
+    assert note.endswith(f"this plan takes {format_seconds(step_s)} a step")
+    assert step_s > result.plans[0].predicted.step_s > 100

@@ -105,7 +105,8 @@ def _of_islands(result: PlanResult, setting: Setting, sought: IslandSearch, **gi
         return msgspec.structs.replace(result, **given)
     plans = join_plans(setting, result.plans, sought.fields)
     shortfall = tuple(f"on each island: {note}" for note in result.shortfall[:1])
-    notes = (*exchange_notes(plans[0]), *result.notes)
+    inner, joint = (imbalance_notes(p[0].setting, *(plan.strategy for plan in p)) for p in (result.plans, plans))
+    notes = (*exchange_notes(plans[0]), *(note for note in result.notes if note not in inner), *joint)
     return msgspec.structs.replace(
         result, setting=setting, plans=plans, notes=notes, shortfall=shortfall, nearest_batch=None, **given
     )
