@@ -257,7 +257,7 @@ def edited(path, old, new):
 @pytest.mark.parametrize(
     ("old", "new", "code", "message"),
     [
-        ("fsdp = 1024", "fsdp = 512", 3, "needs 4096 devices, but v5p:16x16x32 has 8192"),
+        ("fsdp = 1024", "fsdp = 512", 3, "needs 4,096 devices, but v5p:16x16x32 has 8,192"),
         ("batch_seqs = 1024", "batch_seqs = 1000", 3, "does not divide the batch of 1000 sequences"),
         ("batch_seqs = 1024", "batch_seqs = '1024'", 2, "job.batch_seqs is '1024'. Give a whole number."),
         ("[strategy]", "[strategy]\nremot = 1", 2, "strategy.remot is not a field. Did you mean 'remat'?"),

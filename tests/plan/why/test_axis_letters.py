@@ -10,7 +10,7 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import rank_plans
 from meshwright.plan.why.bounds import letters_of
-from meshwright.plan.why.explain import fsdp_case
+from meshwright.plan.why.fsdp_case import fsdp_case
 from meshwright.spec import catalogue
 from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.cluster import parse_cluster

@@ -1,7 +1,7 @@
 """`meshwright explain`: what matters in a plan's step, what binds it and its largest steps; with --all every step."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import asdict
@@ -56,8 +56,8 @@ MAX_LIMITS = 2
 
 @verb(PlanOptions)
 def command(given: PlanOptions) -> Answer:
-    """Say what matters in the step of a plan, what binds it, what would help, and its ten largest steps; of a service
-    the same of decode and prefill.
+    """Say what matters in the step of a plan, what binds it, what would help, and its ten largest steps; of a service,
+    what binds decode and prefill.
 
     --all lists every step in the book's notation with its bytes and times, and the limits in closed form.
     """
@@ -130,7 +130,8 @@ def _text(told: Explanation) -> Iterator[Piece]:
     yield from largest_text(told.largest, estimate.step_s, names_blocks=len(told.blocks) > 1)
     yield from map(Condition, _conditions(told))
     yield Detail(counted(sum(len(part.lines) for part in _parts(told)), "step"), [*_steps_text(told)])
-    yield Detail(counted(len(told.limits), "limit"), [*_limits_text(told)])
+    limits = limits_text(told.limits, told.symbols, "data x fsdp x context", told.sheet_bounds)
+    yield Detail(counted(len(told.limits), "limit"), ["", *limits])
     if told.training is not None:
         yield Detail("the run", [*budget_text(told.training, plan.cluster.num_chips)])
 
@@ -225,39 +226,34 @@ def _stages_words(told: Explanation) -> str:
 _TITLES = {"speed": "Compute-bound, in closed form", "size": "What fits"}
 
 
-def limit_tables(limits: Sequence[Limit], sheet_bounds: Mapping[str, float] | None = None) -> dict[str, Table]:
-    """Returns kind of limit -> its table, for the kinds that ``limits`` has; ``sheet_bounds`` are a column of it."""
+def limits_text(
+    limits: Sequence[Limit], letters: Letters, split: str, sheet_bounds: Mapping[str, float] | None = None
+) -> Iterator[PlainPiece]:
+    """Yields a table for each kind of limit, the letters of their formulas, and what is said of single limits."""
+    bounds = sheet_bounds or {}
     columns: TableColumns = {
         "": "name",
         "formula": "formula",
-        "bound": lambda limit: limit_amounts(limit)[0],
-        "by data sheet": lambda limit: _known_bound(limit, sheet_bounds or {}),
-        "here": lambda limit: limit_amounts(limit)[1],
+        "bound": lambda limit: _amount(limit, limit.limit),
+        "by data sheet": lambda limit: _amount(limit, bounds.get(limit.name)),
+        "here": lambda limit: _amount(limit, limit.here),
         " ": "verdict",
     }
-    by_kind = {kind: [limit for limit in limits if limit.kind == kind] for kind in _TITLES}
-    return {kind: Table.of(rows, columns, _TITLES[kind]).known() for kind, rows in by_kind.items() if rows}
+    for kind, title in _TITLES.items():
+        if rows := [limit for limit in limits if limit.kind == kind]:
+            yield Table.of(rows, columns, title).known()
+    if any(limit.kind == "speed" for limit in limits):
+        yield legend(letters, split)
+    # that a size does not divide the chips matters most
+    noted = sorted((limit for limit in limits if limit.note), key=lambda limit: limit.name != "tensor")
+    yield from (Condition(f"{limit.name}: {limit.note}") for limit in noted)
 
 
-def _known_bound(limit: Limit, sheet_bounds: Mapping[str, float]) -> Quantity | None:
-    bound = sheet_bounds.get(limit.name)
-    return None if bound is None else limit_amounts(msgspec.structs.replace(limit, limit=bound))[0]
-
-
-def _limits_text(told: Explanation) -> Iterator[PlainPiece]:
-    for kind, table in limit_tables(told.limits, told.sheet_bounds).items():
-        yield ""
-        yield table
-        if kind == "speed":
-            yield legend(told.symbols)
-        yield from limit_notes(limit for limit in told.limits if limit.kind == kind)
-
-
-def legend(at: Letters, split: str = "data x fsdp x context") -> str:
+def legend(at: Letters, split: str) -> str:
     """Returns what the letters of the formulas stand for; ``split`` is X in words."""
     slices_text, micro_text = " of each slice" * (at.num_slices > 1), " of a microbatch" * (at.num_microbatches > 1)
     entries = [
-        f"B = {format_count(at.batch_tokens)} tokens{slices_text}{micro_text}",
+        f"in the formulas B = {format_count(at.batch_tokens)} tokens{slices_text}{micro_text}",
         f"N = {counted(at.num_chips, 'chip')}{slices_text}",
     ]
     entries += [f"F = {at.d_ff:,}", f"C = {format_flops(at.peak_flops)}"]
@@ -271,24 +267,20 @@ def legend(at: Letters, split: str = "data x fsdp x context") -> str:
     return ", ".join(entries)
 
 
-def limit_notes(limits: Iterable[Limit]) -> Iterator[str]:
-    return (f"{limit.name}: {limit.note}" for limit in limits if limit.note)
-
-
-def limit_amounts(limit: Limit) -> tuple[Quantity, Quantity]:
-    """Returns the bound and the plan's figure, which prints as a dash if its letters are not known."""
+def _amount(limit: Limit, amount: float | None) -> Quantity | None:
+    """Returns a bound or the plan's figure, which prints as a dash if its letters are not known."""
     show = {"bytes": format_bytes, "s": format_seconds, "": _number_words}[limit.unit]
-    return Quantity(limit.limit, show), Quantity(limit.here, lambda here: "-" if math.isnan(here) else show(here))
+    return None if amount is None else Quantity(amount, lambda value: "-" if math.isnan(value) else show(value))
 
 
 def limit_words(limit: Limit, sheet_bound: float | None = None) -> str:
     """Returns ``"tensor: < 2.664 (3.333 by the data sheet), here 4, 1.5 times above: broken"``."""
-    bound_amount, plan_amount = limit_amounts(limit)
     sign_text = f"{limit.formula[0]} " if limit.formula[0] in "<>" else ""
-    sheet_text = "" if sheet_bound is None else f" ({_number_words(sheet_bound)} by the data sheet)"
+    sheet_text = "" if sheet_bound is None else f" ({_amount(limit, sheet_bound)} by the data sheet)"
     side_text = "above" if limit.here > limit.limit else "below"
     ratio_text = f", {limit.distance:.3g} times {side_text}" * math.isfinite(limit.distance)
-    return f"{limit.name}: {sign_text}{bound_amount}{sheet_text}, here {plan_amount}{ratio_text}: {limit.verdict}"
+    amounts_text = f"{sign_text}{_amount(limit, limit.limit)}{sheet_text}, here {_amount(limit, limit.here)}"
+    return f"{limit.name}: {amounts_text}{ratio_text}: {limit.verdict}"
 
 
 def _change_words(explanation: Explanation) -> str:

@@ -3,7 +3,7 @@
 from meshwright.cli.fields import job_of
 from meshwright.cli.sweeps.crossover import mlp_work
 from meshwright.cli.verb import BATCH, SEQ_NEEDED, Count, Options, argument, option, verb
-from meshwright.cli.verbs.explain import legend, limit_notes, limit_tables
+from meshwright.cli.verbs.explain import limits_text
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted, format_count, format_seconds
 from meshwright.cost.formulas.accounting import state_bytes
@@ -12,7 +12,7 @@ from meshwright.cost.formulas.limits import MixedLayer, ici_intensity
 from meshwright.cost.letters import Letters
 from meshwright.cost.network.links import require_joined, torus_width
 from meshwright.plan.why.bounds import model_letters, shared_letters, switched_letters
-from meshwright.report.answer import Answer, Condition, Facts
+from meshwright.report.answer import Answer, Facts
 from meshwright.spec.calibration import Efficiency
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import peak
@@ -64,10 +64,8 @@ def command(given: Given) -> Answer:
         {"model": name, "cluster": cluster.short_name, "job": job, "symbols": sym, "limits": limits, "layer": layer_s},
         [
             heading,
-            *limit_tables(limits).values(),
+            *limits_text(limits, sym, "chips / tensor"),
             *([LAYER.format(*map(format_seconds, layer_s.values()))] if layer_s else []),
-            legend(sym, "chips / tensor"),
-            *map(Condition, limit_notes(sorted(limits, key=lambda limit: limit.name != "tensor"))),
         ],
         raw=[limits],
     )
