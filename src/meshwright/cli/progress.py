@@ -21,7 +21,7 @@ class ProgressLine:
     """The progress line of a verb. A thread draws it, so that the seconds of one long compilation are seen to pass."""
 
     def __init__(self) -> None:
-        self._lock, self._ended, self._running, self._width = Lock(), Event(), list[RunningWork](), 0
+        self._lock, self._ended, self._running, self._text = Lock(), Event(), list[RunningWork](), ""
         self._quiet_s, self._stream = perf_counter(), sys.stderr
         self._thread: Thread | None = None
 
@@ -29,17 +29,16 @@ class ProgressLine:
         """Draws the line of this work from now on; erases the line if no work is running."""
         with self._lock:
             self._running = list(running)
-        if not running:
-            self.erase()
-        elif self._thread is None:
+            if not running:
+                self._write("")
+        if running and self._thread is None:
             self._thread = Thread(target=self._draw, name="progress", daemon=True)
             self._thread.start()
 
     def erase(self) -> None:
-        """Erases the line, so that other text can be printed in its place."""
+        """Erases the line before other text is printed, after which the wait counts anew."""
         with self._lock:
-            if self._width:
-                self._write("")
+            self._write("")
             self._quiet_s = perf_counter()
 
     def close(self) -> None:
@@ -55,9 +54,10 @@ class ProgressLine:
                     self._write(words_of(work, perf_counter())[: shutil.get_terminal_size((80, 24)).columns - 1])
 
     def _write(self, text: str) -> None:
-        self._stream.write(f"\r{' ' * self._width}\r{text}")
-        self._stream.flush()
-        self._width = len(text)
+        if text != self._text:
+            self._stream.write(f"\r{text:<{len(self._text)}}" + "\r" * (not text))
+            self._stream.flush()
+            self._text = text
 
 
 _lines: list[ProgressLine] = []

@@ -42,10 +42,10 @@ def test_four_policies_of_a_plan(call, plan_file, tmp_path):
 
 
 def test_the_text_says_whose_rates(call, plan_file):
-    text = call("simulate", "fleet", plan_file, "--days", "2", "--seeds", "2", "--policy", "stop").out
-    assert "by the rates of llama3: The Llama 3 Herd of Models" in " ".join(text.split())
+    text = call("simulate", "fleet", plan_file, "--days", "2", "--seeds", "2", "--policy", "stop", "--notes").out
+    assert "rates of failures: llama3, The Llama 3 Herd of Models" in " ".join(text.split())
     assert "middle of restart_s 300-600" in " ".join(text.split())
-    assert "elastic" not in text.split("policy")[1]
+    assert "elastic" not in text.split("policy")[1].split("Hours of the fleet")[0]
 
 
 def test_a_plan_of_outer_steps_has_their_period_and_their_time(call, plan_file, tmp_path):
@@ -60,7 +60,7 @@ def test_a_plan_of_outer_steps_has_their_period_and_their_time(call, plan_file, 
         (path, (), "diloco adds 0 s to every 30 steps"),
         (path, ("--outer-every", "50", "--time", "outer_s=2"), "diloco adds 2 s to every 50 steps"),
     ):
-        assert said in " ".join(call("simulate", "fleet", plan, *brief, *more).out.split())
+        assert said in " ".join(call("simulate", "fleet", plan, *brief, *more, "--notes").out.split())
 
 
 def test_rates_of_a_file_times_and_intervals(call, plan_file, tmp_path):
@@ -87,7 +87,7 @@ def test_a_fleet_in_which_nothing_fails_keeps_all_but_what_it_saves(call, plan_f
 
 def test_a_model_of_a_chip_without_rates(call):
     given = ("llama3-8b", "--on", "v5p:4x4x4", "--batch", "1Mi", "--seq", "4096", "--seeds", "1", "--days", "1")
-    text = " ".join(call("simulate", "fleet", *given).out.split())
+    text = " ".join(call("simulate", "fleet", *given, "--notes").out.split())
     assert "llama3, as none of v5p are published" in text
 
 

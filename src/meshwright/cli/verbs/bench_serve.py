@@ -4,7 +4,9 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,16 +142,19 @@ async def _measured(
     return answer
 
 
+@dataclass
 class LoadAnswer:
-    """The measurements at each rate, and the answer of the verb with its text and picture."""
+    """The measurements at each rate, and the answer of the verb with its text and picture.
 
-    def __init__(
-        self, given: Given, name: str, rows: "list[RateResult]", server: "BenchedServer | None", capacity: float | None
-    ) -> None:
-        self.given, self.name, self.rows, self.server, self.capacity = given, name, rows, server, capacity
-        self.between: list[
-            tuple[float, ServingSummary]
-        ] = []  # (rate, simulated) between the measured rates, for curves
+    ``between`` has (rate, simulated summary) between the measured rates, for the curves of the picture.
+    """
+
+    given: Given
+    name: str
+    rows: "Sequence[RateResult]"
+    server: "BenchedServer | None"
+    capacity: float | None
+    between: Sequence[tuple[float, ServingSummary]] = ()
 
     def answer(self) -> Answer:
         """Returns the facts, the text and the picture."""
@@ -234,19 +239,12 @@ class LoadAnswer:
         return load_figure(panels, capacity=self.capacity, title=f"{self.name} under load", subtitle=subtitle)
 
 
-Read = Callable[[ServingSummary], float]
-FIGURES: dict[str, tuple[Read, Show]] = {
-    "requests/s": (lambda summary: summary.requests_per_s, three_digits),
-    "tokens/s": (lambda summary: summary.output_tokens_per_s, three_digits),
-    "TTFT p50": (lambda summary: summary.ttft.p50, format_seconds),
-    "TTFT p90": (lambda summary: summary.ttft.p90, format_seconds),
-    "TTFT p99": (lambda summary: summary.ttft.p99, format_seconds),
-    "TPOT p50": (lambda summary: summary.tpot.p50, format_seconds),
-    "TPOT p90": (lambda summary: summary.tpot.p90, format_seconds),
-    "ITL p50": (lambda summary: summary.itl.p50, format_seconds),
-    "ITL p99": (lambda summary: summary.itl.p99, format_seconds),
-    "latency p50": (lambda summary: summary.latency.p50, format_seconds),
-    "goodput/s": (lambda summary: summary.goodput_per_s, three_digits),
+LATENCIES = ("TTFT p50", "TTFT p90", "TTFT p99", "TPOT p50", "TPOT p90", "ITL p50", "ITL p99", "latency p50")
+FIGURES: dict[str, tuple[Callable[[ServingSummary], float], Show]] = {
+    "requests/s": (attrgetter("requests_per_s"), three_digits),
+    "tokens/s": (attrgetter("output_tokens_per_s"), three_digits),
+    **{name: (attrgetter(name.lower().replace(" ", ".")), format_seconds) for name in LATENCIES},
+    "goodput/s": (attrgetter("goodput_per_s"), three_digits),
 }
 """Figure of one rate -> (its reader, its format)."""
 CURVES = ("tokens/s", "TTFT p50", "TPOT p50")

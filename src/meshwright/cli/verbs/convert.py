@@ -71,9 +71,8 @@ def command(given: Given) -> Answer:
 
 
 def _convert(given: Given, source: Path) -> tuple[Model, int | None, list[Path]]:
-    """Writes the weights. Returns their model, the step of the checkpoint (None for other sources) and the files.
-
-    Raises InputError for a source without weights, and for --merge without an adapter."""
+    """Writes the weights. Returns their model, the checkpoint's step (or None), and the files. Raises InputError for a
+    source without weights, and for --merge without an adapter."""
     from meshwright.nn.hf.adapter import adapted_model, base_folder, is_adapter
     from meshwright.nn.hf.weights import convert_hf, merged, open_source, save_adapter, with_stored_mtp, write_hf
     from meshwright.train.weights import checkpoint_steps, end_of_text, open_run_checkpoint

@@ -31,8 +31,6 @@ PR_SET_PDEATHSIG = 1
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _NOISE = ("[Gloo] Rank", "peer ranks")
 """Parts of the lines that Gloo prints on standard output for every device of a new group."""
-
-
 OF_ISLANDS: Facts = {"type": click.IntRange(1, 1024), "needs": {"elastic": "--elastic"}, "group": "Islands"}
 
 

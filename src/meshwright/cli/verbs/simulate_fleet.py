@@ -175,11 +175,10 @@ def _often(mtbf_s: float) -> str:
 def _text(fleet: TrainingFleet, facts: Facts) -> Iterator[Piece]:
     """Yields the policies, where the hours go, and what both rest on."""
     size_text = f"{counted(fleet.num_chips, 'chip')} for {facts['days']:g} days, {counted(facts['seeds'], 'seed')}"
-    yield f"{facts['model']} on {facts['cluster']}: {size_text}; failures {_often(facts['mtbf_s'])}"
-    rows = facts["policies"]
+    yield f"{facts['model']} on {facts['cluster']}: {size_text}; failures: {_often(facts['mtbf_s'])}"
     yield ""
     yield Table.of(
-        rows,
+        rows := facts["policies"],
         {
             "policy": "policy", "goodput": ("goodput.mean", "{:.1%}".format),
             "5-95%": lambda row: f"{row['goodput'].p5:.1%}-{row['goodput'].p95:.1%}",
@@ -188,10 +187,9 @@ def _text(fleet: TrainingFleet, facts: Facts) -> Iterator[Piece]:
             "cost": ("cost_usd", lambda usd: usd and f"${format_count(round(usd))}"),
         },
     ).known()  # fmt: skip
-    shown = [word for word in WORDS if any(row["hours"][word] > 0 for row in rows)]
     columns = [Heading("hours", name="word"), *(Heading(row["policy"], "{:,.1f}".format) for row in rows)]
-    lines = [[word.replace("_", " "), *(row["hours"][word] for row in rows)] for word in shown]
-    yield Table(columns, lines, "Hours of the fleet, means over seeds")
+    lines = [[word.replace("_", " "), *(row["hours"][word] for row in rows)] for word in WORDS]
+    yield Table(columns, [line for line in lines if any(line[1:])], "Hours of the fleet, means over seeds")
     if any(row["days"] for row in rows):
         yield Condition("days and cost are for all tokens of the plan, spare hosts included")
     yield Condition(
@@ -208,5 +206,5 @@ def _text(fleet: TrainingFleet, facts: Facts) -> Iterator[Piece]:
     )
     yield Condition(f"closed form: stop keeps {facts['goodput']:.1%} of the time, {facts['ettr']:.1%} by Meta's ETTR")
     outer_text = f"diloco adds {fleet.times.outer_s:g} s to every {counted(fleet.outer_every, 'step')}"
-    replicas_text = f"elastic and diloco lose one of {fleet.num_replicas:,} replicas at a time; {outer_text}"
-    yield Condition(replicas_text if fleet.num_replicas > 1 else "one replica: elastic and diloco need --replicas")
+    lost_text = f"elastic and diloco lose one of {fleet.num_replicas:,} replicas at a time; {outer_text}"
+    yield Condition(lost_text if fleet.num_replicas > 1 else "one replica: elastic and diloco need --replicas")
