@@ -30,7 +30,7 @@ def test_all_ways_and_limits(call):
     assert found["limits"]["per_chip_link"] == pytest.approx(850)
     assert [s["fsdp_compute_bound"] for s in found["solutions"]] == [True, True, False, False]
     text = call(*args).words
-    assert "from 850 tokens a chip (ICI, 3 axes, W both ways)" in text
+    assert "from 850 tokens a chip (ICI, 3 axes, both ways)" in text
     assert "links" in text
 
 

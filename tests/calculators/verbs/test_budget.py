@@ -32,7 +32,7 @@ def test_a_model_and_its_tokens(call):
     assert found["optimal_flops_for_its_loss"] < found["flops"]
     assert set(found["loss_by_law"]) == {"chinchilla", "chinchilla-unrounded", "epoch", "kaplan"}
     text = call("budget", "--model", "llama3-8b", "--tokens", "15T").words
-    assert "8.03 B parameters (N, look-up included) on 15 T tokens, 1,868 a parameter" in text
+    assert "8.03 B parameters, embeddings included, on 15 T tokens: 1,868 a parameter" in text
 
 
 def test_two_of_three_give_the_third(call):
@@ -184,9 +184,9 @@ def test_words_of_a_run(call):
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        (("--model", "llama3-8b"), "llama3-8b: 8.03 B parameters (N, look-up included) on 1 T tokens"),
-        (("--model", "mixtral-8x7b"), "mixtral-8x7b: 12.9 B parameters (N, active, look-up included) on 1 T tokens"),
-        (("--params", "8B"), "this size: 8 B parameters on 1 T tokens"),
+        (("--model", "llama3-8b"), "llama3-8b 8.03 B parameters, embeddings included, on 1 T tokens"),
+        (("--model", "mixtral-8x7b"), "mixtral-8x7b 12.9 B active parameters, embeddings included, on 1 T tokens"),
+        (("--params", "8B"), "this size 8 B parameters on 1 T tokens"),
     ],
 )
 def test_which_parameters_n_counts(call, size, words):

@@ -34,8 +34,8 @@ def test_the_page(call):
     for fact in (
         "least time on v5e:2x2 within 300 MB of a device",
         "3 ReduceScatter Out[B_XY, D] 2.1 MB 17.5 us ici",
-        "355 us, one step after the other: products 338 us, communication 17.5 us",
-        "at most 275 MB of a device, 271 MB of it the inputs, always held",
+        "355 us without overlap: products 338 us, communication 17.5 us; hbm takes most of it",
+        "275 MB of a device at the peak, 271 MB of it inputs",
         "Win[D,F_XY] x[B,D] Tmp[B,F_XY] Wout[F_XY,D] Out[B,D_XY] 355 us 275 MB",
     ):
         assert fact in words

@@ -27,7 +27,7 @@ def test_what_is_printed(call):
     for fact in (
         "tiles of 128, causal, on v5e: 10 steps",
         "2 q1 164 kB",
-        "compute binds from 240.5 FLOPs/byte",
+        "compute-bound from 240.5 FLOPs/byte",
         "without tiles",
     ):
         assert fact in words

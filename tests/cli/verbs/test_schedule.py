@@ -20,12 +20,11 @@ def test_the_text(call):
     said = call(*ONE)
     for fact in (
         "1f1b: 4 devices, 8 microbatches",
-        "forward 1, backward 2 (weight gradients 1 of it), per device and microbatch; send 0 units",
-        "step 33 units, of it work 24 units",
-        "bubble 9 units; devices are idle 27.3% of the step",
-        "peak stash 4 whole-stage microbatches; one copy of the weights",
-        "in lockstep 14 fused ticks, 33 units, peak stash 7",
-        "(F forward, B backward, each with its microbatch where that fits; dots: idle)",
+        "forward 1, backward 2, of it weight gradients 1; a send takes 0 units",
+        "step 33 units: 24 of work and a bubble of 9 units; devices idle 27.3% of it",
+        "peak stash activations of 4 microbatches of a whole stage, on the fullest device; one copy of the weights",
+        "tick by tick 33 units in 14 ticks of up to one F, B and W a device, as compiled steps run; peak stash 7",
+        "(F forward, B backward; with the number of the microbatch where it fits; dots: idle)",
     ):
         assert fact in said.words
     assert "0  F0F1F2F3............B0--F4B1--F5B2--F6B3--F7B4--..B5--..B6--..B7--\n" in said.out
@@ -36,20 +35,20 @@ def test_a_bubble_that_differs_from_the_published_one_says_why(call):
     """DeepSeek-V3: (8/2 - 1) (F&B + B - 3W) = 3 (3 + 2 - 3) = 6 for F 1, B 2 and W 1."""
     given = ("schedule", "dualpipe", "--stages", "8", "--microbatches", "20")
     said, found = call(*given), call(*given, "--json").json
-    assert "bubble 3 units" in said.words
-    assert "published 6 units by (PP/2 - 1) (F&B + B - 3W): its F&B is one pass, F + B long" in said.words
+    assert "a bubble of 3 units" in said.words
+    assert "published bubble of 6 units by (PP/2 - 1) (F&B + B - 3W): its F&B is one pass, F + B long" in said.words
     assert (found["bubble"], found["bubble_published"]) == (3, 6)
     assert "published" not in call(*ONE).words
     assert call(*ONE, "--json").json["bubble_published"] is None
 
 
-def test_many_devices_are_shown_by_the_first_and_the_last(call):
-    said = call("schedule", "zb-h2", "--stages", "32", "--microbatches", "64")
-    assert [line.split()[0] for line in said.out.splitlines() if line[:6].strip().isdigit()] == [
-        *map(str, range(8)),
-        *map(str, range(24, 32)),
-    ]
-    assert "0 units where the next step needs no barrier" in said.words
+def test_eight_of_many_devices_are_listed_without_all(call):
+    args = ("schedule", "zb-h2", "--stages", "32", "--microbatches", "64")
+    said = call(*args)
+    for text, num_devices in ((said, 8), (call(*args, "--all"), 32)):
+        numbers = [line.split()[0] for line in text.out.splitlines() if line[:6].strip().isdigit()]
+        assert numbers == [*map(str, range(num_devices))]
+    assert "bubble of 0 units without a barrier between steps" in said.words
     assert "draw it with --png FILE" in said.words
 
 
@@ -59,7 +58,10 @@ def test_seconds(call):
     assert found["backward"] == pytest.approx([2.4e-3])
     assert found["weight"] == pytest.approx([1.2e-3])
     assert found["step"] == pytest.approx(11 * 3.6e-3 + 16 * 1e-4)
-    assert "step 41.2 ms, of it work 28.8 ms" in call(*ONE, "--forward", "1.2ms", "--send", "100us").words
+    assert (
+        "step 41.2 ms: 28.8 ms of work and a bubble of 12.4 ms"
+        in call(*ONE, "--forward", "1.2ms", "--send", "100us").words
+    )
 
 
 def test_a_time_for_every_virtual_stage(call):
@@ -151,6 +153,6 @@ def test_one_of_a_thing_is_not_several(call):
     words = call(
         "schedule", "1f1b", "--stages", "1", "--microbatches", "1", "--forward", "0.5", "--backward", "0.5"
     ).words
-    assert words.startswith("1f1b: 1 device, 1 microbatch passes forward 0.5, backward 0.5")
-    assert "step 1 unit, of it work 1 unit bubble 0 units" in words
-    assert "peak stash 1 whole-stage microbatch;" in words
+    assert words.startswith("1f1b: 1 device, 1 microbatch step 1 unit: 1 of work and a bubble of 0 units;")
+    assert "peak stash activations of 1 microbatch of a whole stage" in words
+    assert "forward 0.5, backward 0.5" in words

@@ -1,8 +1,8 @@
-"""One operation on one chip, as `roofline` reads it: a product, a sum, a softmax or a norm; its work, units and time.
+"""The work, compute units and time of one operation on one chip: a product, a sum, a softmax or a norm, for `roofline`.
 
-Matrix units multiply two arrays that share a contracted dim and of which one has a dim that the other lacks. All else
-runs on the vector units: sums, elementwise and dot products, rows. A row is read and written once, its steps stay on
-the chip.
+Matrix units run products of two arrays that share a contracted dim, if one operand has a dim that the other lacks.
+Vector units run everything else: elementwise sums, elementwise and dot products, softmax and norms over rows. A row is
+read and written once; its intermediate results stay on the chip.
 """
 
 import math
@@ -31,8 +31,8 @@ _PLUS = re.compile(r"(?<=[\]}])\+")
 
 
 class LocalOp(msgspec.Struct, frozen=True):
-    """One operation: its arrays, the result last, and the FLOPs for every element by name. The matrix is that of a
-    product on matrix units: the dims of rows, contraction and columns; None on vector units."""
+    """One operation: its arrays, the result last, and the FLOPs for every element by name. ``matrix`` has the dims of
+    rows, contraction and columns of a product on matrix units; None on vector units."""
 
     arrays: tuple[ShardedArray, ...]
     steps: tuple[str, ...]
@@ -65,12 +65,13 @@ class LocalOp(msgspec.Struct, frozen=True):
         return replace(roof, peak_flops=vector_peak(chip) or roof.peak_flops)
 
     def padding(self, chip: Chip, sizes: dict[str, int]) -> float:
-        """Returns the FLOPs of whole tiles over those of the product; 1 on vector units."""
+        """Returns the FLOPs of whole matrix tiles divided by the FLOPs of the product; 1 on vector units."""
         return mxu_padding(chip, *(math.prod(sizes[d] for d in dims) for dims in self.matrix)) if self.matrix else 1.0
 
 
 def parse_op(text: str) -> LocalOp:
-    """Returns the op of ``A[I,J] * B[J,K] -> C[I,K]``, ``A[I] + B[I] -> C[I]`` or ``softmax(A[B,S])``, on one chip."""
+    """Parses ``A[I,J] * B[J,K] -> C[I,K]``, ``A[I] + B[I] -> C[I]`` or ``softmax(A[B,S])``. Raises InputError for
+    another text and for sharded arrays."""
     op_text = compact(text).replace(" ", "").replace("→", "->")
     match, (left_text, _, right_text) = _ROW.fullmatch(op_text), op_text.partition("->")
     if match is None and not right_text:

@@ -16,10 +16,11 @@ from meshwright.core.errors import InputError, nearest
 
 
 class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """One format. ``specials`` says which codes of the largest exponent are no numbers.
+    """A number format. ``specials`` says which codes with the largest exponent are not numbers.
 
-    "ieee": all of them, infinities and NaN; "nan": the largest mantissa alone is NaN, no infinity; "none": all are
-    numbers. Integers have no exponent bits; their largest is ``2^(bits-1) - 1`` and their step 1.
+    "ieee": all codes with the largest exponent are infinities or NaN; "nan": only the largest mantissa is NaN, and
+    there is no infinity; "none": every code is a number. Integers have no exponent bits; the largest is ``2^(bits-1) -
+    1`` and the step is 1.
     """
 
     name: str
@@ -63,7 +64,7 @@ class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> dict[str, float]:
-        """Ends of the finite numbers, the smallest with full precision (1 for integers) and above zero, and more.
+        """The largest number, the smallest normal number (1 for integers), the smallest number above zero, and more.
 
         ``epsilon`` is the step from 1 to the next number; ``num_finite`` counts distinct finite values, zero once.
         """
@@ -115,10 +116,10 @@ def number_format(name: str) -> NumberFormat:
 
 
 def round_to(form: NumberFormat, value: Fraction) -> Rounded:
-    """Returns the nearest number of the format, ties to the even one; beyond the largest: infinity, NaN or the largest.
+    """Rounds a value to the nearest number of the format, ties to even.
 
-    A value that rounds to one step above the largest number overflows: to infinity in "ieee", to NaN in "nan"; in
-    "none" and integers it becomes the largest, as in converters.
+    Values that round to one step above the largest number overflow: to infinity in "ieee", to NaN in "nan"; in "none"
+    and in integers to the largest number.
     """
     magnitude, is_minus = abs(value), value < 0
     last_code = form.top_code + (is_minus and form.kind == "integer")
@@ -138,7 +139,7 @@ def round_to(form: NumberFormat, value: Fraction) -> Rounded:
 
 
 def decode(form: NumberFormat, code: int) -> float:
-    """Returns the value of a bit pattern; infinity and NaN included."""
+    """Returns the value of a bit pattern, also infinity and NaN. Raises InputError for a code of too many bits."""
     if not 0 <= code < 2**form.bits:
         raise InputError(f"code {code:#x} does not fit the {form.bits} bits of {form.name}.")
     is_negative, magnitude_code = divmod(code, 2 ** (form.bits - 1))

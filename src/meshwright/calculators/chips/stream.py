@@ -1,8 +1,8 @@
-"""Tiled loops: which tiles each step uses, and what moves between HBM and VMEM for it.
+"""Tiled loops: the tiles that each step uses, and the bytes that it moves between HBM and VMEM.
 
-One table of steps drives the kernel (`examples/flash_attention.py` makes its block specs of it), the counts and the
-picture. As in a Pallas pipeline on a TPU, a tile is fetched when its number differs from that of the step before, a
-result leaves when its number changes, and both overlap with products. Source: Dao, FlashAttention-2 (2023).
+One table of steps drives the kernel (block specs of `examples/flash_attention.py`), the counts and the picture. As in a
+Pallas pipeline on a TPU, a step fetches a tile whose number changed since the step before, a result leaves when its
+number changes, and both overlap with products. Source: Dao, FlashAttention-2 (2023).
 """
 
 import math
@@ -34,7 +34,7 @@ _LOOPS: dict[str, tuple[str, str, str, str, str]] = {
 
 
 class TiledArray(msgspec.Struct, frozen=True):
-    """An array in HBM and its tiles, numbered along the tiled ones of its dims: those in small letters."""
+    """An array in HBM cut into tiles: its dims in small letters are tiled, and a tile has an index for each of them."""
 
     name: str
     dims: str
@@ -52,8 +52,11 @@ class TiledArray(msgspec.Struct, frozen=True):
 
 
 class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The steps of a kernel: coordinate -> its value at each step. A name in ``products`` that is no array is a tile
-    that is in registers alone. ``sums`` are the shapes of the fp32 accumulators in VMEM, of the first result first."""
+    """The steps of a kernel: coordinate -> its value at each step.
+
+    Names in ``products`` that are not arrays are tiles that exist only in registers. ``sums`` are the shapes of the
+    fp32 accumulators in VMEM, the accumulator of the first result first.
+    """
 
     operands: tuple[TiledArray, ...]
     results: tuple[TiledArray, ...]
@@ -65,7 +68,7 @@ class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def vmem_bytes(self) -> int:
-        """Two buffers of every tile, as one is filled or emptied while the other is in use, and the accumulators."""
+        """Bytes of two buffers per tile (one in use while the other is filled or emptied) and of the accumulators."""
         buffer_bytes = 2 * sum(math.prod(array.tile) * array.itemsize for array in (*self.operands, *self.results))
         return buffer_bytes + 4 * sum(map(math.prod, self.sums.values()))
 
@@ -84,7 +87,7 @@ class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return np.asarray(sum(self.moves[array.name] * math.prod(array.tile) * array.itemsize for array in arrays))
 
     def titles(self, arrays: Iterable[TiledArray], step: int, *, moving: bool = False) -> list[str]:
-        """Returns the names of the tiles of a step, or of those that move for it; none if there is no such step."""
+        """Returns the names of the tiles that a step uses, or that it moves; [] if the loop has no such step."""
         index = {dim: int(indices[step]) for dim, indices in self.steps.items()} if 0 <= step < self.num_steps else None
         return [a.title(a.number(index)) for a in arrays if index and (not moving or self.moves[a.name][step])]
 
@@ -96,10 +99,10 @@ class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return np.array([*index_rows, np.roll(is_complete, 1), is_complete], np.int32)
 
     def times(self, peak_flops: float, bytes_per_s: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Returns for each step the second at which it ends, and whether compute binds it.
+        """Returns the time in seconds when each step finishes, and whether compute binds the step.
 
-        A step takes the longer of its products and its copies: the next step's operands and the last one's results. The
-        first operands and the last results have nothing to overlap with.
+        A step takes the longer of its products and its copies: the next step's operands and the previous step's
+        results. The first operands and the last results overlap with nothing.
         """
         fetch_s, write_s = (self.moved_bytes(arrays) / bytes_per_s for arrays in (self.operands, self.results))
         copy_s, math_s = np.append(fetch_s[1:], 0) + np.append(0, write_s[:-1]), self.flops_per_step / peak_flops
@@ -145,10 +148,10 @@ def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool
 
 
 def untiled_attention(name: LoopName, *, seq: int, width: int) -> tuple[int, int]:
-    """Returns (bytes, FLOPs) of one head with fp32 scores in HBM: products and softmax are operations of their own.
+    """Returns (bytes, FLOPs) of attention of one head without tiles: every product and softmax is a separate kernel.
 
-    Forward: S and P are written and read. Backward: P is read for dv and dS, dP written and read, dS written, and read
-    for dq and dk. Products read their other operands and write their results in bf16.
+    Scores are fp32 in HBM. Forward writes and reads S and P. Backward reads P for dv and dS, writes and reads dP,
+    writes dS and reads it for dq and dk. Other operands and results are in bf16.
     """
     num_passes, num_arrays, num_products = (4, 4, 2) if name == "flash" else (7, 8, 4)
     return 4 * num_passes * seq * seq + 2 * num_arrays * seq * width, 2 * num_products * seq * seq * width

@@ -1,9 +1,9 @@
-"""A systolic array, cycle by cycle: weights held in the cells, activations from the left, sums going down.
+"""A weight-stationary systolic array, cycle by cycle: activations move right, sums move down.
 
-Cell (r, c) of an M x N array holds W[r, c]. Row r of the array is fed element r of each input, one cycle later than
-the row above it, and every cell hands its activation to the right and its sum down. Weights come from above, each
-column one cycle later than the one to its left, so both fronts are diagonals. While one set of weights works, the next
-can move in behind it (a second register in each cell). Source: How to Scale Your Model, section 2.5.2.
+Cell (r, c) of an M x N array stores W[r, c]. Row r receives element r of each input, one cycle later than the row
+above; each cell passes its activation to the right and its sum down. Weights enter from the top, each column one cycle
+later than the column to its left, so both fronts are diagonals. The next weights move in while the current ones are
+used (a second register in each cell). Source: How to Scale Your Model, section 2.5.2.
 """
 
 import math
@@ -21,12 +21,12 @@ MAX_CELL_UPDATES = 400_000_000
 
 
 class SystolicCycles(msgspec.Struct, frozen=True, kw_only=True):
-    """Cycles of a product on an array: their sum is ``total``.
+    """Cycles of a product on an array, by phase; ``total`` is their sum.
 
-    load: until the first column holds its weights. fill: inputs enter, and have not reached the far cell yet. stream:
-    they enter while the far cell works. drain: none enter any more, and the last are on their way to the far cell.
-    ``useful_share`` is the share of cells x cycles that multiply numbers of the given matrices, the rest is bubble and
-    padding; ``steady_share`` is its limit for many tiles.
+    load: until the first column has its weights. fill: inputs enter, the far cell does not work yet. stream: inputs
+    enter while the far cell works. drain: the last inputs reach the far cell, none enters. ``useful_share`` is the
+    share of cells x cycles that multiply numbers of the given matrices, the rest is bubble and padding;
+    ``steady_share`` is its limit for many tiles.
     """
 
     num_tiles: int
@@ -45,7 +45,8 @@ def tile_period(num_inputs: int, *, rows: int) -> int:
 
 
 def systolic_cycles(num_inputs: int, depth: int, width: int, *, rows: int, cols: int) -> SystolicCycles:
-    """Returns cycles of [B, depth] x [depth, width] on M x N cells: M + (t - 1) max(B, M) + B + M + N - 2, t tiles."""
+    """Returns cycles of [B, depth] x [depth, width] on M x N cells: M + (t - 1) max(B, M) + B + M + N - 2, t tiles.
+    Raises InputError for a size below 1."""
     for name, size in (("inputs", num_inputs), ("rows", rows), ("columns", cols), ("depth", depth), ("width", width)):
         if size < 1:
             raise InputError(f"{name} {size} must be at least 1.")
@@ -129,10 +130,8 @@ class SystolicArray:
         return np.where(is_entering, tile_index * self.num_inputs + input_index, -1), np.where(is_entering, inputs, 0)
 
     def weights_at(self, cycle: int) -> tuple[Matrix, Matrix]:
-        """Returns cycles since each column began to load (-1: none enters), and the weight that enters it from above.
-
-        The bottom row's weight comes first.
-        """
+        """Returns for each column the cycles since it began to load (-1: no weight enters) and the weight that enters
+        at the top. The weight of the bottom row enters first."""
         cols = np.arange(self.cols)
         tile_index, rows_moved = np.divmod(cycle - cols, self._period)
         is_entering = (tile_index >= 0) & (tile_index < len(self._tiles)) & (rows_moved < self.rows)

@@ -1,8 +1,9 @@
-"""Collectives hop by hop along a ring or a line, over a switch or by trees: who sends which block when.
+"""Collectives hop by hop along a ring or a line, over a switch or by trees: the blocks that devices send in each step.
 
-An AllGather passes blocks on until all have them. A ReduceScatter is its reverse: blocks travel the other way and are
-added on each device. An AllReduce is both. An AllToAll brings each device one block of every other; all blocks for one
-device are drawn as one column. Source: How to Scale Your Model, section 3.2; trees: Bruck et al. (1997).
+In an AllGather devices pass blocks on until all have them. A ReduceScatter is its reverse: blocks travel in the
+opposite direction and are added on each device. An AllReduce is both. An AllToAll delivers one block from every device
+to every device; blocks for one device are drawn as one column. Source: How to Scale Your Model, section 3.2; trees:
+Bruck et al. (1997).
 """
 
 import itertools
@@ -36,10 +37,10 @@ def leg_moves(kind: DrawnKind, leg: Leg, *, two_way: bool = True) -> list[tuple[
 
 
 def gather_moves(size: int, *, wraps: bool = True, two_way: bool = True) -> list[tuple[Move, ...]]:
-    """Returns the moves of each step of an AllGather: in every step a device passes on the block of the step before.
+    """Returns the moves of each step of an AllGather: in every step a device passes on the block that it just received.
 
-    A ring takes size - 1 steps one way and half of that, rounded up, both ways; a line is used both ways and takes
-    size - 1. With an even number of devices the last step of a two-way ring needs one direction only.
+    A ring takes size - 1 steps in one direction, half as many, rounded up, in both (of an even size the last step is
+    one-way); a line takes size - 1. Raises InputError for a line used in one direction.
     """
     if not wraps and not two_way:
         raise InputError("a line cannot be used in one direction: its first device would get nothing. Use a ring.")
@@ -49,7 +50,8 @@ def gather_moves(size: int, *, wraps: bool = True, two_way: bool = True) -> list
 
 
 def exchange_moves(size: int, *, wraps: bool, two_way: bool) -> list[tuple[Move, ...]]:
-    """Returns the steps of an AllToAll along a ring or a line: blocks take the shortest way, forwards if both are."""
+    """Returns the steps of an AllToAll along a ring or a line: blocks take the shorter direction, of equal ones
+    forwards."""
     routes = []
     for source, target in itertools.product(range(size), range(size)):
         distance = (target - source) % size
@@ -68,9 +70,10 @@ def _hops(size: int, routes: list[tuple[int, int, int, int]]) -> list[tuple[Move
 
 
 def collective_frames(kind: DrawnKind, size: int, moves: list[tuple[Move, ...]]) -> tuple[RingFrame, ...]:
-    """Returns the start, and a frame for each step; ``moves`` are those of an AllGather, or of an AllToAll.
+    """Returns the state before the first step and after each step; ``moves`` are of an AllGather, or of an AllToAll.
 
-    AllGather: each device begins with its block. AllToAll: with a block for each. Others: with an addend of all blocks.
+    At the start of an AllGather each device has its own block; of an AllToAll, a block for each device; of other
+    collectives, an addend of every block.
     """
     steps: list[tuple[Literal["gather", "reduce", "exchange"], tuple[Move, ...]]] = []
     if kind in ("reduce_scatter", "all_reduce"):

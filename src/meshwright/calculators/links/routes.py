@@ -29,7 +29,7 @@ _EXAMPLES = "3,3 (a chip), 1:0,0 (in slice 1), host:0,0 (host memory beside a ch
 
 
 class RouteEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one chip or of the host beside it, or of all of these if the bytes are ``everywhere``."""
+    """A source or target: memory of one chip or of its host, or of all chips or hosts if ``everywhere``."""
 
     in_host: bool
     everywhere: bool = False
@@ -38,9 +38,10 @@ class RouteEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_place(text: str, cluster: Cluster) -> RouteEnd:
-    """Returns the place of ``"3,3"``, ``"1:0,0"``, ``"host:0,0"``, ``"chips"`` or ``"hosts"`` on the cluster.
+    """Reads a source or target: ``"3,3"``, ``"1:0,0"``, ``"host:0,0"``, ``"chips"`` or ``"hosts"`` of the cluster.
 
-    Coordinates are in the order of the cluster's sizes; one number alone counts chips with the first size inside.
+    Coordinates are in the order of the cluster's sizes; a single number is the index of a chip, the first size fastest.
+    Raises InputError for other texts, and for chips that the cluster does not have.
     """
     if text in ("chips", "hosts"):
         return RouteEnd(in_host=text == "hosts", everywhere=True)
@@ -63,9 +64,10 @@ def parse_place(text: str, cluster: Cluster) -> RouteEnd:
 def route(
     cluster: Cluster, source: RouteEnd, target: RouteEnd, num_bytes: float, *, via: Via = "ici"
 ) -> list[TransferLeg]:
-    """Returns the legs of an array from one place to another; none when it is there already.
+    """Returns the legs that move an array from source to target; [] if both are equal.
 
-    ``via`` is how parts on other hosts reach the target's host: over chip links, or between the hosts.
+    ``via`` says how parts from other hosts get to the target's host: over chip links, or between the hosts. Raises
+    InputError for a cluster without a data sheet, and for a transfer from one end to all.
     """
     if source == target:
         return []
@@ -131,7 +133,7 @@ def _chip_to_chip(cluster: Cluster, source: tuple[int, ...], target: tuple[int, 
 
 
 def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float) -> list[TransferLeg]:
-    """Returns the legs of all other chips' parts into one chip, whose own links are taken as the bottleneck."""
+    """Returns the legs that bring the parts of all other chips into one chip, whose links are the bottleneck."""
     n_chips, links = cluster.num_chips, physical_links(cluster)
     if n_chips == 1:
         return []
@@ -149,10 +151,11 @@ def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float)
 
 
 def disjoint_paths(cluster: Cluster, source: Coordinates, target: Coordinates) -> list[tuple[int, ...]]:
-    """Returns the hops of each path for one path, for two that share no link, and so on, with the fewest hops in all.
+    """Returns the hops of each path: first with one path, then with two that share no link, and so on, fewest hops in
+    total.
 
-    Each is found as the shortest path over links that are free; an earlier path gives back a link, and its hop, where
-    the new one would pass it the other way (successive shortest paths of the cheapest flow).
+    Each path is the shortest over free links; it may free a link that an earlier path uses in the opposite direction
+    (successive shortest paths of the cheapest flow).
     """
     used_hops: set[tuple[Coordinates, Coordinates]] = set()
     hop_choices: list[tuple[int, ...]] = []
@@ -186,10 +189,8 @@ def torus_hops(cluster: Cluster, source: Coordinates) -> dict[Coordinates, int]:
 def _shortest_paths(
     cluster: Cluster, source: Coordinates, used_hops: set[tuple[Coordinates, Coordinates]]
 ) -> tuple[dict[Coordinates, int], dict[Coordinates, Coordinates]]:
-    """Returns the fewest hops to each chip over links that are free, and the chip before it on the way there.
-
-    To pass a link of ``used_hops`` the other way gives it back, and its hop.
-    """
+    """Returns the fewest hops to each chip over free links, and the previous chip on that path. Using a link of
+    ``used_hops`` in the opposite direction frees it and saves a hop."""
     hops_to, previous_of, queue = {source: 0}, dict[Coordinates, Coordinates](), deque([source])
     while queue:
         chip = queue.popleft()

@@ -1,8 +1,8 @@
-"""Transfers from one place to another over one or several legs: which is the slowest, and when the bytes arrive.
+"""Transfers over one or several legs: which leg is the slowest, and when the bytes arrive.
 
-A leg is a channel that the bytes pass: host links (PCIe), chip links, the network, memory, or a calculation on what
-arrived. Legs that pass the bytes on as they come work at the same time (pipelined): the slowest sets the pace.
-Source: How to Scale Your Model, exercises 2.5 and 2.6.
+A leg is a channel that the bytes pass: host links (PCIe), chip links, the network, memory, or a calculation on the
+arrived bytes. Legs are pipelined: all work at the same time and the slowest sets the pace. Source: How to Scale Your
+Model, exercises 2.5 and 2.6.
 """
 
 import math
@@ -84,7 +84,8 @@ def channel_leg(
     dtype: str = "bf16",
     name: str = "",
 ) -> TransferLeg:
-    """Returns a leg over ``lanes`` of a channel of the chip; ``amount`` is FLOPs for "compute", else bytes."""
+    """Returns a leg over ``lanes`` of a channel of the chip; ``amount`` is FLOPs for "compute", else bytes. Raises
+    InputError for an unknown channel and for fewer than one lane."""
     if channel not in CHANNELS:
         raise InputError(f"{channel!r} is no channel of a leg.{nearest(channel, CHANNELS)}")
     if lanes < 1:
@@ -118,7 +119,7 @@ def parse_leg(text: str, chip: Chip, *, num_bytes: float, dtype: str = "bf16") -
 
 
 def array_bytes(text: str) -> float:
-    """Returns bytes of ``"15GB"``, or of an array ``"bf16[8,128,8192]"`` (sizes such as 128Ki are read)."""
+    """Returns bytes of ``"15GB"``, or of an array such as ``"bf16[8,128,8Ki]"``."""
     array_match = re.fullmatch(r"\s*([a-z]+\d*)\[([^\]]+)\]\s*", text)
     if array_match is None:
         return parse_bytes(text)

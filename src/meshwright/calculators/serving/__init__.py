@@ -1,1 +1,1 @@
-"""A replica that serves, in closed form: what it holds, how long its steps take, what requests cost."""
+"""A model replica that serves requests, in closed form: memory, step times, cost of requests."""

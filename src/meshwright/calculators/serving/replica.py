@@ -1,7 +1,7 @@
-"""One copy of a model on a cluster that serves, in closed form: bytes of weights and caches, steps, requests, prefixes.
+"""One replica that serves, in closed form: bytes of weights and caches, steps, requests, prefixes.
 
-Explanations show them; no plan is priced with them. A batch is sequences that generate at once, each one token a step.
-Sections are those of How to Scale Your Model. Sizes may be NumPy arrays.
+For `serving` and explanations only; plans are not priced with it. A batch is the sequences that generate at once, one
+token a step each. Sections are of How to Scale Your Model. Sizes may be NumPy arrays.
 """
 
 import math
@@ -83,20 +83,21 @@ class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
         return self.tokens_per_s / self.num_chips
 
     def speedups(self, acceptance: Number, *, draft_cost: Number) -> np.ndarray:
-        """Returns how many times faster each number K of ``DRAFTS`` makes generation: expected tokens / (v + K c).
+        """Returns the speed-up of generation for each number K of drafts in ``DRAFTS``: expected tokens / (v + K c).
 
-        c is the time of a draft's step, v that of a step that checks K + 1 tokens, both over the model's own step: it
-        takes the FLOPs of as many, and reads weights and caches once. Source: Leviathan et al. 2022, theorem 3.8.
+        c is the time of a draft model's step and v of a step that checks K + 1 tokens, both relative to the model's
+        usual step. A checking step has the FLOPs of K + 1 tokens and reads weights and caches once. Source: Leviathan
+        et al. 2022, 3.8.
         """
         check_step_s = msgspec.structs.replace(self, active_params=self.active_params * (DRAFTS + 1)).time_s
         return np.asarray(expected_tokens(acceptance, DRAFTS) / (check_step_s / self.time_s + DRAFTS * draft_cost))
 
 
 class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, or bare numbers of one: without ``model`` the two numbers are needed, with it they replace its own.
+    """A model on a cluster, or only its ``params`` and ``kv_token_bytes``; given with a model, they replace the
+    model's.
 
-    ``layers_per_cache`` neighbours of the model's layers keep one cache. The price is that of a chip, instead of the
-    catalogue's.
+    ``layers_per_cache`` consecutive layers share one cache. The price is of one chip-hour, None for the catalogue's.
     """
 
     cluster: Cluster
@@ -116,8 +117,8 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def active_params(self) -> float:
-        """Parameters that a token uses, shared in proportion where their number is given; those that read a source are
-        not among them."""
+        """Parameters that an output token uses, scaled to ``params`` if it is given; without the parameters that only
+        read a source (`source_params`)."""
         active_share = num_active_params(self.model) / num_params(self.model) if self.model else 1
         return self.num_params * active_share - self.source_params
 
@@ -168,9 +169,9 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         return kv_cache_bytes(self.model, num_positions, element_bytes=dtype_bytes(self.kv)) / self.layers_per_cache
 
     def batch_that_fits(self, kv_bytes: float) -> int:
-        """Returns the most caches that fit whole beside the weights (section 7.1.7).
+        """Returns the most caches of ``kv_bytes`` that fit in memory with the weights (section 7.1.7).
 
-        Raises CannotRunError if none does, InputError if one has no bytes.
+        Raises CannotRunError if not even one fits, InputError if a cache has 0 bytes.
         """
         if kv_bytes <= 0:
             raise InputError("caches of 0 bytes fit without end. Give --kv-per-token of at least 1 byte.")
@@ -184,7 +185,7 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def step(self, batch_seqs: Number, kv_bytes: Number) -> DecodeStep:
-        """Returns one step of generation; of experts, those that the batch reaches in the mean are read."""
+        """Returns one decode step; of the experts, it reads as many as the batch activates on average."""
         read_share: Number = 1.0
         if self.model and self.model.num_experts:
             num_experts, num_active = self.model.num_experts, self.model.experts_per_token
@@ -201,8 +202,8 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prefill_s(self, num_tokens: Number, mfu: float = 1.0) -> Number:
-        """Returns the seconds of a prefill bound by FLOPs but those of scores: 2 N T / (n C u). Source: 8.1.2. Beside
-        an encoder N are the parameters that read a source."""
+        """Returns the seconds of a compute-bound prefill, without scores: 2 N T / (n C u), with N the active
+        parameters, in a model with an encoder the source parameters. Source: 8.1.2."""
         params = self.source_params or self.active_params
         return 2 * params * num_tokens / (self.cluster.num_chips * self.peak_flops * mfu)
 
@@ -226,11 +227,12 @@ def request_rates(
     prefill_s: Number = 0.0,
     num_chips: Number = 1,
 ) -> dict[str, Number]:
-    """Returns figures of requests with P tokens of prompt and G of output, B at once in steps of T, in steady state.
+    """Returns rates of requests with P prompt tokens and G output tokens, B at once, steps of T seconds, in steady
+    state.
 
-    A request generates for G T; B / (G T) finish in a second, B / G in a step, and free B (P + G) / G cached tokens.
-    ``prefill_servers`` keep one generating server busy: T_prefill B / (G T). If the same chips prefill in between, a
-    token takes T + T_prefill (B - 1) / G in the mean. Source: sections 8.1.1 and 8.1.2.
+    A request generates for G T; B / (G T) requests finish per second, B / G per step, and free B (P + G) / G cached
+    tokens per step. ``prefill_servers`` keep one generating server busy: T_prefill B / (G T). If the same chips also
+    prefill, a token takes T + T_prefill (B - 1) / G on average. Source: sections 8.1.1 and 8.1.2.
     """
     generation_s, finished_per_step = output_len * step_s, batch_seqs / output_len
     requests_per_s = batch_seqs / generation_s
@@ -271,10 +273,11 @@ def uncached_share(cached_tokens: Number, num_tokens: Number) -> Number:
 
 
 def lru_hit_share(num_cached: float, popularity: Sequence[float]) -> float:
-    """Returns the share of requests that find their prefix in an LRU cache with room for ``num_cached`` of them.
+    """Returns the share of requests whose prefix is in an LRU cache with room for ``num_cached`` prefixes.
 
-    A prefix is asked for in proportion to its popularity. Che's approximation: a prefix of share p is there with
-    probability 1 - exp(-p t), with t such that these add up to the room; C / n where all are equally popular.
+    Che's approximation: a prefix with share p of the requests is cached with probability 1 - exp(-p t), where t makes
+    the probabilities add up to ``num_cached``. Raises InputError for a negative room or a popularity that is not
+    positive.
     """
     shares = np.asarray(popularity, dtype=float) / np.sum(popularity)
     if num_cached < 0 or not (shares > 0).all():

@@ -1,7 +1,7 @@
-"""Limits of sharding a model that serves, in closed form: weights over one axis, and over two dims.
+"""Bounds on sharding a model that serves, in closed form: weights sharded over one dim, and over two dims.
 
-Bytes, FLOP/s and bytes/s are of one chip; a link's rate is that of one axis, both ways. Sizes may be NumPy arrays.
-Sections and exercises are those of How to Scale Your Model.
+Bytes, FLOP/s and bytes/s are of one chip; link rates are of one axis, both directions. Sizes may be NumPy arrays.
+Sections and exercises are of How to Scale Your Model.
 """
 
 import msgspec
@@ -71,19 +71,20 @@ class WeightStationary(msgspec.Struct, frozen=True, kw_only=True):
         return 4 * batch_seqs * (d_model_shard + d_ff_shard) / axis_bytes_per_s
 
     def tensor_comms_s(self, batch_seqs: Number, *, axis_bytes_per_s: Number) -> Number:
-        """Returns the seconds of the gather and scatter if F alone is split, over all axes: 4 B D / (M W)."""
+        """Returns the seconds of the gather and scatter if only F is split, over all axes: 4 B D / (M W)."""
         return 4 * batch_seqs * self.d_model / (self.num_axes * axis_bytes_per_s)
 
     @property
     def min_chips(self) -> Number:
-        """Chips from which this beats splitting F alone: 4 M^2 F / (A D), 72 for F = 4 D (the book prints 81)."""
+        """Chips from which splitting D and F beats splitting F only: 4 M^2 F / (A D), 72 for F = 4 D (81 in the
+        book)."""
         return 4 * self.num_axes**2 * self.d_ff / (self.wide_axes * self.d_model)
 
 
 def sharding(replica: ServingReplica, batch_seqs: int) -> Facts | None:
-    """Returns bounds on sharding, and seconds of one product and of a layer's collectives; None without links.
+    """Returns bounds on sharding, and seconds of one product and of a layer's collectives; None without chip links.
 
-    W is a torus axis as in `limits`, or a chip's own link in a switched domain.
+    W is the rate of a torus axis as in `limits`, or of a chip's link in a switched domain.
     """
     torus, chip, num_chips = torus_width(replica.cluster), replica.cluster.chip, replica.cluster.num_chips
     link, hop_s = chip.nvlink_bytes_per_s, chip.nvlink_hop_s

@@ -24,21 +24,21 @@ class _Way(ServingReplica, frozen=True, kw_only=True):
     drafts: bool = False
 
     def changed(self, of_model: Facts, own: Facts) -> "_Way":
-        """Returns it with other fields of the model, and other fields of its own."""
+        """Returns a copy with fields of the model replaced by ``of_model``, and fields of the replica by ``own``."""
         return replace(self, model=self.model and replace(self.model, **of_model), **own)
 
 
 def tricks(
     at: ServingReplica, *, prompt_len: int, output_len: int, acceptance: float, draft_cost: float
 ) -> list[Facts]:
-    """Returns a row for the model without tricks, one for each of them alone, and one for all together.
+    """Returns a row for the model without tricks, one for each trick by itself, and one for all tricks together.
 
-    Without tricks every head has its own keys and values, all layers see and keep all positions, weights and caches are
-    in 16 bits, and a cache is as long as the longest sequence, of which every position is read. A row has the bytes of
-    a token's cache, the largest batch that fits, its step, and what follows: seconds and dollars of tokens, and the
-    tokens of a chip over those without tricks; None where nothing fits. Drafts are as many as pay off at that batch;
-    one is right with probability ``acceptance``, and takes ``draft_cost`` of the model's own step.
-    Raises InputError without a model, or if its caches are given as a number.
+    Without tricks every head has its own keys and values, all layers attend to and keep all positions, weights and
+    caches are in 16 bits, and a cache is as long as the longest sequence and read whole. A row has the bytes of a
+    token's cache, the largest batch that fits and its step: TPOT, dollars, tokens/s per chip, also over the first
+    row's; None where nothing fits. The number of drafts is the best at that batch; each is right with probability
+    ``acceptance`` and takes ``draft_cost`` of a step. Raises InputError without a model, or if the cache of a token is
+    given as a number.
     """
     model = at.model
     if model is None or at.kv_token_bytes is not None:

@@ -37,7 +37,7 @@ class ChainProduct(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """Every dim of the product, those of the carried array first."""
+        """Every dim of the product; the dims of the carried array are first."""
         return tuple(dict.fromkeys((*self.carried.dims, *self.other.dims)))
 
     def operands(self, carried: ShardedArray, other: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
@@ -64,9 +64,10 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shardings(array: ShardedArray, dims: Sizes, mesh: Mapping[str, int]) -> tuple[ShardedArray, ...]:
-    """Returns every even sharding of the array over the mesh, nothing unreduced; axes in mesh order come first.
+    """Returns every even sharding of the array over the mesh without unreduced axes; axes in mesh order are first.
 
-    An axis may split any one dim or none, and axes on one dim have any order: only the minor one can be gathered alone.
+    Each axis splits one dim or none. Axes on one dim are tried in every order, as only the minor one can be gathered by
+    itself.
     """
     axes = [axis for axis, size in mesh.items() if size > 1]
     layouts: list[ShardedArray] = []
@@ -151,9 +152,9 @@ def _same_dims(array: ShardedArray, wanted: ShardedArray) -> None:
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True):
-    """A path to a node, or a part of one: seconds, bytes of its inputs, most bytes alive beside them, its history.
+    """A path through the graph, or a part of one: seconds, bytes of its inputs, peak of other bytes alive, its history.
 
-    ``held_bytes`` stay alive at its end.
+    ``held_bytes`` are still alive after its last step.
     """
 
     time_s: float = 0.0
@@ -233,7 +234,7 @@ class Graph:
             yield ChainNode(node.index, "moved", target, node.stays and not move_label.steps), move_label
 
     def _multiply(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
-        """Yields the other operand moved to match, in every layout, and the blocks multiplied."""
+        """Yields the product in every layout, after the second operand is moved to match the first."""
         chain_product = self.chain.products[node.index]
         held_bytes = 0.0 if node.stays else self.bytes(node.array)
         for operand in self._layouts(node.index)[node.array]:
@@ -251,9 +252,9 @@ class Graph:
                 yield ChainNode(node.index, "multiplied", step.result), label
 
     def _find_layouts(self, index: int) -> dict[ShardedArray, list[ShardedArray]]:
-        """Returns shardings in which blocks can be multiplied: of the carried operand, and for each of the other one.
+        """Returns the shardings in which blocks can be multiplied: carried operand -> matching shardings of the input.
 
-        A mesh axis splits at most one dim of the product, alike in both operands.
+        A mesh axis splits at most one dim of the product, in the same way in both operands.
         """
         chain_product = self.chain.products[index]
         others_of: dict[ShardedArray, list[ShardedArray]] = {}
@@ -264,7 +265,7 @@ class Graph:
         return others_of
 
     def _find_inputs(self, chain_product: ChainProduct, target: ShardedArray) -> list[Label]:
-        """Returns the paths of the other operand to a sharding, from each that it may be stored in."""
+        """Returns the paths of the input operand to ``target``, from each sharding that it may be stored in."""
         return [
             Label(input_bytes=self.bytes(array), arrays=(array,)).then(self._move(array, target, stays=True))
             for array in self.chain.choices[chain_product.other.name]

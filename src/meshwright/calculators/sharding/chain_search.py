@@ -1,8 +1,8 @@
-"""The fastest shardings of a chain of products under a limit on memory: best-first and exact.
+"""The fastest shardings of a chain of products under a memory limit: an exact best-first search (A*).
 
-The time from each node of the graph to the end, without a limit on memory, is summed backwards; the search forwards
-takes the label of least time so far plus time to go (A*). A label is dropped when ``keep`` others at the same node need
-no more time and memory: with ``keep`` = 1 the labels of a node are its Pareto front.
+The time from each node to the end, without the memory limit, is computed backwards; the search expands the label with
+the least time so far plus time to go. A label is dropped when ``keep`` labels of the same node need no more time and no
+more memory: with ``keep`` = 1 the labels of a node are its Pareto front.
 """
 
 import heapq
@@ -28,7 +28,7 @@ Signature = tuple[tuple[frozenset[str], ...], ...]
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """A sharding for every array of the chain, and the steps of the fastest path that fits.
 
-    ``input_bytes`` are held from beginning to end; ``memory_bytes`` is the peak.
+    ``input_bytes`` stay in memory during all steps; ``memory_bytes`` is the peak.
     """
 
     arrays: dict[str, ShardedArray]
@@ -45,7 +45,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_by(self) -> str:
-        """The bound of the largest part of the time, such as "compute"."""
+        """What binds most of the time: "compute", "hbm", or a level of links."""
         seconds_by_bound: dict[str, float] = {}
         for price in self.prices:
             seconds_by_bound[price.bound_by] = seconds_by_bound.get(price.bound_by, 0.0) + (price.time_s or 0.0)

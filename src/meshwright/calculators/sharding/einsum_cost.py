@@ -1,6 +1,6 @@
-"""Every way of doing one sharded product, and the prices of its steps on a cluster: the calculator behind `shard`.
+"""Every sequence of steps for one sharded product, and its price on a cluster: the calculator behind `shard`.
 
-Ways differ in the dims that mesh axes may split while blocks are multiplied. The algebra does not choose among them.
+Sequences differ in the dims that mesh axes split while blocks are multiplied. `einsum_steps` makes only one of them.
 """
 
 import itertools
@@ -25,15 +25,14 @@ Layout = dict[str, tuple[str, ...]]
 
 
 def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> dict[str, tuple[Step, ...]]:
-    """Returns every way of ``lhs * rhs -> out`` by its name, which says in words what is moved or summed.
+    """Returns every sequence of steps for ``lhs * rhs -> out``, by a name that says what it gathers, moves, sums and
+    slices.
 
-    That of `einsum_steps` is the first, the others go by number of collectives.
-
-    Blocks can be multiplied in place when every mesh axis splits at most one dim, alike in both operands.
-    Each dim is tried with every major part of the axes that it has in lhs, rhs or out, which covers: gather
-    either side of a conflict, or move an axis there; slice and reduce instead of gathering; gather an input
-    or else the output; slice an input or else the output; gather everything. A sum is scattered, or else
-    made whole and sliced.
+    The steps of `einsum_steps` are first, the rest is ordered by number of collectives. Blocks can be multiplied
+    without communication when every mesh axis splits at most one dim, in both operands alike. Each dim is tried with
+    every major part of the axes that it has in lhs, rhs or out: gather either operand or move its axis, slice and
+    reduce, gather or slice an input or the output, gather everything. A sum is scattered, or else completed and then
+    sliced.
     """
     rule_steps = einsum_steps(lhs, rhs, out)
     sequences = {steps for layout in _layouts(lhs, rhs, out) for steps in _steps(layout, lhs, rhs, out)} - {rule_steps}
@@ -98,7 +97,7 @@ class StepPrice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EinsumRates(msgspec.Struct, frozen=True, kw_only=True):
-    """A mesh of any axis names laid on a cluster."""
+    """A mesh with any axis names placed on a cluster, and its rates."""
 
     cluster: Cluster
     calibration: Calibration
@@ -106,7 +105,7 @@ class EinsumRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def einsum_rates(cluster: Cluster, mesh: Mapping[str, int], *, calibration: Calibration | None = None) -> EinsumRates:
-    """Returns the rates of a mesh as `place_mesh` lays it, the data sheet's without a calibration."""
+    """Returns the rates of a mesh placed by `place_mesh`; of the data sheet without a calibration."""
     used_calibration = calibration or datasheet_calibration(cluster.chip)
     return EinsumRates(cluster=cluster, calibration=used_calibration, laid=place_mesh(cluster, mesh))
 
@@ -141,6 +140,6 @@ def _price(step: Step, sizes: OpSizes, rates: EinsumRates | None) -> StepPrice:
 
 
 def total_time(prices: Sequence[StepPrice]) -> float | None:
-    """Returns seconds of the steps one after the other; None if one is unknown."""
+    """Returns the seconds of all steps without overlap; None if one is unknown."""
     times_s = [price.time_s for price in prices if price.time_s is not None]
     return sum(times_s) if len(times_s) == len(prices) else None

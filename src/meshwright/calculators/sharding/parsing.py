@@ -19,7 +19,10 @@ _TIMES = re.compile(r"\]\s*(\{[^\]]*?\})?\s*[*.@·]\s*")
 
 
 def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
-    """Returns (lhs, rhs, out) of ``In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]``; the product sign may be * . @ or ·."""
+    """Parses ``In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]`` into (lhs, rhs, out); the product sign may be * . @ or ·.
+
+    Raises InputError for other texts, and for a dim of the result that no operand has.
+    """
     text = compact(text)
     side_texts = _ARROW.split(text)
     if len(side_texts) != 2:
@@ -36,7 +39,7 @@ def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
 
 
 def distinct_names(*arrays: ShardedArray) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
-    """Returns arrays named by their dtype, or all alike, get the names A, B, C."""
+    """Returns the arrays, renamed A, B, C if any has a dtype or two have the same name."""
     array_names = [a.name for a in arrays]
     if len(set(array_names)) == 3 and not any(a.dtype for a in arrays):
         return arrays[0], arrays[1], arrays[2]
@@ -45,7 +48,7 @@ def distinct_names(*arrays: ShardedArray) -> tuple[ShardedArray, ShardedArray, S
 
 
 def refuse_unknown_dims(dims: Sizes, arrays: Iterable[ShardedArray]) -> None:
-    """Raises InputError for a size of a dim that none of the arrays has."""
+    """Raises InputError if ``dims`` has a size for a dim that no array has."""
     all_dims = dict.fromkeys(dim for array in arrays for dim in array.dims)
     for dim in dims:
         if dim not in all_dims:
@@ -70,7 +73,10 @@ class ShardQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_asked(text: str, *, dtype: str) -> ShardQuestion:
-    """Returns the product, array or resharding of the text; arrays without a dtype get ``dtype``."""
+    """Parses a product, an array, or an array and its new sharding; arrays without a dtype get ``dtype``.
+
+    Raises InputError for an array that changes dims or dtype.
+    """
     text = compact(text)
     side_texts = _ARROW.split(text)
     if len(side_texts) > 2 or text.count("[") not in (1, 2):
@@ -93,7 +99,7 @@ def parse_asked(text: str, *, dtype: str) -> ShardQuestion:
 
 
 def _typed(array: ShardedArray, dtype: str) -> ShardedArray:
-    """Returns the array with a dtype, named A if its dtype stood in place of a name."""
+    """Returns the array with a dtype: ``dtype`` if it has none; named A if its name was a dtype."""
     if not array.dtype:
         return array.replace(dtype=dtype)
     return array.replace(name="A") if array.name == array.dtype else array

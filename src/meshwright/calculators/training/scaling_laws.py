@@ -22,7 +22,7 @@ LARGEST_BUDGET = 1e40
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to spend a budget: parameters and tokens whose 6 N D is the budget, and the loss that follows."""
+    """Parameters and tokens whose 6 N D is the budget, and the loss that they give."""
 
     num_params: float
     num_tokens: float
@@ -106,7 +106,7 @@ def fixed_ratio(flops: float, *, law: ScalingLaw) -> Allocation:
 
 
 def flops_for_loss(law: ScalingLaw, loss: float) -> float:
-    """Returns the least FLOPs that reach a loss, spent at the law's optimum. Raises InputError if none do."""
+    """Returns the FLOPs with which the law's optimum has a given loss. Raises InputError if no budget gives it."""
     if loss <= law.floor or law.optimum(LARGEST_BUDGET).loss > loss:
         raise InputError(
             f"no budget up to {LARGEST_BUDGET:g} FLOPs reaches a loss of {loss:g} by {law.name}, whose floor is "

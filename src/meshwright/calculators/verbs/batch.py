@@ -1,8 +1,8 @@
-"""`meshwright batch`: divides a step over replicas and microbatches, and shows whether chips stay busy.
+"""`meshwright batch`: splits a step into replicas and microbatches, and shows whether chips are compute-bound.
 
-Sequences per step = microbatch x accumulated microbatches x replicas. Two limits stand beside it: a batch per chip
-below which chips wait for memory or for links, and the critical batch of the optimiser (`scaling_laws`).
-Sources: Scaling and Parallelism (slides); How to Scale Your Model, sections 5.1 and 7, whose B counts tokens.
+Sequences per step = microbatch x accumulated microbatches x replicas. Limits: tokens per chip below which memory or
+links bind, and the critical batch of the optimiser (`scaling_laws`). Sources: Scaling and Parallelism (slides); How to
+Scale Your Model, sections 5.1 and 7, whose B counts tokens.
 """
 
 import itertools
@@ -108,7 +108,7 @@ def _limits(cluster: Cluster | None, given: Given) -> Facts | None:
 
 
 def _row(split: dict[str, int], given: Given, limits: Facts | None) -> Facts:
-    """Returns a solution with its tokens, and what binds plain FSDP at its microbatch."""
+    """Returns a solution with its tokens, and what binds plain FSDP: hbm, links, both, or compute."""
     tokens, chips = split["micro"] * given.seq_len, given.chips_per_replica
     hbm_tokens, link_tokens = (limits["per_replica_hbm"], limits["per_chip_link"]) if limits else (None, None)
     is_hidden = {"hbm": hbm_tokens and tokens > hbm_tokens, "links": link_tokens and tokens / chips > link_tokens}
@@ -130,10 +130,11 @@ def solve_batch(
     accumulation: int | None = None,
     data_parallel: int | None = None,
 ) -> list[dict[str, int]]:
-    """Returns all whole-numbered splits that agree with what is given; the fewest accumulated microbatches first.
+    """Returns all splits into whole numbers that agree with the given sizes; the fewest accumulated microbatches first.
 
-    A split has ``micro`` x ``accumulate`` x ``replicas`` sequences. The batch follows from all three; a missing part is
-    tried with every divisor. Raises CannotRunError when nothing divides, naming the nearest batch that would.
+    A split has ``micro`` x ``accumulate`` x ``replicas`` sequences. Without ``batch_seqs`` all three are needed; a
+    missing size is tried with every divisor. Raises InputError for sizes out of range or missing, CannotRunError with
+    the nearest batch that works when nothing divides.
     """
     size_by_name = {"micro": microbatch_seqs, "accumulate": accumulation, "replicas": data_parallel}
     for name, value in {"batch": batch_seqs, **size_by_name}.items():
@@ -166,14 +167,14 @@ def _nothing_divides(batch: int, size_by_name: dict[str, int]) -> str:
 
 
 def compute_bound_tokens(cluster: Cluster, *, dtype: str, weight_bytes: float = 2, sparsity: float = 1.0) -> Facts:
-    """Returns the least tokens of a microbatch at which chips do not wait for memory or for FSDP's collectives.
+    """Returns the least tokens at which compute takes longer than reading weights, and than the collectives of plain
+    FSDP.
 
-    ``per_replica_hbm``: tokens that meet one copy of the weights, C / W_hbm for 16-bit weights, half of it for int8,
-    with ``weight_bytes`` those of a stored weight; ``per_chip_link``: tokens per chip of plain FSDP, C / W of the links
-    that its collectives use, over the torus axes. None where figures are not known. ``sparsity`` is E / k: with k of E
-    experts a token, each expert's weights meet that much fewer tokens.
-    Torus: alpha over the axes of more than one chip. Switches: the NVLink domain, or what a node's network cards carry
-    together where there are several nodes. Source: How to Scale Your Model, sections 1.1 and 5.1.
+    ``per_replica_hbm``: tokens of a microbatch, C / W_hbm for weights of 16 bits, in proportion to ``weight_bytes``.
+    ``per_chip_link``: tokens per chip, C / W of the links that FSDP uses, divided by the torus axes. None where rates
+    are not known. ``sparsity`` is E / k for k of E experts a token: both limits grow by it. Links: torus axes of more
+    than one chip; the NVLink domain; or, of several nodes, all network cards of a node. Source: How to Scale Your
+    Model, 1.1 and 5.1.
     """
     rate, hbm_rate, (link, speed, num_axes) = peak(cluster.chip, dtype), cluster.chip.hbm_bytes_per_s, _links(cluster)
     return {
@@ -188,7 +189,7 @@ def _links(cluster: Cluster) -> tuple[str | None, float | None, float]:
     chip, torus_links = cluster.chip, torus_width(cluster)
     if torus_links is not None:
         axes_text = f"{len(torus_links.axes)} {'axis' if len(torus_links.axes) == 1 else 'axes'}"
-        return f"ICI, {axes_text}, W {torus_links.words}", torus_links.bytes_per_s, sum(torus_links.axes)
+        return f"ICI, {axes_text}, {torus_links.words}", torus_links.bytes_per_s, sum(torus_links.axes)
     if cluster.num_chips > 1 and cluster.kind == "switched" and chip.nvlink_bytes_per_s:
         link_rate, link_name = chip.nvlink_bytes_per_s, "NVLink"
         if cluster.nodes > 1 and chip.nic_bytes_per_s:
@@ -205,23 +206,22 @@ COLUMNS: Facts = {
 
 
 def _text(facts: Facts, limits: Facts | None, cluster: Cluster | None) -> Iterator[Piece]:
-    yield (
-        f"{counted(facts['batch_seqs'], 'sequence')} of {facts['seq_len']:,} = "
-        f"{format_count(facts['tokens_per_step'])} "
-        f"tokens a step = micro x accumulate x replicas"
-    )
+    seqs_text = f"{counted(facts['batch_seqs'], 'sequence')} of {facts['seq_len']:,}"
+    yield f"{seqs_text}, {format_count(facts['tokens_per_step'])} tokens a step: micro x accumulate x replicas"
     rows = facts["solutions"]
     yield Table.of(rows, COLUMNS if limits is None else {**COLUMNS, "bound by": "bound_by"})
     num_left = facts["num_solutions"] - len(rows)
     if num_left:
-        yield f"and {num_left:,} more ways; --top lists more of them"
+        yield f"and {num_left:,} more: --top N lists N"
     if limits is not None and cluster is not None:
         if (min_tokens := limits["per_replica_hbm"]) is not None:
-            yield Fact(
-                "weights", f"hide behind compute from {min_tokens:,.0f} tokens a microbatch on {cluster.chip.name}"
-            )
+            tokens_text = f"{min_tokens:,.0f} tokens a microbatch on {cluster.chip.name}"
+            yield Fact("HBM", f"reading weights takes less time than compute from {tokens_text}")
         if (min_chip_tokens := limits["per_chip_link"]) is not None:
-            yield Fact("FSDP", f"hides behind compute from {min_chip_tokens:,.0f} tokens a chip ({limits['link']})")
+            yield Fact(
+                "links",
+                f"FSDP takes less time than compute from {min_chip_tokens:,.0f} tokens a chip ({limits['link']})",
+            )
     critical_tokens = facts["critical_batch_tokens"]
     if critical_tokens is not None:
         side_word = "beyond" if facts["tokens_per_step"] > critical_tokens else "within"

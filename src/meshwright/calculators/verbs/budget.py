@@ -1,8 +1,9 @@
-"""`meshwright budget`: what a compute budget trains, and what it takes: size, tokens, loss, days, energy, money."""
+"""`meshwright budget`: the model size, tokens and loss that a compute budget gives, and its days, energy and money."""
 
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 import click
 from msgspec.structs import asdict, replace
@@ -38,7 +39,7 @@ from meshwright.cost.formulas.training_budget import (
 )
 from meshwright.cost.work.ops import token_flops
 from meshwright.plan.run_budget import chip_time
-from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
+from meshwright.report.answer import Answer, Condition, Fact, Facts, Piece, Table
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, chips, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -54,6 +55,11 @@ GUESSED = math.log(262_144)
 POSITIVE = click.FloatRange(0, min_open=True)
 
 
+MONEY = partial(option, needs=PRICED, group="Energy and money")
+FAILURE = partial(option, group="Failures", is_rare=True)
+SHARE = click.FloatRange(0, 1, min_open=True)
+
+
 class Given(Options):
     flops: str | None = argument()
     model_name: str | None = option("A model (name or config.json) instead of a size of the law's choice.", "--model")
@@ -62,70 +68,31 @@ class Given(Options):
     loss: float | None = option("Nats per token to reach: the least budget by the law.")
     law: str = option(f"Scaling law: {', '.join(LAWS)}.", default=DEFAULT_LAW)
     on: str | None = option("A cluster, such as h100:8x128: days, energy, money.")
-    mfu: float | None = option(
-        f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].",
-        type=click.FloatRange(0, 1, min_open=True),
-        needs=PRICED,
-    )
-    chip_hours_text: str | None = option(
-        "Chip-hours that a run took, such as 2.79M: gives its utilisation.", "--chip-hours"
-    )
+    mfu: float | None = option(f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].", type=SHARE, needs=PRICED)
+    chip_hours_text: str | None = option("Chip-hours that a run took, such as 2.79M: gives its MFU.", "--chip-hours")
     dtype: str | None = option("Dtype of the products [default: bf16 where the chip has it].", needs=PRICED)
-    pue: float = option(
-        "Energy of the building over its machines'.",
-        type=click.FloatRange(1),
-        default=1.0,
-        needs=PRICED,
-        group="Energy and money",
-        is_rare=True,
+    pue: float = MONEY(
+        "Energy of the building over its machines'.", type=click.FloatRange(1), default=1.0, is_rare=True
     )
-    host_share: float = option(
-        "Power of hosts and network over chips'.",
-        type=click.FloatRange(0),
-        default=0.0,
-        needs=PRICED,
-        group="Energy and money",
-        is_rare=True,
+    host_share: float = MONEY(
+        "Power of hosts and network over chips'.", type=click.FloatRange(0), default=0.0, is_rare=True
     )
-    price: float | None = option(
-        "Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE, needs=PRICED, group="Energy and money"
+    price: float | None = MONEY("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE)
+    watts: float | None = MONEY("Watts of a chip, instead of the catalogue's.", type=POSITIVE, is_rare=True)
+    chips_per_rack: Count | None = MONEY(
+        "Chips of a rack: gives the floor area.", type=click.IntRange(1), needs={"on": "--on"}, is_rare=True
     )
-    watts: float | None = option(
-        "Watts of a chip, instead of the catalogue's.",
-        type=POSITIVE,
-        needs=PRICED,
-        group="Energy and money",
-        is_rare=True,
-    )
-    chips_per_rack: Count | None = option(
-        "Gives the floor that racks of so many chips take.",
-        type=click.IntRange(1),
-        needs={"on": "--on"},
-        group="Energy and money",
-        is_rare=True,
-    )
-    m2_per_rack: float = option(
-        "Floor of a rack.",
-        type=POSITIVE,
-        default=1.0,
-        needs={"chips_per_rack": "--chips-per-rack"},
-        group="Energy and money",
-        is_rare=True,
+    m2_per_rack: float = MONEY(
+        "Floor of a rack.", type=POSITIVE, default=1.0, needs={"chips_per_rack": "--chips-per-rack"}, is_rare=True
     )
     with_years: bool = option("Years on one of each chip of the catalogue.", "--years")
-    nodes: Count | None = option("Nodes that may fail [default: the hosts of --on].", group="Failures", is_rare=True)
-    failure_rate: float | None = option(
-        "Failures of 1000 nodes in a day.", "--failures-per-1000-node-days", group="Failures"
+    nodes: Count | None = FAILURE("Nodes that may fail [default: the hosts of --on].")
+    failure_rate: float | None = FAILURE(
+        "Failures of 1000 nodes in a day.", "--failures-per-1000-node-days", is_rare=False
     )
-    checkpoint_s: float = option(
-        "Seconds a save stops the run.", default=60.0, needs=FAILING, group="Failures", is_rare=True
-    )
-    restart_s: float = option(
-        "Seconds from a failure to work.", default=600.0, needs=FAILING, group="Failures", is_rare=True
-    )
-    interval_s: float | None = option(
-        "Seconds of work between saves [default: Daly's best].", needs=FAILING, group="Failures", is_rare=True
-    )
+    checkpoint_s: float = FAILURE("Seconds a save stops the run.", default=60.0, needs=FAILING)
+    restart_s: float = FAILURE("Seconds from a failure to work.", default=600.0, needs=FAILING)
+    interval_s: float | None = FAILURE("Seconds of work between saves [default: Daly's best].", needs=FAILING)
 
 
 @verb(Given)
@@ -154,7 +121,7 @@ def command(given: Given) -> Answer:
             "years": _years(flops, given, mfu) if given.with_years else None,
             "failures": failure_facts,
         }
-    return Answer(facts, _text(facts, law, model))
+    return Answer(facts, _text(facts, law, model, is_assumed=given.mfu is None and not given.chip_hours_text))
 
 
 # -- what is given --------------------------------------------------------------------------------------
@@ -194,7 +161,7 @@ def _count(text: str | None, what: str) -> float | None:
 
 
 def _law_facts(flops: float, law: ScalingLaw, sizes: tuple[float | None, float | None], model: Model | None) -> Facts:
-    """Returns the optimum of the chosen law, those of all laws, and a given size with its tokens beside them."""
+    """Returns the optimum of the chosen law and of all laws, and the loss of a given size and tokens."""
     num_params, tokens = sizes
     laws = LAWS.values()
     facts: Facts = {
@@ -249,10 +216,10 @@ def _dtype(cluster: Cluster, given: Given) -> str:
 
 
 def run_cost(flops: float, chip: Chip, given: Given, *, num_chips: int = 1, dtype: str, mfu: float) -> Facts:
-    """Returns time, energy, money and floor of these FLOPs; None where a price, a power or a rack is not known.
+    """Returns time, energy, money and floor space of these FLOPs; None where a price, a power or a rack is not known.
 
-    Where a plan exists its own step time is better (`plan.run_budget`); this is the estimate before there is one.
-    Source: How to Scale Your Model, section 6.2; Scaling systems for LLMs (slides) for years, power and floor.
+    An estimate before there is a plan, whose predicted step is better (`plan.run_budget`). Source: How to Scale Your
+    Model, section 6.2; Scaling systems for LLMs (slides) for years, power and floor.
     """
     peak_rate, per_rack = peak(chip, dtype), given.chips_per_rack
     train_s = train_seconds(flops, num_chips=num_chips, peak_flops=peak_rate, mfu=mfu)
@@ -321,25 +288,25 @@ def _failures(given: Given, cluster: Cluster | None) -> dict[str, float] | None:
 # -- the text -------------------------------------------------------------------------------------------
 
 
-def _text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
+def _text(facts: Facts, law: ScalingLaw, model: Model | None, is_assumed: bool) -> Iterator[Piece]:
     """Yields the known parts of the budget as text."""
     if facts["flops"] is not None:
         yield f"{facts['flops']:.4g} FLOPs = {three_digits(facts['petaflop_days'])} petaflop-days"
+        if (util := facts["utilisation"]) is not None:
+            rate = f"{format_flops(util['peak_flops'])} {util['dtype']}"
+            text = f"{util['mfu']:.1%} of {rate} for {format_params(util['chip_hours'])} chip-hours of {util['chip']}"
+            yield Fact("MFU", text)
+        if facts["run"] is not None:
+            yield from _run_text(facts["run"], is_assumed)
+    if facts["failures"] is not None:
+        yield from _failures_text(facts["failures"])
+    if facts["flops"] is not None:
         yield from _laws_text(facts, law)
         if facts["spent"] is not None:
             yield from _spent_text(facts, law, model)
-        if facts["utilisation"] is not None:
-            util = facts["utilisation"]
-            rate = f"{format_flops(util['peak_flops'])} {util['dtype']}"
-            text = f"{util['mfu']:.1%} of {rate} for {format_params(util['chip_hours'])} chip-hours of {util['chip']}"
-            yield Fact("utilisation", text)
-        if facts["run"] is not None:
-            yield from _run_text(facts["run"])
         if facts["years"] is not None:
             mfu = facts["years"][0]["mfu"]
             yield Table.of(facts["years"], YEAR_COLUMNS, f"On one chip, at {mfu:.0%} of its dense peak")
-    if facts["failures"] is not None:
-        yield from _failures_text(facts["failures"])
 
 
 LAW_COLUMNS: Facts = {
@@ -365,24 +332,23 @@ def _laws_text(facts: Facts, law: ScalingLaw) -> Iterator[Piece]:
     yield Table.of([*facts["laws"], ratio_row], {**law_column, **LAW_COLUMNS})
     if max(row["loss"] for row in facts["laws"]) > GUESSED or (facts["spent"] and facts["spent"].loss > GUESSED):
         yield f"a loss above {GUESSED:.3g}, that of a guess among 262,144 tokens: no law holds for a run so small"
-    yield Fact("*", f"{law.name}: {law.source}", column=4)
-    yield Fact("", "a loss is of its law's own data, so losses of two laws do not compare; Kaplan counts no "
-               "embeddings, and the last row's loss is by *", column=4)  # fmt: skip
+    yield Condition(f"*: {law.source}; the last row's loss is by it")
+    yield Condition("losses of two laws do not compare: each is of its own data; Kaplan counts no embeddings")
 
 
 def _spent_text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
-    """Yields a given size beside the optimum: loss, ratio, and the budget that would have sufficed."""
+    """Yields a given size against the optimum: loss, ratio, and the least budget with the same loss."""
     chosen, optimum, least_flops = facts["spent"], facts["optimum"], facts["optimal_flops_for_its_loss"]
-    name = model.name if model else "this size"
-    suffix = f" (N{', active' if model.num_experts else ''}, look-up included)" if model else ""
+    kind_text = f"{'active ' * (model.num_experts > 0)}parameters, embeddings included," if model else "parameters"
     yield Fact(
-        "here",
-        f"{name}: {format_params(chosen.num_params)} parameters{suffix} on {format_params(chosen.num_tokens)} tokens, "
+        model.name if model else "this size",
+        f"{format_params(chosen.num_params)} {kind_text} on {format_params(chosen.num_tokens)} tokens: "
         f"{three_digits(chosen.tokens_per_param)} a parameter, {chosen.num_params / optimum.num_params:.2g} times "
-        f"the best size",
+        f"{law.name}'s best size",
     )
-    losses_text = ", ".join(f"{law_name} {law_loss:.3f}" for law_name, law_loss in facts["loss_by_law"].items())
-    yield Fact("loss", losses_text)
+    yield Fact(
+        "its loss", ", ".join(f"{law_name} {law_loss:.3f}" for law_name, law_loss in facts["loss_by_law"].items())
+    )
     if least_flops is not None:
         yield Fact(
             "from the optimum",
@@ -391,17 +357,15 @@ def _spent_text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[
         )
 
 
-def _run_text(run: Facts) -> Iterator[Piece]:
-    yield Fact(
-        "the run",
-        f"{format_seconds(run['days'] * DAY_S)} on {run['cluster']} ({counted(run['num_chips'], 'chip')}) at "
-        f"{run['mfu']:.0%} of {format_flops(run['peak_flops'])} {run['dtype']}; {format_params(run['chip_hours'])} "
-        "chip-hours",
-    )
+def _run_text(run: Facts, is_assumed: bool) -> Iterator[Piece]:
+    rate_text = f"{run['mfu']:.0%} MFU (peak {format_flops(run['peak_flops'])} {run['dtype']})"
+    chips_text = f"{run['cluster']} ({counted(run['num_chips'], 'chip')})"
+    yield Fact("time", f"{format_seconds(run['days'] * DAY_S)} on {chips_text} at {rate_text}; "
+               f"{format_params(run['chip_hours'])} chip-hours")  # fmt: skip
     if run["goodput"] < 1:
         yield Fact("", f"{run['goodput']:.1%} of the time is useful, by the failures below")
-    chip_name = run["cluster"].split(":")[0].split("*")[-1]
-    yield Fact("one chip", f"{three_digits(run['one_chip_years'])} years on one {chip_name}")
+    yield Fact("cost", "no price known; give --price" if run["cost_usd"] is None else
+               f"${run['cost_usd']:,.0f}, {run['flops_per_dollar']:.3g} FLOPs a dollar")  # fmt: skip
     if run["power_w"] is not None:
         building_text = f", {format_energy(run['facility_energy_kwh'])} with hosts, network and cooling"
         yield Fact(
@@ -410,12 +374,12 @@ def _run_text(run: Facts) -> Iterator[Piece]:
             f"{building_text if run['facility_energy_kwh'] != run['energy_kwh'] else ''}; "
             f"{run['flops_per_joule']:.3g} FLOPs a joule",
         )
-    money_text = "no price known; give --price" if run["cost_usd"] is None else (
-        f"${run['cost_usd']:,.0f}, {run['flops_per_dollar']:.3g} FLOPs a dollar"
-    )  # fmt: skip
-    yield Fact("cost", money_text)
+    chip_name = run["cluster"].split(":")[0].split("*")[-1]
+    yield Fact("one chip", f"{three_digits(run['one_chip_years'])} years on one {chip_name}")
     if run["floor_area_m2"] is not None:
         yield Fact("floor", f"{three_digits(run['floor_area_m2'])} m2 of racks")
+    if is_assumed:
+        yield Condition(f"an MFU of {run['mfu']:.0%} is assumed: --mfu or the --chip-hours of a run give another")
 
 
 def _failures_text(at: dict[str, float]) -> Iterator[Piece]:

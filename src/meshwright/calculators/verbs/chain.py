@@ -16,13 +16,12 @@ from meshwright.cli.verb import CALIBRATION, DIMS, MESH, DimSizes, MeshSizes, Op
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds, parse_bytes
-from meshwright.report.answer import Answer, Fact, Facts, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Condition, Fact, Facts, Piece, Table, TableColumns
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.calibration import memory_bytes as usable_bytes
 from meshwright.spec.cluster import parse_cluster
 
 MAX_TOP = 20
-COLUMN = 18
 
 
 class Given(Options):
@@ -125,18 +124,13 @@ def _text(result: Mapping[str, Any]) -> Iterator[Piece]:
     title = f"least time on {result['cluster']} within {limit_text} of a device"
     yield Table.of(({"array": name, **array} for name, array in best["arrays"].items()), ARRAYS, title)
     yield Table.of(({"number": step_number, **step} for step_number, step in enumerate(best["steps"], 1)), STEPS)
-    placement_text = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
     products_text = format_seconds(best["time_s"] - best["communication_s"])
     shares_text = f"products {products_text}, communication {format_seconds(best['communication_s'])}"
-    in_text = format_bytes(best["input_bytes"])
-    text_by_label = {
-        "time": f"{format_seconds(best['time_s'])}, one step after the other: {shares_text}",
-        "bound by": f"{best['bound_by']}, which takes most of the time",
-        "memory": f"at most {format_bytes(best['memory_bytes'])} of a device, {in_text} of it the inputs, always held",
-        "mesh": placement_text,
-    }
-    yield from (Fact(label, text, column=COLUMN) for label, text in text_by_label.items())
-    next_rows = result["assignments"][1:]
-    if next_rows:
-        yield ""
-        yield Table.of(next_rows, NEXT)
+    total_text = f"{format_seconds(best['time_s'])} without overlap: {shares_text}; {best['bound_by']} takes most of it"
+    yield Fact("time", total_text)
+    peak_text, inputs_text = format_bytes(best["memory_bytes"]), format_bytes(best["input_bytes"])
+    yield Fact("memory", f"{peak_text} of a device at the peak, {inputs_text} of it inputs")
+    if result["assignments"][1:]:
+        yield Table.of(result["assignments"][1:], NEXT)
+    yield Condition(f"mesh: {', '.join(f'{axis} on {place}' for axis, place in result['placement'].items())}")
+    yield Condition("inputs stay in memory for the whole chain")

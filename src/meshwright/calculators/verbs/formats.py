@@ -1,7 +1,7 @@
 """`meshwright formats`: number formats, how each stores a value, and the cost of a dot product in each.
 
-The machine of a dot product is that of the slides: arithmetic takes one cycle, a load about ten, and the two may or
-may not overlap. Source: Scaling systems for LLMs (slides): 2n - 1 FLOPs on 2n elements, near 1/2 FLOP per byte in bf16.
+Arithmetic takes one cycle and a load about ten, with or without overlap. Source: Scaling systems for LLMs (slides): 2n
+- 1 FLOPs on 2n elements, near 1/2 FLOP per byte in bf16.
 """
 
 import math
@@ -13,7 +13,7 @@ from meshwright.cli.output import four_digits
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.roofline import Work
-from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
+from meshwright.report.answer import Answer, Condition, Fact, Facts, Piece, Table
 
 LISTED = ("fp32", "tf32", "bf16", "fp16", "fp8-e5m2", "fp8-e4m3", "fp4-e2m1", "int8", "int4")
 """Formats that are shown if none is named."""
@@ -61,7 +61,7 @@ def command(given: Given) -> Answer:
 def _text(given: Given, facts: Facts) -> Iterator[Piece]:
     if not given.values and given.code is None and given.length is None:
         yield Table.of(facts["formats"], FORMAT_COLUMNS)
-        yield Fact("bits", "sign + exponent + mantissa; tf32 fills 4 bytes in memory; integers need a scale")
+        yield Condition("bits: sign + exponent + mantissa; tf32 takes 4 bytes in memory; integers need a scale")
     for text, value in zip(given.values, facts["values"], strict=True):
         rows = [[s["format"], f"{s['value']:.10g}", _error(s["relative_error"]), s["bits"]] for s in value["stored"]]
         suffix = "" if value["scale"] == 1 else f", stored as multiples of {value['scale']:g}"
@@ -73,8 +73,8 @@ def _text(given: Given, facts: Facts) -> Iterator[Piece]:
         moved_text = f"{dot['bytes']:,.0f} bytes, {dot['intensity']:.3g} FLOPs/byte"
         yield Table.of(dot["ways"], WAY_COLUMNS, f"{dot['format']}: {dot['flops']:,} FLOPs on {moved_text}")
     if facts["dot_product"]:
-        yield Fact("cycles", f"1 for arithmetic, {given.load_cycles:g} for a load; the larger of both, or their sum")
-        yield Fact("matrix", f"the share that one dot product of {given.length:,} has in a whole matrix product")
+        yield Condition(f"cycles: 1 for arithmetic, {given.load_cycles:g} for a load or store; the larger of both sums")
+        yield Condition(f"matrix: one of the many dot products of {given.length:,} elements of a matrix product")
 
 
 # -- what formats hold ----------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def _dots(forms: Sequence[NumberFormat], num_elements: int, given: Given) -> lis
 
 
 def dot_product_work(form: NumberFormat, length: int) -> Work:
-    """Returns the work of n products and n - 1 sums on 2n elements read."""
+    """Returns the work of n products and n - 1 sums on 2n elements read. Raises InputError for n below 1."""
     if length < 1:
         raise InputError(f"a dot product of {length} elements has no result. Give at least 1.")
     return Work(flops=2 * length - 1, num_bytes=2 * length * form.num_bytes)
@@ -194,11 +194,12 @@ def dot_product_work(form: NumberFormat, length: int) -> Work:
 def dot_product_ways(
     form: NumberFormat, length: int, *, load_cycles: float = LOAD_CYCLES, vector_bits: int = VECTOR_BITS
 ) -> list[Facts]:
-    """Returns four ways: scalar with separate multiply and add, scalar fused, vector, and in a matrix instruction.
+    """Returns the cost of a dot product by four kinds of instructions: multiply and add, fused, vector, matrix.
 
     A vector of V lanes needs n/V fused instructions and 2 log2(V) to add its lanes (a shuffle and an add each). A
-    matrix instruction makes m n dot products at once, with operands loaded once per tile: one's share is counted.
-    Cycles are the larger of both parts, or their sum without overlap.
+    matrix instruction makes m n dot products at once, its operands loaded once per tile; the cost is divided by m n.
+    Cycles are the larger of loads and arithmetic, or their sum without overlap. Raises InputError for a vector shorter
+    than an element.
     """
     num_lanes = vector_bits // form.stored_bits
     if num_lanes < 1:
@@ -237,5 +238,5 @@ WAY_COLUMNS: Facts = {
     "arithmetic": ("arithmetic", four_digits),
     "instructions": ("instructions", four_digits),
     "cycles": ("cycles_lower", four_digits),
-    "no overlap": ("cycles_upper", four_digits),
+    "without overlap": ("cycles_upper", four_digits),
 }

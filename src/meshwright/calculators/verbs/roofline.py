@@ -120,29 +120,33 @@ def _text(product: str, chip: Chip, facts: Facts) -> Iterator[Piece]:
     yield Table(
         ["", "amount", f"{chip.name} rate", "time"], rows, f"{product} on {chip.name} in {facts['compute_dtype']}"
     )
-    if facts["padding"] > 1:
-        tiles_text = f"whole tiles of {chip.mxu_dim} x {chip.mxu_dim}, rows by 8"
-        yield Fact("padded compute", f"{facts['padding']:.3g} times the FLOPs, in the time: {tiles_text}", column=16)
-    if facts["units"] == "vector":
-        units = "vector units" if vector_peak(chip) else "vector units, whose rate is not known: compute takes longer"
-        yield Fact("computed by", f"{units}; FLOPs an element: {', '.join(facts['steps'])}", column=16)
     intensity_text, critical_text = four_digits(facts["intensity"]), four_digits(facts["critical_intensity"])
     lower_text, upper_text = format_seconds(facts["time_s_lower"]), format_seconds(facts["time_s_upper"])
-    yield Fact("intensity", f"{intensity_text} FLOPs/byte (critical {critical_text})", column=16)
-    yield Fact("bound by", facts["bound_by"], column=16)
-    yield Fact("time", f"{lower_text} with perfect overlap, {upper_text} with none", column=16)
+    yield Fact("time", f"{lower_text} with perfect overlap, {upper_text} without")
+    bound_text = f"{intensity_text} FLOPs/byte, compute-bound from {critical_text}"
+    yield Fact("bound by", f"{facts['bound_by']}: {bound_text}")
+    if facts["padding"] > 1:
+        tiles_text = f"whole tiles of {chip.mxu_dim} x {chip.mxu_dim}, rows by 8"
+        yield Fact(
+            "padded compute", f"{facts['padding']:.3g} times the FLOPs ({tiles_text}), counted in the time", column=16
+        )
+    if facts["units"] == "vector":
+        units = "vector units" if vector_peak(chip) else "vector units, whose rate is not known: compute takes longer"
+        yield Fact("computed by", f"{units}; FLOPs an element: {', '.join(facts['steps'])}")
     if dim is not None:
-        wide_text = "" if wide_batch is None else f"; {wide_batch:,.1f} by the weight's alone"
-        reach_text = f"{dim} > {exact_batch:,.1f} (every byte counted{wide_text})"
+        wide_text = "" if wide_batch is None else f"; > {wide_batch:,.1f} if only the weight's bytes counted"
+        reach_text = f"from {dim} > {exact_batch:,.1f}{wide_text}"
         if exact_batch == float("inf"):
-            reach_text = f"never, whatever {dim} (every byte counted)"
-        yield Fact("compute-bound", reach_text, column=16)
-    if facts["tile_expansion"]:
+            reach_text = f"never, at any {dim}"
+        yield Fact("compute-bound", reach_text)
+    if max((facts["tile_expansion"] or {"": 1}).values()) > 1:
         padded_text = ", ".join(
             f"{name} {three_digits(expansion)}" for name, expansion in facts["tile_expansion"].items()
         )
         tile_text = ",".join(map(str, TPU_TILE))
-        yield Fact("padded memory", f"{padded_text} times what the elements need, in tiles of ({tile_text})", column=16)
+        yield Fact(
+            "padded memory", f"{padded_text} times the bytes of the elements, in tiles of ({tile_text})", column=16
+        )
 
 
 def _figure(product: str, chip: Chip, roof: Roofline) -> Any:

@@ -1,7 +1,7 @@
-"""`meshwright roofline --attention MODEL`: attention beside the feed-forward block as the context grows.
+"""`meshwright roofline --attention MODEL`: attention against the feed-forward block as the context grows.
 
-Times of one layer on one chip that holds it whole, projections left out, keys and values in bf16.
-Source: How to Scale Your Model, exercise 4.4.
+Times are of one layer on one chip, without projections, keys and values in bf16. Source: How to Scale Your Model,
+exercise 4.4.
 """
 
 from collections.abc import Iterator
@@ -20,17 +20,16 @@ from meshwright.cost.formulas.roofline import (
     critical_intensity,
     einsum_work,
 )
-from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
+from meshwright.report.answer import Answer, Condition, Fact, Facts, Piece, Symbols, Table
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, compute_dtype, peak
 from meshwright.spec.model import Model
 
 LENGTHS = tuple(2**power for power in range(7, 21))
-COLUMN = 16
 
 
 def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> Answer:
-    """Returns attention beside the feed-forward block: prefill of one sequence, generation of ``given.batch_seqs``.
+    """Returns attention against the feed-forward block: prefill of one sequence, decode of ``given.batch_seqs``.
 
     ``given`` are the options of `roofline`; ``sweep`` has the lengths, None for the default ones.
     """
@@ -68,9 +67,11 @@ def compute_bound_len(model: Model, critical_intensity: float) -> float:
 
 
 def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs: int, dtype: str) -> Facts:
-    """Returns seconds of both blocks of one layer for ``batch_seqs`` sequences of ``queries`` new tokens.
+    """Returns seconds of attention and feed-forward of one layer, for ``batch_seqs`` sequences of ``queries`` new
+    tokens.
 
-    Each overlaps perfectly. Prefill has as many queries as keys, generation one. No causal discount, no window.
+    Compute and memory overlap perfectly. Every key counts, without causal mask or window. Raises InputError for a model
+    with latent attention.
     """
     if model.latent_attention:
         raise InputError(f"{model.name} keeps latents instead of keys: name a model with plain or grouped heads.")
@@ -94,7 +95,7 @@ def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs
 
 
 def _ffw_s(model: Model, chip: Chip, tokens: int, dtype: str) -> float:
-    """Returns seconds of the two or three matrices of the feed-forward block, of all experts that tokens reach."""
+    """Returns the seconds of the two or three matrices of the feed-forward block, of all experts that get tokens."""
     products: list[tuple[int, float, int]] = [(1, tokens, model.d_ff)]
     if model.num_experts:
         read = min(model.num_experts, tokens * model.experts_per_token)
@@ -116,31 +117,24 @@ def _text(facts: Facts) -> Iterator[Piece]:
         for prefill, generation in zip(facts["prefill"], facts["generation"], strict=True)
     ]  # fmt: skip
     yield Table(
-        ["context", "prefill", "bound by", "over FFW", "generation", "bound by", "over FFW"],
+        ["context", "prefill FLOPs/byte", "bound by", "time / FFW", "decode FLOPs/byte", "bound by", "time / FFW"],
         rows,
-        f"Attention of one layer of {facts['model']} on {facts['chip']}: FLOPs/byte, and its time over that of the "
-        f"feed-forward block",
+        f"Attention of one layer of {facts['model']} on {facts['chip']}: its time over the feed-forward's (FFW)",
     )
     group_size, critical_flops_per_byte = facts["queries_per_kv_head"], facts["critical_intensity"]
     yield Fact(
         "prefill",
         f"compute-bound from {four_digits(facts['compute_bound_len'])} positions: T G / (G + 1) > "
-        f"{four_digits(critical_flops_per_byte)} FLOPs/byte, G = {group_size}",
-        COLUMN,
+        f"{four_digits(critical_flops_per_byte)} FLOPs/byte",
     )
     num_seqs = facts["batch_seqs"]
     bound_text = "never compute-bound" if group_size <= critical_flops_per_byte else "compute-bound"
     yield Fact(
-        "generation",
-        f"near G = {group_size} FLOPs/byte: {bound_text}; {counted(num_seqs, 'sequence')} at once",
-        COLUMN,
+        "decode", f"at most G = {group_size:g} FLOPs/byte: {bound_text}; {counted(num_seqs, 'sequence')} at once"
     )
-    yield Fact(
-        "counted",
-        "no causal discount, projections left out, keys and values in bf16; each block the larger of compute and "
-        "memory on one chip",
-        COLUMN,
-    )
+    yield Symbols({"T": "positions", "G": "queries per KV head"})
+    yield Condition("every score counts, as without a causal mask; projections do not; keys and values in bf16; on one "
+                    "chip a block takes the longer of compute and memory")  # fmt: skip
 
 
 def _figure(facts: Facts) -> Any:

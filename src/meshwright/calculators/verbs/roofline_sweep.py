@@ -27,7 +27,7 @@ SweptLines = Sequence[tuple[SweptSizes, Roofline]]
 
 
 def parse_sweep(text: str) -> Sweep:
-    """Reads ``"B=1,16,256"``, ``"B=1..4096"`` (doubling), ``"D,F=1024,4096"`` (both alike), and sizes such as 4Ki."""
+    """Parses ``"B=1,16,256"``, ``"B=1..4096"`` (doubling) and ``"D,F=1024,4096"`` (D = F); sizes such as 4Ki."""
     dims = text.partition("=")[0].split(",")
     size_texts = split_values(text, what="--sweep", form="dims=sizes")
     return [dim_sizes(",".join(f"{dim}={size_text}" for dim in dims), "--sweep") for size_text in size_texts]
@@ -85,7 +85,7 @@ RATE_COLUMNS: Facts = {
 
 
 def sweep_answer(op: LocalOp, unit: Chip, given: Any, sizes: SweptSizes, sweeps: Sequence[Sweep]) -> Answer:
-    """Returns the swept points as a table, and their rates as curves."""
+    """Returns a table of the swept points, and a picture of their rates."""
 
     def price(swept_sizes: SweptSizes) -> Roofline:
         return op.roofline(unit, {**sizes, **swept_sizes}, given.channel)
@@ -121,7 +121,7 @@ def sweep_answer(op: LocalOp, unit: Chip, given: Any, sizes: SweptSizes, sweeps:
 
 
 def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: SweptLines) -> Any:
-    """Returns FLOP/s against the first sweep, a curve for each choice of the others, and the peak."""
+    """Returns FLOP/s against the first sweep, one curve for each combination of further sweeps, and the peak."""
     from meshwright.report.marks import ReferenceLine
     from meshwright.report.sweeps import curves_figure
 

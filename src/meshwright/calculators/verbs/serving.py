@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,21 @@ from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_params, format_rate, format_seconds, parse_count
 from meshwright.cost.formulas.serving import expected_tokens
-from meshwright.report.answer import Answer, Fact, Facts, Heading, Piece, Quantity, Show, Table, TableColumns
+from meshwright.report.answer import (
+    Answer,
+    Condition,
+    Detail,
+    Fact,
+    Facts,
+    Heading,
+    Piece,
+    PlainPiece,
+    Quantity,
+    Show,
+    Symbols,
+    Table,
+    TableColumns,
+)  # fmt: skip
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip, peak
 from meshwright.spec.cluster import parse_cluster, slice_shapes
@@ -35,10 +50,12 @@ POSITIVE, SHARE = click.FloatRange(0, min_open=True), click.FloatRange(0, 1, min
 MOST_BATCH = 8192
 """Largest batch of the points of --contexts."""
 MANY = 100
-"""From so many times the batch that FLOPs bind, the text says that a larger one is of no use."""
+"""From this many times the compute-bound batch, the text says that a larger one gains nothing."""
 USUAL_ACCEPTANCE = 0.8
 """The probability that a drafted token is right, for --tricks: that of Leviathan et al. 2022 in the middle."""
 PARTS = {"weights_s": "weights", "kv_s": "KV cache", "flops_s": "FLOPs"}
+DRAFTED = partial(option, group="Speculation")
+CACHED = partial(option, group="Prefix cache", needs={"prefixes": "--prefixes"})
 
 
 class Given(Options):
@@ -57,35 +74,19 @@ class Given(Options):
     price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE)
     fields: tuple[str, ...] = option("A field of the model: num_kv_heads=1.", "--set", metavar="KEY=VALUE")
     contexts: str | None = option("Latency against throughput at each context: 2048,8192 or 2Ki..64Ki.")
-    accept: float | None = option(
-        "Speculation: the probability that a drafted token is right.", type=SHARE, group="Speculation"
-    )
-    draft_cost: float = option(
+    accept: float | None = DRAFTED("Probability that a drafted token is right.", type=SHARE)
+    draft_cost: float = DRAFTED(
         "Time of a draft's step over one of the model.",
         default=0.05,
         needs={"has_drafts": "--accept or --tricks"},
-        group="Speculation",
         is_rare=True,
     )
-    tricks: bool = option("What each trick brings alone, and all together; drafts with --accept, by default 0.8.")
-    prefixes: int | None = option(
-        "Prefix cache: how many prompts come again and again.", type=click.IntRange(1, 10**7), group="Prefix cache"
+    tricks: bool = option("What each trick gains by itself, and all together; drafts with --accept, by default 0.8.")
+    prefixes: int | None = CACHED(
+        "How many prompts are asked again and again.", type=click.IntRange(1, 10**7), needs={}
     )
-    prefix_cache: Bytes | None = option(
-        "Its size [default: what weights leave free].",
-        "--cache",
-        needs={"prefixes": "--prefixes"},
-        group="Prefix cache",
-        is_rare=True,
-    )
-    zipf: float = option(
-        "Their popularity: 1 / rank^Z.",
-        type=click.FloatRange(0, 10),
-        default=0.0,
-        needs={"prefixes": "--prefixes"},
-        group="Prefix cache",
-        is_rare=True,
-    )
+    prefix_cache: Bytes | None = CACHED("Its size [default: memory without weights].", "--cache", is_rare=True)
+    zipf: float = CACHED("Their popularity: 1 / rank^Z.", type=click.FloatRange(0, 10), default=0.0, is_rare=True)
     png: Path | None = option("Draw the time of a step by batch, or --contexts, to this file (.png or .svg).")
 
     @property
@@ -134,15 +135,7 @@ def command(given: Given) -> Answer:
         "contexts": [_context(replica, length) for length in _counts(given.contexts, "--contexts")],
         "speculation": _speculation(given, replica.step(batches[-1], kv_bytes)) if given.accept else None,
         "prefixes": _prefixes(replica, given) if given.prefixes else None,
-        "tricks": []
-        if not given.tricks
-        else tricks(
-            replica,
-            prompt_len=given.prompt,
-            output_len=given.output,
-            acceptance=given.accept or USUAL_ACCEPTANCE,
-            draft_cost=given.draft_cost,
-        ),
+        "tricks": _tricks(replica, given) if given.tricks else [],
     }
     return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)})
 
@@ -183,7 +176,7 @@ def _counts(text: str | None, flag: str) -> list[int]:
 
 
 def _memory(replica: ServingReplica, kv_bytes: float, batch: int) -> list[Facts]:
-    """Returns bytes, chips that they fill, and the smallest slice on offer, None beyond a pod."""
+    """Returns bytes, the number of chips they fill, and the smallest slice on offer; None if no pod is large enough."""
     bytes_of_item = {"weights": replica.weight_bytes, counted(batch, "cache"): kv_bytes * batch,
             "both": replica.weight_bytes + kv_bytes * batch, "another cache": kv_bytes}  # fmt: skip
     rows = []
@@ -214,7 +207,7 @@ def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> 
 
 
 def _slices(first_replica: ServingReplica, given: Given, kv_bytes: float) -> list[Facts]:
-    """Returns this cluster and, where it exists, one of twice the chips, each at the largest batch that fits."""
+    """Returns rates of this cluster and, where it exists, of one with twice the chips, each at its largest batch."""
     clusters, rows = [first_replica.cluster], []
     with suppress(CannotRunError):
         clusters.append(slice_shapes(first_replica.cluster.chip, 2 * first_replica.cluster.num_chips)[0])
@@ -231,7 +224,7 @@ def _slices(first_replica: ServingReplica, given: Given, kv_bytes: float) -> lis
 
 
 def _context(replica: ServingReplica, num_positions: int) -> Facts:
-    """Returns both ends of latency against throughput, batch 1 and the largest that fits, and every batch between."""
+    """Returns step time and tokens/s at batch 1, at the largest batch that fits, and at every batch between."""
     kv_bytes = replica.kv_bytes(num_positions)
     max_batch = min(replica.batch_that_fits(kv_bytes), MOST_BATCH)
     points = replica.points(range(1, max_batch + 1), kv_bytes)
@@ -240,8 +233,13 @@ def _context(replica: ServingReplica, num_positions: int) -> Facts:
     return {**row, "points": points}
 
 
+def _tricks(replica: ServingReplica, given: Given) -> list[Facts]:
+    drafts = {"acceptance": given.accept or USUAL_ACCEPTANCE, "draft_cost": given.draft_cost}
+    return tricks(replica, prompt_len=given.prompt, output_len=given.output, **drafts)
+
+
 def _speculation(given: Given, step: DecodeStep) -> Facts:
-    """Returns tokens and speed-up by drafts."""
+    """Returns tokens a step and speed-up for each number of drafts, and the best number."""
     num_tokens = expected_tokens(given.accept, DRAFTS)
     speedups = step.speedups(given.accept, draft_cost=given.draft_cost)
     num_drafts = int(speedups.argmax())
@@ -258,7 +256,6 @@ def _prefixes(replica: ServingReplica, given: Given) -> Facts:
 
 # -- text -----------------------------------------------------------------------------------------------
 
-WIDE = 16
 BYTES, SECONDS, THREE = format_bytes, format_seconds, "{:.3g}".format
 
 
@@ -268,33 +265,34 @@ STEPS: TableColumns = {
     "batch": "batch",
     **{words: name for name, words in PARTS.items()},
     "step": "time_s",
-    "tokens/s/chip": ("tokens_per_s_per_chip", four_digits),
-    "longest": ("longest", lambda part: part.replace("_", " ")),
+    "tokens/s per chip": ("tokens_per_s_per_chip", four_digits),
+    "bound by": ("longest", lambda part: part.replace("_", " ")),
     "fits": "fits",
 }
-LETTERS = (
-    "M axes of links ({M:g}), one for D where D and F are split; W the rate of one, both ways on a ring ({W}); N chips "
-    "({N:,}); D, F widths of the model and of its feed-forward ({D:,}, {F:,}); B the batch ({B:,}); w bytes of a "
-    "weight ({w:g}); alpha = C / W ({alpha:,.0f} FLOPs a byte); beta = memory rate / W ({beta:.3g}); hop {hop}"
-)
-BOUNDS: TableColumns = {"sharding": "name", "formula": "formula", "bound": ("bound", three_digits)}
+LETTERS = {
+    "M": "axes of links ({:g}), one for D where D and F are split", "N": "chips ({:,})",
+    "W": "bytes/s of an axis, both directions of a ring ({})", "D": "width of the model ({:,})",
+    "F": "width of the feed-forward ({:,})", "B": "batch ({:,})", "w": "bytes of a weight ({:g})",
+    "alpha": "FLOP/s of a chip / W ({:,.0f})", "beta": "memory rate / W ({:.3g})", "hop": "latency of a hop ({})",
+}  # fmt: skip
+BOUNDS: TableColumns = {"size": "name", "bound": ("bound", three_digits), "formula": "formula"}
 SLICES: dict[str, tuple[str, Show]] = {
     "free for caches": ("free_bytes", BYTES), "largest batch": ("largest_batch", "{:,}".format),
     "TTFT": ("ttft_s", SECONDS), "step": ("tpot_s", SECONDS), "finished a step": ("finished_per_step", THREE),
-    "tokens/s/chip": ("tokens_per_s_per_chip", four_digits), "requests/s": ("per_s", THREE),
-    "requests/s/chip": ("per_s_per_chip", THREE), "$/M input": ("usd_per_million_input", "${:.3g}".format),
+    "tokens/s per chip": ("tokens_per_s_per_chip", four_digits), "requests/s": ("per_s", THREE),
+    "requests/s per chip": ("per_s_per_chip", THREE), "$/M input": ("usd_per_million_input", "${:.3g}".format),
     "$/M output": ("usd_per_million_output", "${:.3g}".format),
 }  # fmt: skip
 """Rows of the table that has a column for each slice."""
 TRICKS: TableColumns = {
     "trick": "trick", "a token": "kv_token_bytes", "batch": "largest_batch", "drafts": "drafts",
-    "TPOT": "tpot_s", "tokens/s/chip": ("tokens_per_s_per_chip", four_digits), "times": ("times", THREE),
+    "TPOT": "tpot_s", "tokens/s per chip": ("tokens_per_s_per_chip", four_digits), "times": ("times", THREE),
     "$/M output": ("usd_per_million_output", lambda usd: usd and f"${usd:.3g}"),
 }  # fmt: skip
 CONTEXTS: TableColumns = {
     "context": "context", "fastest": "fastest_s", "largest batch": "largest_batch",
-    "its step": "time_s", "tokens/s/chip": ("tokens_per_s_per_chip", four_digits),
-    "longest": ("longest", lambda part: part.replace("_", " ")),
+    "its step": "time_s", "tokens/s per chip": ("tokens_per_s_per_chip", four_digits),
+    "bound by": ("longest", lambda part: part.replace("_", " ")),
 }  # fmt: skip
 
 
@@ -303,67 +301,75 @@ def _text(facts: Facts) -> Iterator[Piece]:
         f"{facts['model'] or 'a model'} on {facts['cluster']} ({counted(facts['num_chips'], 'chip')}): "
         f"{format_params(facts['params'])} parameters in {facts['weights']}, {BYTES(facts['kv_bytes_per_token'])} of "
         f"cache a token{f' in {kv}' if (kv := facts['kv']) else ''}, products in {facts['dtype']}; prompts of "
-        f"{facts['prompt']:,}, {facts['output']:,} generated"
+        f"{facts['prompt']:,} tokens, {facts['output']:,} generated"
     )
-    yield Table.of(facts["memory"], MEMORY)
     room, max_batch = BYTES(facts["free_bytes"]), facts["largest_batch"]
-    yield Fact("fits", f"{counted(max_batch, 'cache')} of {facts['context']:,} in the {room} that weights leave", WIDE)
-    yield Table.of(facts["steps"], STEPS, "A step: caches, then weights or FLOPs, whichever takes longer")
-    is_huge = facts["requests"]["batch"] > MANY * facts["critical_batch"]
-    longer_text = "; with more, a step is longer and tokens/s hardly more, so that such batches are of no use" * is_huge
-    least_text = four_digits(facts["critical_batch"])
-    yield Fact("bound by FLOPs", f"products with weights, from {least_text} sequences{longer_text}", WIDE)
+    yield Table.of(facts["steps"], STEPS)
+    yield Fact("fits", f"{counted(max_batch, 'cache')} of {facts['context']:,} tokens in the {room} beside weights")
+    yield Fact("compute-bound", f"products with weights, from a batch of {four_digits(facts['critical_batch'])}")
+    if facts["requests"]["batch"] > MANY * facts["critical_batch"]:
+        yield Fact("", "far beyond it a larger batch takes longer and gives hardly more tokens/s")
     if not facts["requests"]["fits"]:
-        yield Fact("does not fit", f"a batch of {facts['requests']['batch']:,}: what follows is as if it did", WIDE)
+        yield Fact("does not fit", f"a batch of {facts['requests']['batch']:,}: what follows is as if it did")
     yield from _requests_text(facts["requests"], facts["mfu"])
-    if shard := facts["sharding"]:
-        yield Table.of(shard["bounds"], BOUNDS)
-        links_text, memory_text, flops_text = map(SECONDS, shard["product"].values())
-        yield Fact("a product", f"over all chips: links {links_text}, memory {memory_text}, FLOPs {flops_text}", WIDE)
-        tensor_text, two_text = map(SECONDS, shard["layer"].values())
-        yield Fact("a layer", f"its collectives: {tensor_text} with tensor, {two_text} with weights over D and F", WIDE)
-        letters = {**shard["letters"], "W": format_rate(shard["letters"]["W"]), "hop": SECONDS(shard["letters"]["hop"])}
-        yield Fact("latency", f"binds gathers of less than {BYTES(shard['latency_bound_bytes'])} over all chips", WIDE)
-        yield Fact("letters", LETTERS.format(**letters), WIDE)
-    slice_rows = facts["slices"]
-    cells = {name: [row[field] for row in slice_rows] for name, (field, _) in SLICES.items()}
-    rows = [[name, *(None if v is None else Quantity(v, SLICES[name][1]) for v in row)] for name, row in cells.items()]
-    columns = [Heading(row["cluster"], name=name) for row, name in zip(slice_rows, ("value", "doubled"), strict=False)]
-    yield Table([Heading("with its largest batch", name="figure"), *columns], [r for r in rows if r[1] is not None])
+    yield Table.of(facts["memory"], MEMORY, first=3)
     if facts["contexts"]:
         yield Table.of(facts["contexts"], CONTEXTS, "Latency against throughput: batch 1, and the largest that fits")
     if facts["tricks"]:
         yield Table.of(facts["tricks"], TRICKS)
-        yield (
-            "none of these: a kv head for each head (latent caches stay), all layers see all positions, 16 bits, "
-            "caches as long as the longest sequence and read whole, as pages are not; window: of those layers; * "
-            "without one kv head and int8 weights"
+        yield Condition(
+            "none of these: a KV head per head (latent caches stay), full attention in every layer, bf16, each cache "
+            "as long as the longest and read whole; window: of such layers; * without one KV head and int8 weights"
         )
     if spec := facts["speculation"]:
-        gain_text = (
-            f"{THREE(spec['tokens'][spec['best']])} tokens a step, {THREE(spec['speedup'][spec['best']])} times faster"
-        )
-        gain_text = f"{counted(spec['best'], 'draft')}: {gain_text}"
-        yield Fact("speculation", f"best with {gain_text}, TPOT {SECONDS(spec['tpot_s'])}", WIDE)
+        tokens, speedup = (THREE(spec[name][spec["best"]]) for name in ("tokens", "speedup"))
+        gain_text = f"{tokens} tokens a step, {speedup} times faster, TPOT {SECONDS(spec['tpot_s'])}"
+        yield Fact("speculation", f"best with {counted(spec['best'], 'draft')}: {gain_text}")
     if prefix_facts := facts["prefixes"]:
-        hits_text = f"{prefix_facts['hit_share']:.1%} of prompts found, {three_digits(prefix_facts['room'])} fit into"
-        left_text = f"{BYTES(prefix_facts['cache_bytes'])}; {prefix_facts['prefill_left']:.1%} of prefill is left"
-        yield Fact("prefix cache", f"{hits_text} {left_text}", WIDE)
+        hits_text = f"{prefix_facts['hit_share']:.1%} of prompts found; {BYTES(prefix_facts['cache_bytes'])} hold"
+        left_text = (
+            f"{three_digits(prefix_facts['room'])} prompts; {prefix_facts['prefill_left']:.1%} of prefill is left"
+        )
+        yield Fact("prefix cache", f"{hits_text} {left_text}")
+    yield Condition("rooflines: chips share weights and caches evenly, send nothing, and need no memory for programs")
+    slice_rows = facts["slices"]
+    cells = {name: [row[field] for row in slice_rows] for name, (field, _) in SLICES.items()}
+    rows = [[name, *(None if v is None else Quantity(v, SLICES[name][1]) for v in row)] for name, row in cells.items()]
+    columns = [Heading(row["cluster"], name=name) for row, name in zip(slice_rows, ("value", "doubled"), strict=False)]
+    slices = Table([Heading("with its largest batch", name="figure"), *columns], [r for r in rows if r[1] is not None])
+    yield Detail("largest batch, twice the chips", [slices])
+    if facts["sharding"]:
+        yield Detail("bounds of sharding", [*_sharding_text(facts["sharding"])])
+
+
+def _sharding_text(shard: Facts) -> Iterator[PlainPiece]:
+    yield Table.of(shard["bounds"], BOUNDS)
+    links_text, memory_text, flops_text = map(SECONDS, shard["product"].values())
+    yield Fact("a product", f"over all chips: links {links_text}, memory {memory_text}, FLOPs {flops_text}")
+    tensor_text, two_text = map(SECONDS, shard["layer"].values())
+    yield Fact("a layer", f"its collectives: {tensor_text} with tensor, {two_text} with weights over D and F")
+    yield Fact("latency", f"binds gathers of less than {BYTES(shard['latency_bound_bytes'])} over all chips")
+    letters = {**shard["letters"], "W": format_rate(shard["letters"]["W"]), "hop": SECONDS(shard["letters"]["hop"])}
+    yield Symbols({name: text.format(letters[name]) for name, text in LETTERS.items()})
 
 
 def _requests_text(at: Facts, mfu: float) -> Iterator[Piece]:
-    yield Fact("TTFT", f"{SECONDS(at['ttft_s'])}: the prompt's FLOPs at {mfu:.0%} of the peak", WIDE)
+    yield Fact("TTFT", f"{SECONDS(at['ttft_s'])}: the prompt's FLOPs at {mfu:.0%} of the peak")
     tpot_text, mixed_text = SECONDS(at["tpot_s"]), SECONDS(at["tpot_interleaved_s"])
     total = f"{SECONDS(at['generation_s'])} a request"
-    yield Fact("TPOT", f"{tpot_text} at batch {at['batch']:,}, {total}; {mixed_text} if the same chips prefill", WIDE)
-    step_text = f"{THREE(at['finished_per_step'])} finish and free {four_digits(at['evicted_per_step'])} cached tokens"
+    yield Fact("TPOT", f"{tpot_text} at batch {at['batch']:,}, {total}; {mixed_text} if the same chips prefill")
+    step_text = (
+        f"{THREE(at['finished_per_step'])} finish and {four_digits(at['evicted_per_step'])} cached tokens are freed"
+    )
     rate_text = f"{THREE(at['per_s'])} a second, {THREE(at['per_s_per_chip'])} a chip"
-    yield Fact("requests", f"{rate_text}; each step {step_text}", WIDE)
-    suffix = f"; a cache is sent in {SECONDS(at['kv_transfer_s'])}" if at["kv_transfer_s"] else ""
-    yield Fact("prefill", f"{THREE(at['prefill_servers'])} such slices keep one generating slice busy{suffix}", WIDE)
+    yield Fact("requests", f"{rate_text}; in each step {step_text}")
+    suffix = f"; sending a cache takes {SECONDS(at['kv_transfer_s'])}" if at["kv_transfer_s"] else ""
+    yield Fact(
+        "prefill", f"{THREE(at['prefill_servers'])} slices that only prefill keep one that only generates busy{suffix}"
+    )
     if at["usd_per_million_input"]:
         price_texts = (f"${at[f'usd_per_million_{side}']:.3g}" for side in ("input", "output"))
-        yield Fact("cost", "{} a million tokens of input, {} of output".format(*price_texts), WIDE)
+        yield Fact("cost", "{} a million tokens of input, {} of output".format(*price_texts))
 
 
 def _figure(facts: Facts) -> Any:

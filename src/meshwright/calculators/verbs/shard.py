@@ -1,6 +1,6 @@
-"""`meshwright shard`: the steps of one sharded product, their cost, their proof on devices, their picture.
+"""`meshwright shard`: the steps of one sharded product, their cost, their check on devices, their picture.
 
-An array alone, or an array and the sharding that it moves to, are shown in the same way.
+The product may also be a single array, or an array and its new sharding.
 """
 
 import math
@@ -39,14 +39,13 @@ from meshwright.core.units import counted, format_bytes, format_params, format_s
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
 from meshwright.cost.network.legs import group_legs, turns_text
 from meshwright.cost.network.links import torus_width
-from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
+from meshwright.report.answer import Answer, Condition, Fact, Facts, Piece, Symbols, Table
 from meshwright.spec.chip import compute_dtype, peak
 from meshwright.spec.cluster import parse_cluster
 
 MAX_RUN_DEVICES = 64
 MAX_RUN_ELEMENTS = 2**28
 MAX_DRAWN_DEVICES = 4096
-COLUMN = 17
 OF_ARRAYS = ("local_shapes", "bytes_per_device", "bytes_total", "copies", "addends")
 """Keys of the JSON object that have a value for every array."""
 
@@ -59,10 +58,10 @@ STEPS: Facts = {
 }
 WAYS: Facts = {
     "way, cheapest first": "way",
-    "bytes moved": "bytes",
+    "bytes of arrays": "bytes",
     "FLOPs": ("flops_per_device", format_flop_count),
     "time": "time_s",
-    "over least": ("times_cheapest", "{:.2f}".format),
+    "times least": ("times_cheapest", "{:.2f}".format),
 }
 
 
@@ -113,7 +112,7 @@ def command(given: Given) -> Answer:
 
 
 def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict[str, int]) -> None:
-    """Raises InputError for an option without a use here, and for arrays that this machine could not hold."""
+    """Raises InputError for an option that does not apply, and for arrays too large for this machine."""
     if given.every and not asked.factors:
         raise InputError(f"--all lists the ways of a product, and {asked.title} is none. Leave it out.")
     if given.execute and not asked.steps:
@@ -182,7 +181,7 @@ def _result(question: ShardQuestion, dims: dict[str, int], mesh: dict[str, int],
 def _ways(
     steps_by_way: Mapping[str, Sequence[Step]], dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
 ) -> list[Facts]:
-    """Returns a row for each way of a product, the cheapest first: by time, without rates by bytes."""
+    """Returns a row for each sequence of steps, sorted by time, without rates by bytes."""
     rows: list[Facts] = []
     for name, steps in steps_by_way.items():
         prices = price_einsum(steps, dims, mesh, rates)
@@ -196,10 +195,10 @@ def _ways(
 
 
 def _slice_and_sum(question: ShardQuestion, dims: dict[str, int], rates: EinsumRates | None) -> Facts | None:
-    """Returns the sizes at which slicing the contracted dim over its ICI axis beats a whole product on every device.
+    """Returns the sizes at which slicing the contracted dim over its ICI axis, with an AllReduce of the sums, beats a
+    whole product on every device; None if no dim is contracted or the cluster is no torus.
 
-    Slices are summed by an AllReduce. W is that of the axes that split the dim. None if nothing is contracted, or the
-    cluster is no torus. Source: How to Scale Your Model, exercise 3.4.
+    W is the rate of the axes that split the dim. Source: How to Scale Your Model, exercise 3.4.
     """
     (lhs, rhs), out = question.factors, question.result
     dim = next((d for d in lhs.dims if d in rhs.dims and d not in out.dims), None)
@@ -223,7 +222,8 @@ MAX_RELATIVE_ERROR = 1e-5
 
 
 def run_ways(asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[str, int], mesh: dict[str, int]) -> Facts:
-    """Runs each way on emulated devices and on NumPy blocks, in float32; returns errors against float64, unsharded."""
+    """Runs each sequence of steps in float32, on emulated devices and on NumPy blocks; returns its errors against
+    float64."""
     from meshwright.parallel.mesh import emulate_devices
 
     emulate_devices(num_devices(mesh))
@@ -256,10 +256,10 @@ def _error(computed: np.ndarray, expected: np.ndarray) -> float:
 def _inputs(
     question: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]
 ) -> tuple[tuple[Step, ...], tuple[ShardedArray, ...], dict[str, int]]:
-    """Returns steps that make the arrays asked about, the arrays that these begin with, and the sizes of all dims.
+    """Returns steps that make the question's arrays, the input arrays of these steps, and the sizes of all dims.
 
-    Addends of an unreduced array come from a product: each device of {U_Z} multiplies its own terms of a dim
-    over Z, so that a missing sum shows.
+    An unreduced array is made by a product, so that its addends differ: each device of {U_Z} multiplies its part of a
+    dim over Z. A missing sum then shows.
     """
     if question.factors:
         return (), question.factors, dims
@@ -302,52 +302,54 @@ def run_steps(
 def _text(title: str, result: Facts) -> Iterator[Piece]:
     if result["steps"]:
         yield Table.of(result["steps"], STEPS, title)
+        if result["time_s"] is None or not result["placement"]:
+            yield Fact("time", "not known: name a cluster with --on")
+        else:
+            yield Fact("time", f"{format_seconds(result['time_s'])} without overlap of steps")
+            yield Condition(f"mesh: {', '.join(f'{axis} on {place}' for axis, place in result['placement'].items())}")
+        yield Condition("bytes of a collective: its whole array, gathered or not yet scattered, on one device; of "
+                        "multiply: what a device reads and writes in memory")  # fmt: skip
+    best_way, least_s = result["cheapest"]["way"], result["cheapest"]["time_s"]
+    if least_s and f"{result['time_s'] / least_s:.2f}" != "1.00":
+        saving = f"{format_seconds(least_s)}, {result['time_s'] / least_s:.2f} times faster"
+        yield Fact("cheapest", f"{saving}: {best_way} (--all lists every way; above: as programs run it)")
+    if result["flops_unsharded"]:
+        local, total, full = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
+        flops_ratio, devices_text = (
+            result["flops_total"] / result["flops_unsharded"],
+            counted(result["devices"], "device"),
+        )
+        ratio_text = "as many as" if flops_ratio == 1 else f"{four_digits(flops_ratio)} times the {full} of"
+        yield Fact("FLOPs", f"{local} per device, {total} on {devices_text}: {ratio_text} the unsharded product")
     addends_text = {name: "" if n == 1 else f" of {n:,} addends" for name, n in result["addends"].items()}
     rows = [
         [name, " x ".join(map(str, shape)) or "one number", format_bytes(result["bytes_per_device"][name]),
          format_bytes(result["bytes_total"][name]), f"{result['copies'][name]:,}{addends_text[name]}"]
         for name, shape in result["local_shapes"].items()
     ]  # fmt: skip
-    yield Table(["array", "block of a device", "bytes", "in all", "copies"], rows, "" if result["steps"] else title)
-    if result["flops_unsharded"]:
-        local, total, full = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
-        flops_ratio = result["flops_total"] / result["flops_unsharded"]
-        factor_text = f"{four_digits(flops_ratio)} times" if flops_ratio != 1 else "as many as"
-        yield Fact("FLOPs per device", local, column=COLUMN)
-        total_text = f"{total} on {counted(result['devices'], 'device')}, {factor_text} the unsharded product's {full}"
-        yield Fact("FLOPs in all", total_text, column=COLUMN)
-    if result["time_s"] is not None and result["placement"]:
-        placement_text = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
-        time_text = f"{format_seconds(result['time_s'])}, one step after the other ({placement_text})"
-    else:
-        time_text = "not known: name a cluster with --on"
-    if result["steps"]:
-        yield Fact("time", time_text, column=COLUMN)
-    for turns in result["turns"]:
-        yield Fact("turns", turns, column=COLUMN)
-    best_way, least_s = result["cheapest"]["way"], result["cheapest"]["time_s"]
-    if least_s and f"{result['time_s'] / least_s:.2f}" != "1.00":
-        saving = f"{format_seconds(least_s)}, {result['time_s'] / least_s:.2f} times less"
-        yield Fact("cheapest way", f"{saving}: {best_way} (--all lists all; above, as programs run it)", column=COLUMN)
+    columns = ["array", "block of a device", "bytes", "bytes in all", "copies"]
+    yield Table(columns, rows, "" if result["steps"] else title)
+    yield from map(Condition, result["turns"])
     if "ways" in result:
-        yield ""
         yield Table.of(result["ways"], WAYS)
-        if result["slice_and_sum"]:
-            slice_sum = result["slice_and_sum"]
-            limit_text = f"compute-bound below {slice_sum['dim']} / (2 alpha) = {slice_sum['max_shards']:.3g} devices"
+        if slice_sum := result["slice_and_sum"]:
+            dim, limit = (
+                slice_sum["dim"],
+                f"below {slice_sum['dim']} / (2 alpha) = {slice_sum['max_shards']:.3g} devices",
+            )
             yield Fact(
                 "slice and sum",
-                f"over one ICI axis beats the whole product on each device from {slice_sum['dim']} = 2 alpha = "
-                f"{slice_sum['min_size']:,.0f} (here {slice_sum['size']:,}; W {slice_sum['width']}); "
-                f"{'never compute-bound' if slice_sum['max_shards'] < 1 else limit_text}",
-                column=COLUMN,
+                f"slicing {dim} over one ICI axis and an AllReduce beat the whole product on each device from {dim} = "
+                f"2 alpha = {slice_sum['min_size']:,.0f} (here {slice_sum['size']:,}); "
+                f"{'never compute-bound' if slice_sum['max_shards'] < 1 else f'compute-bound {limit}'}",
             )
+            yield Symbols({"alpha": f"FLOP/s of a chip / bytes/s of the axis, {slice_sum['width']}"})
     if "run" in result:
         run_facts, noun = result["run"], "product" if result["flops_unsharded"] else "array"
         ways_text = f"all {run_facts['ways']} ways" if run_facts["ways"] > 1 else "steps"
         equal_text = "equal to" if run_facts["equal"] else "DIFFERENT from"
         text = f"{ways_text} on {run_facts['devices']} emulated devices {equal_text} the unsharded {noun}"
-        yield Fact("run", f"{text}: largest error {run_facts['largest_error']:.1e} of the largest entry", column=COLUMN)
+        yield Fact("run", f"{text}: largest error {run_facts['largest_error']:.1e} of the largest entry")
 
 
 def _figure(question: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:

@@ -1,4 +1,4 @@
-"""`meshwright stream`: a tiled product or flash attention step by step: what moves, what is computed, what binds.
+"""`meshwright stream`: a tiled product or flash attention step by step: bytes moved, FLOPs, and what binds.
 
 Sources: How to Scale Your Model, sections 1 and 2; Dao, FlashAttention-2 (2023). docs/flash.md derives the loops.
 """
@@ -19,7 +19,7 @@ from meshwright.cli.verb import SEQ, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_flops, format_seconds
 from meshwright.cost.formulas.roofline import Work, channel_rate, chip_roofline, critical_intensity
-from meshwright.report.answer import Answer, Fact, Facts, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Condition, Fact, Facts, Piece, Table, TableColumns
 from meshwright.report.arrays.canvas import shown
 from meshwright.report.arrays.stream import MOST_A_SIDE, StreamFrame, stream_figure
 from meshwright.report.roofline import RooflinePoint, roofline_figure
@@ -28,6 +28,7 @@ from meshwright.spec.chip import Chip, known, peak
 BLOCKS = tuple(2**power for power in range(6, 11))
 ROWS = 17
 """Steps that are listed: the first ones and the last two."""
+ROWS_SHOWN = 6
 SUM = "accumulating"
 FLOPS = partial(format_flops, unit="FLOPs")
 
@@ -90,7 +91,7 @@ def _totals(loop: TiledLoop, block: int, chip: Chip) -> Facts:
 
 
 def _steps(loop: TiledLoop, chip: Chip, step_indices: Iterable[int | None]) -> list[Facts]:
-    """Returns the steps of these numbers: what moves for each, and sums at its end."""
+    """Returns the steps with these numbers: the tiles that each moves, and the totals when it finishes."""
     end_s, is_compute_bound = loop.times(peak(chip, "bf16"), channel_rate(chip, "hbm"))
     moved_bytes = np.cumsum(loop.moved_bytes((*loop.operands, *loop.results)))
     return [
@@ -109,28 +110,27 @@ def _steps(loop: TiledLoop, chip: Chip, step_indices: Iterable[int | None]) -> l
 
 
 def _text(facts: Facts, title: str) -> Iterator[Piece]:
-    bytes_column, flops_column = ("hbm_bytes", format_bytes), ("flops", FLOPS)
-    sums: TableColumns = {
-        "HBM so far": bytes_column,
-        "FLOPs so far": flops_column,
-        "ends at": "end_s",
-        "bound by": "bound_by",
-    }
-    tiles: TableColumns = {"fetched for it": ("fetched", " ".join), "written after": ("written", " ".join)}
-    yield Table.of(facts["steps"], {"step": "step", **tiles, **sums}, f"{title}: {counted(facts['num_steps'], 'step')}")
-    columns: TableColumns = {"block": "block", "HBM": bytes_column, "FLOPs": flops_column, "FLOPs/byte": "intensity"}
-    times: TableColumns = {"VMEM": "vmem_bytes", "time": "time_s", "bound by": "bound_by"}
-    critical_text = four_digits(facts["critical_intensity"])
-    yield Table.of(facts["blocks"], {**columns, **times}, f"Other tiles; compute binds from {critical_text} FLOPs/byte")
+    yield f"{title}: {counted(facts['num_steps'], 'step')}"
     total, copies, compute = (format_seconds(facts[name]) for name in ("time_s", "transfer_s", "math_s"))
-    yield Fact(f"tiles of {facts['block']}", f"{total}: copies {copies}, products {compute}; {facts['bound_by']} binds")
-    yield Fact("VMEM", f"two buffers of each tile, and the accumulators: {format_bytes(facts['vmem_bytes'])}")
-    yield Fact("each array once", f"{format_bytes(facts['arrays_bytes'])}: no tiles move less")
+    yield Fact("time", f"{total}, bound by {facts['bound_by']}: copies {copies}, products {compute}")
+    moved_text, least_text = format_bytes(facts["hbm_bytes"]), format_bytes(facts["arrays_bytes"])
+    yield Fact("HBM", f"{moved_text} moved; {least_text} if every array were moved once")
     if (untiled := facts["untiled"]) is not None:
         least_text = format_seconds(max(untiled["math_s"], untiled["transfer_s"]))
         hbm_text = f"{format_bytes(untiled['hbm_bytes'])}, {untiled['intensity']:.3g} FLOPs/byte, at least {least_text}"
         yield Fact("without tiles", f"{hbm_text}: scores in fp32 go through HBM")
-    yield "counted: matrix products at the bf16 peak; exponentials and sums over rows take no time"
+    yield Fact("VMEM", f"{format_bytes(facts['vmem_bytes'])}: two buffers of each tile, and the accumulators")
+    bytes_column, flops_column = ("hbm_bytes", format_bytes), ("flops", FLOPS)
+    columns: TableColumns = {"tile": "block", "HBM": bytes_column, "FLOPs": flops_column, "FLOPs/byte": "intensity"}
+    times: TableColumns = {"VMEM": "vmem_bytes", "time": "time_s", "bound by": "bound_by"}
+    critical_text = four_digits(facts["critical_intensity"])
+    yield Table.of(facts["blocks"], {**columns, **times}, f"By tile; compute-bound from {critical_text} FLOPs/byte")
+    steps: TableColumns = {
+        "step": "step", "fetched before": ("fetched", " ".join), "written after": ("written", " ".join),
+        "HBM so far": bytes_column, "FLOPs so far": flops_column, "ends at": "end_s", "bound by": "bound_by",
+    }  # fmt: skip
+    yield Table.of(facts["steps"], steps, "steps", first=ROWS_SHOWN)
+    yield Condition("counted: matrix products at the bf16 peak; exponentials and sums over rows take no time")
 
 
 # -- the picture ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from meshwright.cli.output import say
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_seconds
-from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
+from meshwright.report.answer import Answer, Condition, Fact, Facts, Piece, Symbols, Table
 from meshwright.report.arrays.systolic import REACH, BoundaryValue, SystolicFrame, systolic_figure
 from meshwright.report.figure import save
 from meshwright.spec.chip import chip, known
@@ -111,26 +111,31 @@ def _text(facts: Facts, cycles: SystolicCycles) -> Iterator[Piece]:
     yield Table(
         ["phase", "cycles", "what happens"],
         [
-            ["load", cycles.load, "weights move down until the first column is full"],
-            ["fill", cycles.fill, "inputs enter; the far corner does not work yet"],
+            ["load", cycles.load, "weights move down, until the first column is full"],
+            ["fill", cycles.fill, "inputs enter, until the far corner works"],
             ["stream", cycles.stream, "inputs enter while the far corner works"],
-            ["drain", cycles.drain, "none enter; the last ones reach the far corner"],
+            ["drain", cycles.drain, "the last inputs reach the far corner"],
             ["total", cycles.total, f"M + (t - 1) max(B, M) + B + M + N - 2, t = {num_tiles:,}"],
         ],
         f"[{facts['inputs']:,}, {depth:,}] x [{depth:,}, {width:,}] on {rows} x {cols} cells{tiles_text}",
     )
-    yield Fact("utilisation", f"{cycles.useful_share:.1%} of cells x cycles; bubble {facts['bubble_share']:.1%}")
-    yield Fact("many tiles", f"tend to {cycles.steady_share:.1%}: the next weights move in while these work")
+    steady_text = (
+        f"bubble {facts['bubble_share']:.1%}; {cycles.steady_share:.1%} used with many tiles, which load meanwhile"
+    )
+    yield Fact("utilisation", f"{cycles.useful_share:.1%} of cells x cycles, {steady_text}")
     if facts["time_s"] is not None:
         rate_text = f"{format_flops(facts['flops_per_s'])} of {format_flops(facts['peak_flops'])}"
         yield Fact(f"one MXU of {facts['chip']}", f"{format_seconds(facts['time_s'])}, {rate_text}")
     elif facts["chip"]:
         yield Fact("time", f"not known: no clock of {facts['chip']} is published (clock_hz)")
     if facts["product_is_right"] is None:
-        yield Fact("proof", "too large to run cell by cell here")
+        yield Condition("not proven: too large to run cell by cell here")
     else:
         how = "equal to" if facts["product_is_right"] else "NOT equal to"
-        yield Fact("proof", f"ran {facts['simulated_cycles']:,} cycles on integers: {how} the product of the matrices")
+        yield Condition(
+            f"proof: {facts['simulated_cycles']:,} cycles on integers gave a result {how} the matrix product"
+        )
+    yield Symbols({"M": "rows of cells", "N": "columns of cells", "B": "rows of the input", "t": "tiles"})
 
 
 # -- pictures -------------------------------------------------------------------------------------------

@@ -26,12 +26,11 @@ from meshwright.cost.network.collectives import (
 )
 from meshwright.cost.network.legs import Leg, group_legs, ring_hops, tree_hops, turns_text
 from meshwright.cost.network.placement import physical_placement
-from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
+from meshwright.report.answer import Answer, Condition, Fact, Facts, Piece, Table
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 
-COLUMN = 14
 WORDS = {
     "all_gather": "Every device passes on what it got last, until all have every block",
     "reduce_scatter": "Blocks travel to their own device and are added on the way",
@@ -118,14 +117,13 @@ def _transfer_text(title: str, legs: list[TransferLeg], facts: Facts) -> Iterato
         rows.append([f"{leg_number}  {leg.name}", leg.channel, *cells])
     yield Table(["leg", "channel", "amount", "rate", "latency", "time"], rows, title)
     text_by_field = {name: format_seconds(value) for name, value in facts.items() if isinstance(value, float)}
-    yield Fact("first byte", f"{text_by_field['first_byte_s']} (the latency of every hop)", column=COLUMN)
+    total_text = f"{text_by_field['time_s_pipelined']} with legs pipelined: first byte + slowest leg"
+    unpipelined_text = f"; {text_by_field['time_s_in_turn']} without pipelining" * (len(legs) > 1)
+    yield Fact("time", total_text + unpipelined_text)
+    yield Fact("first byte", f"after {text_by_field['first_byte_s']}, the latency of all hops")
     slow_leg = max(legs, key=lambda leg: leg.send_s)
-    yield Fact("slowest leg", f"{slow_leg.name} ({slow_leg.channel}), {text_by_field['slowest_leg_s']}", column=COLUMN)
-    total_text = f"{text_by_field['time_s_pipelined']} pipelined: first byte + slowest leg"
-    if len(legs) > 1:
-        total_text += f"; {text_by_field['time_s_in_turn']} if each leg waits for the one before"
-    yield Fact("last byte", total_text, column=COLUMN)
-    yield Fact("bound by", facts["bound_by"], column=COLUMN)
+    yield Fact("slowest leg", f"{slow_leg.name} ({slow_leg.channel}), {text_by_field['slowest_leg_s']}")
+    yield Fact("bound by", facts["bound_by"])
 
 
 # -- collectives ----------------------------------------------------------------------------------------
@@ -142,7 +140,7 @@ COLUMNS: Facts = {
 
 
 def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
-    """Returns seconds of each collective over whole physical axes, for an array of ``num_bytes`` in all."""
+    """Returns seconds of each collective over whole physical axes, of ``num_bytes`` on all chips together."""
     placement = physical_placement(cluster)
     if given.axis is None:
         raise InputError(f"--collective needs --axis, one or several of {', '.join(placement.mesh)}.")
@@ -183,7 +181,7 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
 
 
 def _rates_text(cluster: Cluster, legs: tuple[Leg, ...], calibration: Calibration | None) -> str:
-    """Returns what rates the links have: those of the lines, and the shares that plans take, or a calibration's."""
+    """Returns the source of the link rates: the calibration, or the data sheet, with the share of it that plans use."""
     if calibration is not None:
         return calibration.describe()
     fitted, levels = fitted_calibration(cluster.chip), dict.fromkeys(leg.level for leg in legs)
@@ -197,10 +195,10 @@ def is_ring(legs: tuple[Leg, ...]) -> bool:
 
 
 def one_way_rates(legs: tuple[Leg, ...], calibration: Calibration | None = None) -> GroupRates:
-    """Returns the rates of a ring when data goes one way round: V / w, half as fast as both ways, n - 1 hops.
+    """Returns the rates of a ring used in one direction: V / w, half the rate of both directions, n - 1 hops.
 
-    An AllToAll takes half as long as an AllGather: a block goes half way round on average. In both directions it goes a
-    quarter, on twice the links. Raises InputError for a group that is no ring. Source: How to Scale Your Model,
+    An AllToAll takes half as long as an AllGather, as a block travels half the ring on average (a quarter in both
+    directions, on twice the links). Raises InputError for a group that is not a ring. Source: How to Scale Your Model,
     exercise 3.10.
     """
     if not is_ring(legs):
@@ -223,14 +221,14 @@ def one_way_rates(legs: tuple[Leg, ...], calibration: Calibration | None = None)
 
 
 def link_bytes(kind: CollectiveKind, num_bytes: float, legs: tuple[Leg, ...], *, two_way: bool) -> float | None:
-    """Returns bytes of the array that cross one link of a ring in one direction; None for a group that is no ring."""
+    """Returns the bytes that cross one link of a ring in one direction; None for a group that is not a ring."""
     if not is_ring(legs):
         return None
     return num_bytes if kind == "permute" else num_bytes * ring_link_share(kind, legs[0].size, two_way=two_way)
 
 
 def _latency_forms(legs: tuple[Leg, ...]) -> dict[str, float] | None:
-    """Returns hops and latency of a gather over switches, in a ring and in a tree; None without switches."""
+    """Returns hops and seconds of latency of a gather over switches, by ring and by tree; None without switches."""
     network_legs = [leg for leg in legs if leg.level in ("network", "dcn")]
     value_by_form: dict[str, float] = {}
     for name, count_hops in (("ring", ring_hops), ("tree", tree_hops)):
@@ -246,26 +244,21 @@ def _collectives_text(facts: Facts) -> Iterator[Piece]:
     )
     kinds = [row["kind"] for row in facts["collectives"]]
     has_link_bytes = any(row["link_bytes"] is not None for row in facts["collectives"])
-    link_column = {"over a link": "link_bytes"} if has_link_bytes else {}
+    link_column = {"bytes over a link": "link_bytes"} if has_link_bytes else {}
     yield Table.of(facts["collectives"], {**COLUMNS, **link_column}, title)
     if has_link_bytes:
-        ways_text = (
-            "both directions of the ring are used, and this is their mean"
-            if facts["two_way"]
-            else "the ring is used in one direction"
-        )
-        yield f"over a link: bytes that cross each link of the ring in one direction; {ways_text}"
-    yield f"rates: {facts['rates']}"
+        ways_text = "mean of both directions" if facts["two_way"] else "the only one used"
+        yield Condition(f"bytes over a link of the ring: in one direction, {ways_text}")
+    yield Condition(f"rates: {facts['rates']}")
     if facts["turns"] and "reduce_scatter" in kinds:
-        yield facts["turns"]
+        yield Condition(facts["turns"])
     if "permute" in kinds:
-        yield "permute: each chip sends this many bytes to its neighbour"
+        yield Condition("permute: each chip sends the whole size to its neighbour")
     forms = facts["latency_forms"]
     if forms:
-        yield (
-            f"latency of the network for one gather: ring {forms['ring_hops']:,} hops, "
-            f"{format_seconds(forms['ring_s'])}; tree {forms['tree_hops']:,} hops, {format_seconds(forms['tree_s'])} "
-            f"(taken: small arrays go by the tree)"
+        yield Condition(
+            f"latency of a gather over switches: tree, {forms['tree_hops']:,} hops, {format_seconds(forms['tree_s'])} "
+            f"(counted here); ring, {forms['ring_hops']:,} hops, {format_seconds(forms['ring_s'])}"
         )
 
 

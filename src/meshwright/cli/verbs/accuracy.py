@@ -1,4 +1,4 @@
-"""`meshwright accuracy`: predictions beside published measurements."""
+"""`meshwright accuracy`: predictions against published measurements."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -18,7 +18,8 @@ from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import dump_toml
-from meshwright.report.answer import Answer, Piece, Table, TableColumns, as_markdown
+from meshwright.core.units import counted
+from meshwright.report.answer import Answer, Condition, Piece, Table, TableColumns, as_markdown
 from meshwright.spec.efficiency import KERNEL_NUMBERS, FittedNumbers, fitted_numbers
 from meshwright.spec.weights import has_frozen_matrices
 
@@ -31,6 +32,8 @@ HEADINGS = {
     "groups": "Leaving out each group in turn",
     "fitted": "The numbers of the product, fitted on all records",
 }
+GROUPS_SHOWN = 15
+"""Groups that a text lists without ``--all``."""
 MAX_NAMED = 6
 """Most records that a line of reasons names one by one."""
 
@@ -107,32 +110,39 @@ def _accuracy_text(result: Accuracy, *, title: str) -> Iterator[Piece]:
     pick = result.regret()
     if pick.regret is not None:
         yield (
-            f"the pick: of the configurations measured for one job, the one predicted fastest takes {pick.regret:.1%} "
-            f"longer than the fastest ({pick.num_jobs} jobs, right in {pick.right:.0%}); a random one {pick.random:.0%}"
+            f"the configuration predicted fastest takes {pick.regret:.1%} longer than the fastest in the "
+            f"mean of {counted(pick.num_jobs, 'job')}, and is right in {pick.right:.0%}; a random one takes "
+            f"{pick.random:.0%} longer"
         )
     unadapted = [prediction for prediction in result.predictions if not prediction.adapters]
     if unadapted and (rest := len(result.predictions) - len(unadapted)):
-        mape = summarise(unadapted).mape
-        yield f"all: {rest:,} train adapters and are in no fit; the other {len(unadapted):,} have a MAPE of {mape:.1%}"
+        mape, runs_text = summarise(unadapted).mape, counted(rest, "run")
+        yield Condition(
+            f"all: with {runs_text} of adapters, in no fit; the other {len(unadapted):,} have MAPE {mape:.1%}"
+        )
     unfitted_predictions = [prediction for prediction in result.predictions if not prediction.fitted]
     if unfitted_predictions and len(unfitted_predictions) < len(result.predictions):
         chips_text = ", ".join(dict.fromkeys(prediction.chip for prediction in unfitted_predictions))
-        yield f"by data-sheet rates: {len(unfitted_predictions):,}, nothing is fitted for {chips_text}"
+        yield Condition(f"by data-sheet rates: {len(unfitted_predictions):,}, nothing is fitted for {chips_text}")
     for reason, ids in result.reasons().items():
         ids_text = ", ".join(ids[:MAX_NAMED]) if len(ids) <= MAX_NAMED else f"{ids[0]} and {len(ids) - 1:,} more"
-        yield f"not predicted: {len(ids):,}, {reason} ({ids_text})"
+        yield Condition(f"not predicted: {len(ids):,}, {reason} ({ids_text})")
 
 
 def _summaries(result: Accuracy, title: str = "") -> Table:
-    """Returns one row per group with a prediction, then core training and everything."""
-    summaries = [(group or "no group", result.summary(group=group)) for group in result.groups]
-    summaries = [(group, summary) for group, summary in summaries if summary.n]
+    """Returns one row per group with a prediction, and rows of core training and of all records.
+
+    With a title, for a text, the latter are first, and rows beyond `GROUPS_SHOWN` are printed with ``--all``.
+    """
+    groups = [(group or "no group", result.summary(group=group)) for group in result.groups]
+    core_name = "core training" if result.what == "train" else f"core {result.what}"
+    totals = [(f"{core_name}{' of ' * bool(date)}{date}", summary) for date, summary in result.cores.items()]
+    totals += [("all", result.summary())]
+    groups = [(group, summary) for group, summary in groups if summary.n]
     if result.what == "decode":
         kinds = {kind: [row for row in result.predictions if row.group.endswith(kind)] for kind in ("dense", "experts")}
-        summaries += [(kind, summarise(predictions)) for kind, predictions in kinds.items() if predictions]
-    core_name = "core training" if result.what == "train" else f"core {result.what}"
-    summaries += [(f"{core_name}{' of ' * bool(date)}{date}", summary) for date, summary in result.cores.items()]
-    summaries += [("all", result.summary())]
+        groups += [(kind, summarise(predictions)) for kind, predictions in kinds.items() if predictions]
+    summaries = [*reversed(totals), *groups] if title else [*groups, *totals]
     format_percent, format_signed, format_whole = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
     columns: TableColumns = {
         "group": "group",
@@ -142,14 +152,15 @@ def _summaries(result: Accuracy, title: str = "") -> Table:
         "bias": ("bias", format_signed),
         "interval holds": ("coverage", format_whole),
     }
-    return Table.of(({"group": name, **msgspec.structs.asdict(summary)} for name, summary in summaries), columns, title)
+    rows = ({"group": name, **msgspec.structs.asdict(summary)} for name, summary in summaries)
+    return Table.of(rows, columns, title, GROUPS_SHOWN if title else None)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------
 
 
 def _kernels(given: Given) -> Answer:
-    """Compares measured kernels with their predictions on held-out shapes; -o fits the numbers again."""
+    """Compares measured kernels with predictions for shapes that were not fitted; -o fits the numbers again."""
     from meshwright.accuracy import kernels
 
     other_options = ("worst", "every", "only", "datasheet", "png", "cross_validate")

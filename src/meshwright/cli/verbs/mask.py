@@ -1,4 +1,4 @@
-"""`meshwright mask`: the blocks of scores that an attention mask leaves, what they cost, and what they take here."""
+"""`meshwright mask`: the blocks of scores that an attention mask leaves, their predicted and their measured time."""
 
 import math
 import sys
@@ -19,7 +19,7 @@ from meshwright.cost.work.kernels import ChipRates, chip_rates, partly_hidden
 from meshwright.masks.names import MASKS, SCORES, Rule, example_data, mask_named, score_named, usage
 from meshwright.masks.table import MARKS, CountedTable, counted_table
 from meshwright.masks.user import load_user, table_of_user
-from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Table
+from meshwright.report.answer import Answer, Condition, Fact, Facts, Paragraph, Piece, Table
 from meshwright.report.arrays.mask import mask_figure
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.chip import Chip, compute_dtype
@@ -78,8 +78,8 @@ def _catalogue() -> Answer:
 
 
 def _facts(given: Given, counted: CountedTable) -> Facts:
-    """Returns what is counted, and the predicted seconds of one layer's attention of one sequence in bf16, over all
-    pairs and over those in existing blocks."""
+    """Returns counts of blocks and pairs, and the predicted seconds of attention of one layer and one sequence in bf16,
+    with all blocks and with the non-empty ones."""
     table, chip, all_pairs = counted.table, given.on, given.seq_len**2
     dtype = compute_dtype(chip, "bf16")
     rates = chip_rates(chip, fitted_calibration(chip) or datasheet_calibration(chip), dtype=dtype, state_dtype=dtype)
@@ -104,11 +104,11 @@ def _facts(given: Given, counted: CountedTable) -> Facts:
 
 
 def _seconds(rates: ChipRates, run: str, *, length: int, pairs: Number, heads: int, head_dim: int) -> Number:
-    """Returns the predicted seconds of one sequence of ``length`` positions; ``pairs`` are those in existing blocks,
-    ``run`` is "forward" or "forward + backward".
+    """Returns the predicted seconds of one sequence of ``length`` positions; ``pairs`` are in non-empty blocks, ``run``
+    is "forward" or "forward + backward".
 
-    4 N H FLOPs a pair, 10 N H more backward, over the rate of attention, beside the traffic of queries, keys, values,
-    results and their cotangents. What a partial block's mask costs is not counted.
+    4 N H FLOPs a pair, 10 N H backward, at the rate of attention, and the exposed traffic of queries, keys, values,
+    results and their cotangents. Masking partial blocks costs nothing.
     """
     work = attention_work(queries=length, keys=length, heads=heads, kv_heads=heads, head_dim=head_dim)
     scores_s, factors = 4.0 * pairs * heads * head_dim / rates.attention_flops_per_s, rates.efficiency
@@ -164,13 +164,13 @@ def _measured(given: Given, mask_args: tuple[Any, ...], score: Rule | None) -> F
     return {"measured": rows, "kernel_blocks": sizes, "kernel_share": share, "device": jax.devices()[0].device_kind}
 
 
-SECONDS: Facts = {"pass": "pass", "dense": "dense_s", "blocks": "blocks_s", "ratio": ("ratio", "{:.3f}".format)}
+SECONDS: Facts = {"pass": "pass", "all blocks": "dense_s", "non-empty": "blocks_s", "ratio": ("ratio", "{:.3f}".format)}
 
 
 def _text(facts: Facts, counted: CountedTable) -> Iterator[Piece]:
     seq_len, block_len, shape = facts["seq_len"], facts["block"], counted.table.kinds.shape[:2]
     yield f"{facts['mask']}: {seq_len:,} queries and keys, in blocks of {block_len} x {block_len}"
-    yield Paragraph(counted.table.text(), None)
+    yield Paragraph(counted.table.text(width=48), None)
     yield ""
     heads_text = "" if math.prod(shape) == 1 else f", over {shape[1]} heads; heads differ, the picture is the first"
     yield Fact("sparsity", f"{facts['sparsity']:.1%} of blocks are empty")
@@ -178,19 +178,17 @@ def _text(facts: Facts, counted: CountedTable) -> Iterator[Piece]:
     yield Fact("blocks", ", ".join(count_texts) + heads_text)
     visible_share = facts["visible_pairs"] / facts["pairs"]
     yield Fact("visible pairs", f"{facts['visible_pairs']:,.0f} of {facts['pairs']:,} ({visible_share:.1%})")
-    yield Fact("table", f"made in {format_seconds(facts['table_s'])}")
     shape_text = f"one sequence, {facts['num_heads']} heads of {facts['head_dim']}"
     yield Table.of(facts["predicted"], SECONDS, f"Predicted for {facts['chip']}: attention of one layer, {shape_text}")
     rate = format_flops(facts["attention_flops_per_s"])
     start = format_seconds(facts["kernel_s"])
-    yield Fact(
-        "a prediction",
-        f"FLOPs of existing blocks (4 N H a pair forward, 10 N H backward) over the chip's rate of attention with such "
-        f"heads, {rate}, the part of its memory traffic that does not hide, and {start} for the start of a kernel; "
-        f"masks of partial blocks cost nothing in it",
+    yield Condition(
+        f"prediction: FLOPs of non-empty blocks (4 heads x width a pair forward, 10 backward) at the rate of such "
+        f"heads, {rate}, exposed memory traffic, and {start} to start a kernel; masking a partial block costs nothing"
     )
+    yield Condition(f"the table of blocks was made in {format_seconds(facts['table_s'])}")
     if facts["measured"]:
-        yield Table.of(facts["measured"], SECONDS, f"Measured here ({facts['device']}): the same, medians")
-        yield from busy_words()
+        yield Table.of(facts["measured"], SECONDS, f"Measured here ({facts['device']}), medians")
+        yield from map(Condition, busy_words())
         block_text, share = " x ".join(map(str, facts["kernel_blocks"])), facts["kernel_share"]
         yield Fact("1 - sparsity", f"{1 - facts['sparsity']:.3f}; in XLA's blocks of {block_text} it is {share:.3f}")

@@ -18,11 +18,12 @@ from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import counted, format_seconds
-from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Table
+from meshwright.report.answer import Answer, Condition, Detail, Fact, Facts, Heading, Paragraph, Piece, Table
 from meshwright.report.plans.timeline import timeline_figure, timeline_text
 
 MAX_SWEPT_STAGES = 64
 MAX_DEVICES_SHOWN = 16
+DEVICES_SHOWN = 8
 
 *_FIRST, _LAST = schedule_names()
 HELP = f"""Time, idle devices and memory of the schedule NAME, such as 1f1b, or of one of your own.
@@ -70,17 +71,21 @@ def command(given: Given) -> Answer:
             "schedule": "schedule",
             "chunks": "chunks",
             **step_columns,
-            "bubble without barrier": ("bubble_without_barrier", times.cell),
+            "bubble, no barrier": ("bubble_without_barrier", times.cell),
             **stash_columns,
             "weights": "weight_copies",
-            "in lockstep": ("fused_step", times.cell),
+            "tick by tick": ("fused_step", times.cell),
         }
-        pieces += _rows_text("All schedules, same work per device:", result["compare"], columns)
+        pieces += _rows_text(
+            "All schedules, same work per device:",
+            result["compare"],
+            columns,
+        )
     if given.sweep_stages:
         result["sweep"] = _sweep(given, times)
         rows = [{**row, "name": f"{counted(row['stages'], 'stage')}"} for row in result["sweep"]]
         columns = {"stages": "stages", "microbatches per replica": "microbatches", **step_columns, **stash_columns}
-        columns["of the whole model"] = ("peak_stash_of_model", "{:.3g}".format)
+        columns["stash / stages"] = ("peak_stash_of_model", "{:.3g}".format)
         pieces += _rows_text("More stages on the same chips, the same batch:", rows, columns)
     if not schedule and (given.out or given.png):
         raise InputError("--png and --out take one schedule. Name it, such as 1f1b, beside --compare.")
@@ -124,7 +129,8 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
         return simulate(schedule, **self._seconds(schedule))
 
     def in_lockstep(self, schedule: Schedule) -> Facts:
-        """Returns ticks, time of a step and peak stash if all devices run in lockstep, tick by tick."""
+        """Returns ticks, step time and peak stash if a device starts each tick when its neighbours have finished the
+        last one."""
         tables = tick_tables(schedule)
         step_time = lockstep_seconds(tables, **self._seconds(schedule))
         return {"ticks": tables.num_ticks, "step": step_time, "peak_stash": max(tables.peak_stash)}
@@ -259,7 +265,8 @@ def _result(schedule: Schedule, simulation: Simulation, times: Times) -> Facts:
 
 
 def _published_s(schedule: Schedule, times: Times) -> float | None:
-    """Returns the bubble by the formula of the schedule's paper; None if it is the same, or times are by stage."""
+    """Returns the bubble by the formula of the schedule's paper; None if the paper has none that differs, or times
+    differ by stage."""
     schedule_definition = definitions().get(schedule.name)
     if schedule_definition is None or schedule_definition.published is None or not times.per_device:
         return None
@@ -276,16 +283,10 @@ def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Time
         return {"schedule": name, "weight_copies": definition(name).stage_placement.weight_copies, "cannot": str(error)}
     if not times.per_device:
         raise InputError("schedules cut the model differently: with --compare give one time for all devices.")
-    simulation = times.simulate(schedule)
-    return {
-        "schedule": name,
-        "chunks": schedule.num_virtual_stages // schedule.num_devices,
-        "weight_copies": schedule.weight_copies,
-        **_step(simulation),
-        "bubble_without_barrier": simulation.bubble_without_barrier_s,
-        "peak_stash": max(simulation.peak_stash),
-        "fused_step": times.in_lockstep(schedule)["step"],
-    }
+    facts = _result(schedule, times.simulate(schedule), times)
+    names = ("chunks", "weight_copies", "step", "bubble", "bubble_share", "bubble_without_barrier")
+    peaks = {"peak_stash": max(facts["peak_stash"]), "fused_step": facts["fused"]["step"]}
+    return {"schedule": name, **{name: facts[name] for name in names}, **peaks}
 
 
 def _sweep(given: Given, times: Times) -> list[Facts]:
@@ -318,30 +319,33 @@ def _sweep(given: Given, times: Times) -> list[Facts]:
 
 def _schedule_text(schedule: Schedule, simulation: Simulation, facts: Facts, times: Times) -> Iterator[Piece]:
     yield _title(schedule)
+    work_text = f"{times.cell(max(facts['busy']))} of work and a bubble of {times.show(facts['bubble'])}"
+    yield Fact("step", f"{times.show(facts['step'])}: {work_text}; devices idle {facts['bubble_share']:.1%} of it")
+    if facts["bubble"] - facts["bubble_without_barrier"] > 1e-9 * facts["step"]:
+        yield Fact("", f"bubble of {times.show(facts['bubble_without_barrier'])} without a barrier between steps")
+    copies_text = "two copies of the weights" if facts["weight_copies"] > 1 else "one copy of the weights"
+    stash_text = counted(max(facts["peak_stash"]), "microbatch")
+    yield Fact("peak stash", f"activations of {stash_text} of a whole stage, on the fullest device; {copies_text}")
+    ticks = facts["fused"]
+    yield Fact("tick by tick", f"{times.show(ticks['step'])} in {counted(ticks['ticks'], 'tick')} of up to one F, B "
+               f"and W a device, as compiled steps run; peak stash {ticks['peak_stash']:.4g}")  # fmt: skip
+    if facts["bubble_published"] is not None and (paper := definitions()[schedule.name].published):
+        yield Fact("published", f"bubble of {times.show(facts['bubble_published'])} by {paper.formula}: {paper.why}")
+    timeline = timeline_text(schedule, simulation, width=width())
+    if timeline:
+        weights_text, chunks_text = ", W weight gradients" * schedule.is_split, ", in small letters for odd chunks"
+        key_text = (
+            f"F forward, B backward{weights_text}{chunks_text * (schedule.num_chunks > 1)}; with the number of the"
+        )
+        drawn = [Paragraph(timeline.rstrip("\n"), None), f"({key_text} microbatch where it fits; dots: idle)"]
+        yield from drawn if schedule.num_devices <= MAX_DEVICES_SHOWN else [Detail("the timeline", drawn)]
+    else:
+        yield "(The timeline is too long for this terminal: draw it with --png FILE.)"
+    yield _devices_table(schedule, facts, times)
     unit_text = "device" if times.per_device else "virtual stage"
     f_text, b_text, w_text = (_listed(values, times) for values in (times.forward, times.backward, times.weight))
-    yield Fact("passes", f"forward {f_text}, backward {b_text} (weight gradients {w_text} of it), per {unit_text} and "
-               f"microbatch; send {times.show(times.send)}")  # fmt: skip
-    yield Fact("step", f"{times.show(facts['step'])}, of it work {times.show(max(facts['busy']))}")
-    yield Fact("bubble", f"{times.show(facts['bubble'])}; devices are idle {facts['bubble_share']:.1%} of the step")
-    if facts["bubble"] - facts["bubble_without_barrier"] > 1e-9 * facts["step"]:
-        yield Fact("", f"{times.show(facts['bubble_without_barrier'])} where the next step needs no barrier")
-    if facts["bubble_published"] is not None and (paper := definitions()[schedule.name].published):
-        yield Fact("published", f"{times.show(facts['bubble_published'])} by {paper.formula}: {paper.why}")
-    copies_text = "two copies of the weights" if facts["weight_copies"] > 1 else "one copy of the weights"
-    yield Fact("peak stash", f"{counted(max(facts['peak_stash']), 'whole-stage microbatch')}; {copies_text}")
-    fused_facts = facts["fused"]
-    yield Fact("in lockstep", f"{counted(fused_facts['ticks'], 'fused tick')}, {times.show(fused_facts['step'])}, "
-               f"peak stash {fused_facts['peak_stash']:.4g}")  # fmt: skip
-    yield _devices_table(schedule, facts, times)
-    timeline = timeline_text(schedule, simulation, width=width())
-    if not timeline:
-        yield "(The timeline is too long for this terminal: draw it with --png FILE.)"
-        return
-    yield Paragraph(timeline.rstrip("\n"), None)
-    chunks_text = "; small letters: odd chunks" if schedule.num_chunks > 1 else ""
-    weights_text = ", W weight gradients" if schedule.is_split else ""
-    yield f"(F forward, B backward{weights_text}, each with its microbatch where that fits{chunks_text}; dots: idle)"
+    yield Condition(f"passes of one {unit_text} over one microbatch: forward {f_text}, backward {b_text}, of it "
+                    f"weight gradients {w_text}; a send takes {times.show(times.send)}")  # fmt: skip
 
 
 def _title(schedule: Schedule) -> str:
@@ -358,23 +362,18 @@ def _listed(values: Sequence[float], times: Times) -> str:
     return least_text if least_text == most_text else f"{least_text} to {most_text}"
 
 
-def _devices_table(schedule: Schedule, r: Facts, times: Times) -> Table:
+def _devices_table(schedule: Schedule, facts: Facts, times: Times) -> Table:
     stages_of_device: list[list[str]] = [[] for _ in schedule.orders]
     for route in schedule.routes:
         for stage, place in enumerate(route):
             stages_of_device[place.device].append(str(stage))
-    rows = [
-        [str(device), ", ".join(stages_of_device[device]), times.cell(busy), times.cell(idle), f"{stash:.4g}"]
-        for device, (busy, idle, stash) in enumerate(zip(r["busy"], r["idle"], r["peak_stash"], strict=True))
-    ]
-    if len(rows) > MAX_DEVICES_SHOWN:
-        rows_at_each_end = MAX_DEVICES_SHOWN // 2
-        rows = [*rows[:rows_at_each_end], ["..."] * 5, *rows[-rows_at_each_end:]]
-    return Table(["device", "holds stage", "busy", "idle", "peak stash"], rows)
+    per_device = zip(map(", ".join, stages_of_device), facts["busy"], facts["idle"], facts["peak_stash"], strict=True)
+    columns = ["device", "stages", Heading("busy", times.cell), Heading("idle", times.cell), "peak stash"]
+    return Table(columns, [[str(device), *row] for device, row in enumerate(per_device)], "devices", DEVICES_SHOWN)
 
 
 def _rows_text(title: str, rows: list[Facts], columns: Facts) -> Iterator[Piece]:
-    """Yields the schedules that exist as a table, then why the others do not."""
+    """Yields a table of the schedules that exist, then a line for each that does not, with the reason."""
     yield Table.of([row for row in rows if "cannot" not in row], columns, title)
     for row in rows:
         if "cannot" in row:
@@ -388,5 +387,5 @@ def _figure(schedule: Schedule, simulation: Simulation, times: Times) -> Any:
         unit=times.unit,
         title=_title(schedule),
         subtitle=f"step {times.show(simulation.makespan_s)}; devices are idle {simulation.bubble_share:.1%} of it; "
-        f"peak stash {counted(max(simulation.peak_stash), 'whole-stage microbatch')}",
+        f"peak stash {counted(max(simulation.peak_stash), 'microbatch')} of a stage",
     )

@@ -1,4 +1,4 @@
-"""`meshwright sweep`: one question asked over many sizes: clusters, models, batches, any field of a plan."""
+"""`meshwright sweep`: one question over many sizes: clusters, models, batches, any field of a plan."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""`meshwright sweep bandwidth`: bytes that every collective moves per second and chip as the cluster grows."""
+"""`meshwright sweep bandwidth`: bytes per second and chip of every collective as the cluster grows."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -13,7 +13,7 @@ from meshwright.core.units import format_bytes, format_rate, parse_bytes
 from meshwright.cost.network.collectives import collective_bound_by, collective_time, group_rates, received_share
 from meshwright.cost.network.legs import slice_turns_text
 from meshwright.cost.network.placement import place_axes
-from meshwright.report.answer import Answer, Facts, Piece, Table
+from meshwright.report.answer import Answer, Condition, Facts, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.sweeps import bandwidth_figure
 from meshwright.spec.calibration import Calibration
@@ -62,9 +62,12 @@ def command(given: Given) -> Answer:
                 "bound by": "bound by",
             },
         ),
-        f"an all-reduce receives everything twice; times rest on {rates.describe() if rates else 'the data sheet'}"
-        f"{slice_turns_text(clusters[-1])}",
-    ]
+        *map(Condition, filter(None, [
+            f"rates: {rates.describe() if rates else 'the data sheet'}",
+            "an all-reduce counts its bytes twice: as a reduce-scatter and as an all-gather",
+            slice_turns_text(clusters[-1]),
+        ])),
+    ]  # fmt: skip
     return Answer({"bytes": num_bytes, "points": points}, pieces, {given.png: picture}, [points])
 
 

@@ -21,7 +21,7 @@ from meshwright.cli.verb import CALIBRATION, PNG, Count, MeshSizes, Options, arg
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
 from meshwright.cost.network.legs import slice_turns_text
-from meshwright.report.answer import Answer, Facts, Heading, Piece, Table
+from meshwright.report.answer import Answer, Condition, Facts, Heading, Piece, Symbols, Table, TableColumns
 from meshwright.report.figure import Figure
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
 from meshwright.spec.calibration import datasheet_calibration
@@ -31,8 +31,9 @@ from meshwright.spec.strategy import short_mesh
 
 TOKENS_PER_CHIP = (32, 32 * 1024)
 STEPS_PER_OCTAVE = 4
-SHOWS: dict[str, Callable[[Any], str]] = {"ratio": "{:.2f}".format, "which": short_mesh, "shape": str}
+SHOWS: dict[str, Callable[[Any], str]] = {"compute / comms": "{:.2f}".format, "best mesh": short_mesh, "shape": str}
 """Formats of columns that are no times."""
+FORMULAS = {"N": "chips", "alpha": "FLOP/s of a chip / bytes/s of an ICI axis", "F": "width of the feed-forward"}
 
 
 class Given(Options):
@@ -55,7 +56,7 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Show compute, and the collectives of each way of sharding MODEL, at every batch size.
+    """Show compute and communication of MODEL at every batch size, for each mesh.
 
     MODEL is a name, a config.json, or mlp:8192x32768: a layer of two matrices D x F, as in the book's figures.
     """
@@ -87,8 +88,9 @@ def command(given: Given) -> Answer:
          "axes": curve.meshes[n], **{f"comms_s.{k}": seconds[n] for k, seconds in curve.comms_s.items()}}
         for curve in curves for n, batch in enumerate(token_grid)
     ]  # fmt: skip
-    basis_text = f"times rest on {(rates or datasheet_calibration(clusters[0].chip)).describe()}"
-    return Answer(facts, [*_text(work, given.on, curves, crossings), basis_text], pictures, [points, crossings])
+    notes = [f"rates: {(rates or datasheet_calibration(clusters[0].chip)).describe()}", slice_turns_text(clusters[0])]
+    pieces = [*_text(work, given.on, curves, crossings), *map(Condition, filter(None, notes))]
+    return Answer(facts, pieces, pictures, [points, crossings])
 
 
 def _tokens(batches: str | None, num_chips: int) -> np.ndarray:
@@ -112,29 +114,31 @@ def _what(work: SweptWork) -> str:
 
 
 def _text(work: SweptWork, cluster_text: str, curves: Sequence[Curve], crossings: Sequence[Facts]) -> Iterator[Piece]:
-    turns_text = slice_turns_text(parse_clusters(cluster_text)[0])
-    yield f"{work.name} on {cluster_text}, {_what(work)}: collectives one after the other, nothing hidden{turns_text}"
+    yield f"{work.name} on {cluster_text}, {_what(work)}: communication without overlap, against compute"
     first_curve, last_curve = curves[0], curves[-1]
     columns = {"compute": last_curve.compute_s}
     if len(curves) == 1:
         columns |= {f"{axis} comms": seconds for axis, seconds in last_curve.comms_s.items()}
-        columns |= {"all comms": last_curve.total_s, "ratio": last_curve.ratio}
+        columns |= {"all comms": last_curve.total_s, "compute / comms": last_curve.ratio}
     else:
-        columns |= {first_curve.name: first_curve.total_s, "best mesh": last_curve.total_s, "ratio": last_curve.ratio}
-        columns |= {"which": last_curve.meshes, "shape": last_curve.shapes}
+        columns |= {f"{first_curve.name} comms": first_curve.total_s, "best mesh comms": last_curve.total_s}
+        columns |= {"compute / comms": last_curve.ratio, "best mesh": last_curve.meshes, "shape": last_curve.shapes}
     headings = [Heading("tokens", format_count), *(Heading(name, SHOWS.get(name, format_seconds)) for name in columns)]
     yield Table(headings, list(zip(map(round, last_curve.tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE])
-    for row in crossings:
-        bound_text, form_text = "no crossing here", ""
-        if row["tokens"] is not None:
-            bound_text = f"compute-bound from {format_params(row['tokens'])} tokens"
-        if row["closed_form"] is not None:
-            form_text = f"; in closed form {row['formula']} = {format_params(row['closed_form'])}"
-        yield f"{row['name']}: {bound_text}{form_text}"
+    crossing_columns: TableColumns = {"mesh": "name", "compute-bound": _crossing_words}
     if any(row["closed_form"] for row in crossings):
-        yield "closed forms: How to Scale Your Model, section 5.1.4; N chips, F the width of the layer"
+        crossing_columns["closed form"] = lambda row: (
+            row["formula"] and "{} = {}".format(row["formula"], format_params(row["closed_form"]))
+        )
+        yield Symbols(FORMULAS)
+        yield Condition("closed forms: How to Scale Your Model, section 5.1.4")
+    yield Table.of(crossings, crossing_columns)
     if work.model is not None:
-        yield "batches are cut freely: below a sequence per data shard a plan needs the axis context"
+        yield Condition("below one sequence per data shard, a plan needs the axis context to cut a batch like this")
+
+
+def _crossing_words(row: Facts) -> str:
+    return "not crossed here" if row["tokens"] is None else f"from {format_params(row['tokens'])} tokens"
 
 
 # -- picture --------------------------------------------------------------------------------------------

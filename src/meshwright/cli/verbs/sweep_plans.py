@@ -15,7 +15,7 @@ from meshwright.cli.verb import CALIBRATION, PNG, Options, argument, option, ver
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.plan.planner import assumption_notes, slots_note
-from meshwright.report.answer import Answer, Facts, Piece, Table
+from meshwright.report.answer import Answer, Condition, Facts, Piece, Symbols, Table
 from meshwright.report.bars import memory_figure
 from meshwright.report.figure import Figure, si_scale
 from meshwright.report.sweeps import HeatCell, heatmap_figure, scaling_figure
@@ -29,9 +29,10 @@ CELL_WIDTH = 13
 TOO_LARGE = "(!)"
 """Mark of a value in a cell of a grid whose plan does not fit."""
 FULLEST = "items are of the fullest moment, while the loss head, the layers or the embedding run"
+NOTE = "exposed: communication without overlap, as a share of the step; scaling: tokens/s per chip over the first row's"
 CHANGING = {"remat": "remat", "microbatches": "num_microbatches", "schedule": "schedule", "zero": "zero"}
 """What may differ between the plans of points, besides their meshes: words -> the field."""
-ABBREVIATED = "pp pipeline, dp data, ep expert, cp context, tp tensor"
+AXES = {"pp": "pipeline", "dp": "data", "ep": "expert", "cp": "context", "tp": "tensor"}
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -122,10 +123,10 @@ def command(given: Given) -> Answer:
     """Find the best plan of MODEL as one or two fields change: step time, tokens/s, MFU, memory, cost.
 
     A MODEL is a name, a config.json or a size in the proportions of Llama 3 (7B). Several models or clusters are a
-    field as well. A field with one value is held: batch=4Mi (tokens a step, or 64seq), seq_len=8Ki, a mesh axis
-    (tensor=4), and every key of --set (remat=block). micro=1 in place of a batch prices the strategy as given, fsdp on
-    the chips that are left, each replica on that many sequences at a time. Numbers double in batch=1Mi..16Mi. remat,
-    state, schedule, zero, context_attention, seq_len and tensor have usual values and may stand alone.
+    field as well. A field with one value is fixed: batch=4Mi (tokens a step, or 64seq), seq_len=8Ki, a mesh axis
+    (tensor=4), and every key of --set (remat=block). With micro=1 and no batch, strategies are priced as given: fsdp
+    takes the chips that are left, each replica that many sequences at a time. Numbers double in batch=1Mi..16Mi. remat,
+    state, schedule, zero, context_attention, seq_len and tensor need no values: they have usual ones.
     """
     text_by_option = {"batch": given.batch, "seq_len": given.seq_len}
     field_texts = (*(f"{name}={text}" for name, text in text_by_option.items() if text is not None), *given.texts)
@@ -153,9 +154,9 @@ def command(given: Given) -> Answer:
         "clusters": [cluster.short_name for cluster in fields["on"].values()],
         "points" if len(varied_names) == 1 else "cells": rows,
     }
-    pieces = [*sweep.text(), *notes, *map(describe, fields["model"].values())]
+    notes = [*map(Condition, (*map(describe, fields["model"].values()), *notes))]
     raw = [{"memory_bytes" if name == "memory" else name: value for name, value in row.items()} for row in rows]
-    return Answer(facts, list(filter(None, pieces)), {given.png: sweep.picture}, [raw])
+    return Answer(facts, [*sweep.text(), *filter(None, notes)], {given.png: sweep.picture}, [raw])
 
 
 def varied_fields(fields: SweptFields) -> list[str]:
@@ -167,7 +168,8 @@ def varied_fields(fields: SweptFields) -> list[str]:
 
 
 class Swept(msgspec.Struct, frozen=True, kw_only=True):
-    """The records of a sweep; ``varied`` are the one or two fields that change. With ``held`` no plan is searched."""
+    """The records of a sweep; ``varied`` are the one or two fields that change. With ``held`` strategies are priced as
+    given, and no plan is searched."""
 
     rows: Sequence[Mapping[str, Any]]
     varied: Sequence[str]
@@ -178,10 +180,10 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
     figures: ClassVar[Mapping[str, Figures]] = FIGURES
     words: ClassVar[Mapping[str, Callable[[Any], str]]] = SHARED
     noun: ClassVar[str] = "plans"
-    meanings: ClassVar[str] = ABBREVIATED
+    symbols: ClassVar[Mapping[str, str]] = AXES
 
     def same(self, name: str) -> Any:
-        """Returns the value of a figure that all points which have it share, else None."""
+        """Returns the value of a figure that all points with this figure share; None if they differ."""
         values = [row[name] for row in self.rows if row[name] is not None]
         return values[0] if values and all(value == values[0] for value in values) else None
 
@@ -229,6 +231,7 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         """Yields the figures as a table or a grid, and why a point does not run."""
         yield f"{self.title}; {self.shared}"
         yield from filter(None, [self.changing])
+        yield Symbols(self.symbols)
         if len(self.varied) > 1:
             yield from self.grid()
             return
@@ -244,7 +247,7 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         exceeds_peak = any((row["mfu"] or 0) > 1 for row in self.rows)
         shown_columns = {key: column for key, column in COLUMNS.items() if key != "unmasked" or exceeds_peak}
         yield Table.of(self.rows, {**first, **shown_columns, **(MORE_COLUMNS if width() >= WIDE else {})})
-        yield "scaling: tokens/s per chip beside the first row's; exposed: share of the step that waits for links"
+        yield Condition(NOTE)
 
     def memory(self, first: Facts) -> Iterator[Piece]:
         """Yields the memory of a chip by item at every point."""
@@ -258,7 +261,7 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         yield Table.of(self.rows, first | item_columns | total_cols, f"memory of a chip in {unit_name}")
         limit_bytes = self.same("limit_bytes")
         yield f"a chip holds {format_bytes(limit_bytes)}" if limit_bytes else "the memory of a chip is not known"
-        yield f"{FULLEST}, so that an item can jump from row to row"
+        yield Condition(f"{FULLEST}, so that an item can jump from row to row")
 
     def grid(self) -> Iterator[Piece]:
         """Yields one figure with the mesh below it: rows are values of the second field, columns of the first."""
@@ -274,7 +277,7 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
             names = columns[start_col : start_col + num_cols]
             yield Table([self.header(row_key), *names], [[row, *(cells[name, row] for name in names)] for row in rows])
         mark = f"{TOO_LARGE} does not fit; " * any(TOO_LARGE in text for text in cells.values())
-        yield f"columns are values of {self.header(col_key)}; {self.meanings}; {mark}{refusals(self.rows) or 'all run'}"
+        yield f"columns are values of {self.header(col_key)}; {mark}{refusals(self.rows) or 'all run'}"
 
     def lines(self, row: Mapping[str, Any]) -> list[str]:
         """Returns a figure and, below, the mesh in short form, broken between axes; or why nothing runs."""
@@ -316,5 +319,5 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
             value_title=figure.title,
             unit=figure.unit,
             title=self.title,
-            subtitle=f"{self.shared}; {ABBREVIATED}",
+            subtitle="; ".join([self.shared, ", ".join(map(" ".join, AXES.items()))]),
         )

@@ -13,6 +13,7 @@ from meshwright.cli.verbs.sweep_plans import WIDE, Figures, Swept, refusals, var
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.progress import tracked
 from meshwright.core.units import format_count, format_seconds, parse_count
+from meshwright.plan.serving.fleet import ENGINE_SYMBOLS
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service, parse_load, parse_target
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
@@ -47,7 +48,7 @@ COLUMNS: Facts = {
     "prefill": "prefill_engines",
     "TTFT": "ttft_s",
     "TPOT": "tpot_s",
-    "tok/s/chip": ("tokens_per_s_per_chip", three_digits),
+    "tok/s per chip": ("tokens_per_s_per_chip", three_digits),
     "$/M out": ("usd_per_m_output", "{:.3g}".format),
 }
 MORE_COLUMNS: Facts = {
@@ -106,7 +107,7 @@ class SweptServices(Swept, frozen=True, kw_only=True):
     figures = FIGURES
     words: ClassVar = {"held": "{}".format}
     noun = "services"
-    meanings = "ep expert, tp tensor, other axes as service says"
+    symbols: ClassVar = ENGINE_SYMBOLS
 
     def mesh(self, row: Mapping[str, Any]) -> str:
         """Returns the axes and the layout of the engines that generate."""
@@ -115,7 +116,7 @@ class SweptServices(Swept, frozen=True, kw_only=True):
     def table(self, first: Facts) -> Iterator[Piece]:
         """Yields the figures of every point."""
         has_rate = "rate" in self.rows[0]["values"] or "rate " in self.rows[0]["held"]
-        columns = {name: column for name, column in COLUMNS.items() if not (has_rate and name == "tok/s/chip")}
+        columns = {name: column for name, column in COLUMNS.items() if not (has_rate and name == "tok/s per chip")}
         columns |= {"chips used": "num_chips"} if has_rate else {}
         yield Table.of(self.rows, {**first, **columns, **(MORE_COLUMNS if width() >= WIDE else {})}).known()
 

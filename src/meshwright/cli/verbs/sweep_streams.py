@@ -12,7 +12,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import counted, format_bytes, format_count, parse_bytes
 from meshwright.cost.network.legs import slice_turns_text
 from meshwright.cost.setting import Setting
-from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.answer import Answer, Condition, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.plans.timeline import two_streams_figure
 from meshwright.spec.catalogue import load_model
@@ -69,11 +69,14 @@ def command(given: Given) -> Answer:
     place_text = f"{given.model} on {cluster.short_name}"
     pieces: list[Piece] = [
         f"{place_text}, data parallel: {layers_text}",
-        Table.of(timelines, {"way": "name", **SECONDS}),
-        f"exposed: the chip waits for the links; buckets of {format_bytes(parse_bytes(given.bucket))}; weights are "
-        f"gathered one pass ahead; the optimizer waits for all gradients; embedding and head are left out"
-        f"{slice_turns_text(cluster)}; times rest on {setting.rates.describe()}",
-    ]
+        Table.of(timelines, {"data parallelism": "name", **SECONDS}),
+        *map(Condition, filter(None, [
+            f"rates: {setting.rates.describe()}",
+            f"exposed: links are busy, the chip is idle; buckets of {format_bytes(parse_bytes(given.bucket))}; "
+            "weights are gathered one pass ahead; the optimizer starts after all gradients; without embedding and head",
+            slice_turns_text(cluster),
+        ])),
+    ]  # fmt: skip
 
     def picture() -> Figure:
         return two_streams_figure(

@@ -83,20 +83,19 @@ def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None
 
 
 def turns_text(placement: Placement, axes: Iterable[str]) -> str:
-    """Returns in words how a ReduceScatter of a group of mesh axes runs in two turns, and why; "" for one turn."""
+    """Returns in words how a ReduceScatter over a group of mesh axes is split in two, and why; "" if it is not."""
     axis_name, num_chips = _later(placement.links, frozenset(axes))
     if num_chips == 1:
         return ""
     is_whole_axis = any(link.name == axis_name and link.size == num_chips for link in placement.links)
     last_text = f"{axis_name} last" if is_whole_axis else f"{num_chips} neighbours on {axis_name} last"
-    return f"reduce_scatter in two turns, {last_text}: at once, libtpu makes an all_reduce of it"
+    return f"reduce_scatter in two steps, {last_text}: libtpu makes one over all axes an all_reduce"
 
 
 def slice_turns_text(cluster: Cluster) -> str:
-    """Returns `turns_text` for all chips of a cluster, after "; "; "" if a ReduceScatter over them has one turn."""
+    """Returns `turns_text` for all chips of a cluster: "" if a ReduceScatter over them is one collective."""
     placement = physical_placement(cluster)
-    text = turns_text(placement, placement.mesh)
-    return text and f"; {text}"
+    return turns_text(placement, placement.mesh)
 
 
 def _later(links: Sequence[Link], group: frozenset[str]) -> tuple[str, int]:

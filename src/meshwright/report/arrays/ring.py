@@ -50,9 +50,9 @@ class RingFrame(msgspec.Struct, frozen=True, kw_only=True):
 def ring_figure(frames: Sequence[RingFrame], *, title: str, subtitle: str = "", numbers: Numbers = "sources") -> Figure:
     """Draws a panel per frame: the blocks of each device, and the moves of the step.
 
-    A block received in this step has a dark edge and, if all come from neighbours, an arrow from its sender. Its number
-    is the device whose data it is (``sources``), or counts what is in it, and then a fuller block is darker; the
-    subtitle says which.
+    A block received in this step has a dark edge and, if all moves are between neighbours, an arrow from its sender.
+    Its number is its source device (``sources``) or counts its addends or blocks, and larger counts are darker; see the
+    subtitle.
     """
     num_devices = len(frames[0].held)
     panels = [_panel(frame, num_devices, counts=numbers != "sources") for frame in frames]

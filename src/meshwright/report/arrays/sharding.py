@@ -41,9 +41,9 @@ class ShardingPanel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def array_panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int], *, by: str = "") -> ShardingPanel:
-    """Returns the blocks of an array for the picture: its last dim to the right, all others flattened downwards.
+    """Returns the blocks of an array for the picture: its last dim to the right, all other dims flattened downwards.
 
-    ``by`` begins its note, such as the step that leaves it.
+    ``by`` is the start of its note, for example the name of the step that made it.
     """
     devices_by_block = holders(array, mesh)
     row_indices = sorted({index[:-1] for index in devices_by_block})
@@ -116,7 +116,7 @@ def devices_text(devices: Sequence[int], max_characters: int) -> list[str]:
 
 
 def _shared(array: ShardingPanel, devices: Sequence[int]) -> str:
-    """Returns what the block is to its devices: one of `SHARED`, or "" if one device has it alone."""
+    """Returns the word of `SHARED` for a block on several devices, which are addends or copies; "" for one device."""
     return SUMS if array.is_sum else COPIES if len(devices) > 1 else ""
 
 

@@ -26,7 +26,7 @@ AXES = {"labelFontSize": 10, "labelColor": MUTED, "labelPadding": 6}
 class _Plane(NamedTuple):
     """The two innermost dims in memory: their names, their sizes in elements, and the tile over them.
 
-    ``copies`` is the number of such planes: the product of the other dims.
+    ``copies`` is the product of the outer dims.
     """
 
     names: tuple[str, str]
