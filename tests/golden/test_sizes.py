@@ -10,6 +10,7 @@ from tests.golden.environment import empty_folder
 
 SCREEN, BLOCK = 40, 30
 QUESTIONS = (
+    "--tokens",
     "--why-not",
     "--what-if",
     "--recipe",
