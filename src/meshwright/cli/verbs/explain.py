@@ -108,8 +108,11 @@ def _facts(explanation: Explanation) -> Facts:
 
 def _text(told: Explanation) -> Iterator[Piece]:
     plan, estimate, batch = told.plan, told.estimate, told.batch
+    words_of_choice = (sharding_words, remat_words, schedule_words, collective_matmul_words, exchange_words)
+    choice_texts = (mesh_words(plan.strategy.mesh), *(words_of(plan.strategy) for words_of in words_of_choice))
     yield (
-        f"{plan.model.name} on {plan.cluster.short_name}: {_choices_text(told)}; "
+        f"{plan.model.name} on {plan.cluster.short_name}: {', '.join(filter(None, choice_texts))}, "
+        f"state {plan.strategy.state}{optimizer_words(plan.job)}; "
         f"{format_count(plan.job.tokens_per_step)} tokens a step = {counted(batch.sequences, 'sequence')} of "
         f"{plan.job.seq_len:,} in {microbatch_words(plan.strategy)}"
     )
@@ -134,13 +137,6 @@ def _text(told: Explanation) -> Iterator[Piece]:
     yield Detail(counted(len(told.limits), "limit"), ["", *limits])
     if told.training is not None:
         yield Detail("the run", [*budget_text(told.training, plan.cluster.num_chips)])
-
-
-def _choices_text(told: Explanation) -> str:
-    strategy = told.plan.strategy
-    words_of_choice = (sharding_words, remat_words, schedule_words, collective_matmul_words, exchange_words)
-    texts = (mesh_words(strategy.mesh), *(words_of(strategy) for words_of in words_of_choice))
-    return ", ".join([*filter(None, texts), f"state {strategy.state}{optimizer_words(told.plan.job)}"])
 
 
 def _matters_text(told: Explanation) -> Iterator[Piece]:
@@ -205,22 +201,17 @@ def _steps_text(told: Explanation) -> Iterator[PlainPiece]:
         yield Fact("data parallelism", told.fsdp.words)
     for part in _parts(told):
         yield from algorithm_text(part)
-        if told.between is not None and part is told.between.sends:
-            yield Paragraph(f"     {_stages_words(told)}", indent=5)
+        if (between := told.between) is not None and part is between.sends:
+            chunks_text = f" of {counted(between.chunks, 'chunk')}" * (between.chunks > 1)
+            yield Paragraph(
+                f"     {between.schedule} on {counted(between.stages, 'stage')}{chunks_text}, "
+                f"{counted(between.microbatches, 'microbatch')}: {counted(between.num_sends, 'send')} exposed, "
+                f"{format_seconds(between.sends_s)}; idle for {format_seconds(between.bubble_s)}, "
+                f"{between.bubble_s / told.estimate.step_s:.1%} of the step (the bubble)",
+                indent=5,
+            )
     yield ""
     yield Table.of(told.terms, TERMS)
-
-
-def _stages_words(told: Explanation) -> str:
-    between = told.between
-    assert between is not None
-    chunks_text = f" of {counted(between.chunks, 'chunk')}" * (between.chunks > 1)
-    return (
-        f"{between.schedule} on {counted(between.stages, 'stage')}{chunks_text}, "
-        f"{counted(between.microbatches, 'microbatch')}: {counted(between.num_sends, 'send')} exposed, "
-        f"{format_seconds(between.sends_s)}; idle for {format_seconds(between.bubble_s)}, "
-        f"{between.bubble_s / told.estimate.step_s:.1%} of the step (the bubble)"
-    )
 
 
 _TITLES = {"speed": "Compute-bound, in closed form", "size": "What fits"}
@@ -252,11 +243,8 @@ def limits_text(
 def legend(at: Letters, split: str) -> str:
     """Returns what the letters of the formulas stand for; ``split`` is X in words."""
     slices_text, micro_text = " of each slice" * (at.num_slices > 1), " of a microbatch" * (at.num_microbatches > 1)
-    entries = [
-        f"in the formulas B = {format_count(at.batch_tokens)} tokens{slices_text}{micro_text}",
-        f"N = {counted(at.num_chips, 'chip')}{slices_text}",
-    ]
-    entries += [f"F = {at.d_ff:,}", f"C = {format_flops(at.peak_flops)}"]
+    entries = [f"in the formulas B = {format_count(at.batch_tokens)} tokens{slices_text}{micro_text}"]
+    entries += [f"N = {counted(at.num_chips, 'chip')}{slices_text}, F = {at.d_ff:,}, C = {format_flops(at.peak_flops)}"]
     if at.alpha is not None:
         sheet_text = f", {at.sheet_alpha:,.4g} by the data sheet" if at.sheet_alpha not in (None, at.alpha) else ""
         entries.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte{sheet_text} with W {at.width}")
@@ -285,15 +273,14 @@ def limit_words(limit: Limit, sheet_bound: float | None = None) -> str:
 
 def _change_words(explanation: Explanation) -> str:
     """Returns the best single change and its gain, or says that none helps."""
-    changes = explanation.changes
-    tried_text = f"{changes.num_tried} changes tried ({changes.num_legal} of them run)"
+    changes, step_s = explanation.changes, explanation.estimate.step_s
+    tried_text = f"{counted(changes.num_tried, 'change')} tried ({changes.num_legal} of them run)"
     if changes.best is None:
         return f"none of the {tried_text} makes it faster"
-    gain_share = changes.gain_s / explanation.estimate.step_s
-    new_estimate = changes.best.estimate
+    estimate = changes.best.estimate
     return (
-        f"{changes.best.words}: {format_seconds(new_estimate.step_s)} a step, {gain_share:.1%} less, "
-        f"{format_bytes(new_estimate.hbm_bytes_per_chip)} per chip; the best of the {tried_text}"
+        f"{changes.best.words}: {format_seconds(estimate.step_s)} a step, {changes.gain_s / step_s:.1%} less, "
+        f"{format_bytes(estimate.hbm_bytes_per_chip)} per chip; the best of the {tried_text}"
     )
 
 

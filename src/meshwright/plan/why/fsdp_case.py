@@ -55,11 +55,6 @@ class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
     follows: bool
 
     @property
-    def advice(self) -> str:
-        """What helps in this case, in words."""
-        return CASES[self.case][0]
-
-    @property
     def words(self) -> str:
         """The case, its two limits with their numbers, the advice, and what the plan does."""
         amount = "no more" if self.chips <= self.sequences else "more"
@@ -70,7 +65,8 @@ class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
         return (
             f"case {self.case} of 4, FSDP alone: {amount} chips ({self.chips:,}) than sequences ({self.sequences:,}), "
             f"communication of {format_seconds(self.comms_s)} {phrase} {format_seconds(self.compute_s)} of compute, "
-            f"equal on about {self.max_chips_by_comms:,.0f} chips. What helps: {self.advice}. This plan has {axes}."
+            f"equal on about {self.max_chips_by_comms:,.0f} chips. What helps: {CASES[self.case][0]}. "
+            f"This plan has {axes}."
         )
 
 
