@@ -86,7 +86,9 @@ def _explained(module: Module, name: str, png: Path | None) -> Answer:
         "shapes": [{name.removeprefix("num_"): getattr(shape, name) for name in SHAPE} for shape in instruction.shapes],
         "facts": [list(fact) for fact in label_values],
     }
-    pieces = [Paragraph(instruction.name, None), *(_place_text(f"  {label}", value) for label, value in label_values)]
+    # long paths may be broken after a slash
+    lines = (filled(f"  {label:<11}{text.replace('/', '/ ')}", width(), 13) for label, text in label_values)
+    pieces = [Paragraph(line.replace("/ ", "/"), None) for line in (instruction.name, *lines)]
     pictures = {png: lambda: tiling_figure(_one_shape(instruction), name=instruction.name)}
     return Answer(facts, pieces, pictures, [Table(["fact", "text"], label_values)])
 
@@ -268,12 +270,6 @@ def _tables(summary: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], Ta
     yield f"Copies to another layout{total_text}", summary["relayouts"], COPIES, FIRST["relayouts"]
     padded_rows = [row for row in summary["paddings"] if row["padded_bytes"] >= MIN_PADDED_BYTES]
     yield "Padding of tiles", padded_rows, PADDED, FIRST["paddings"]
-
-
-def _place_text(label: str, text: str) -> Paragraph:
-    """Returns a fact whose long paths may be broken after a slash."""
-    filled_text = filled(f"{label:<13}{text.replace('/', '/ ')}", width(), 13)
-    return Paragraph(filled_text.replace("/ ", "/"), None)
 
 
 def _stacked(*lines: str | None) -> str | None:

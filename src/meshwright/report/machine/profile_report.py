@@ -189,28 +189,20 @@ def _float32(profile: Profile) -> str:
     rows = profile.comparison.float32
     if not rows:
         return "None: no product of the program takes float32 operands.\n"
-    flops = sum(row.flops for row in rows)
     missed_text = f" {len(profile.missed)} of them miss the matrix units." if profile.platform != "cpu" else ""
-    head_text = (
-        f"{counted(len(rows), 'product')} of float32 operands, {flops / profile.flops:.0%} of the FLOPs.{missed_text} "
-    )
-    columns: TableColumns = {
-        "instruction": "name",
-        "derived step": "step",
-        "operands": "operands",
-        "precision": "precision",
-    }
-    table = Table.of(rows[:MAX_PRODUCTS], {**columns, "times": COUNT, "by itself": ("seconds", format_seconds)})
-    return head_text + _UNITS[profile.platform] + "\n\n" + as_markdown(table)
+    share_text = f"{sum(row.flops for row in rows) / profile.flops:.0%} of the FLOPs"
+    head_text = f"{counted(len(rows), 'product')} of float32 operands, {share_text}.{missed_text} "
+    columns: TableColumns = {"instruction": "name", "derived step": "step", "operands": "operands"}
+    columns = {**columns, "precision": "precision", "times": COUNT, "by itself": ("seconds", format_seconds)}
+    return f"{head_text}{_UNITS[profile.platform]}\n\n{as_markdown(Table.of(rows[:MAX_PRODUCTS], columns))}"
 
 
 def _memory(profile: Profile) -> str:
-    memory = profile.memory
+    memory, peak = profile.memory, profile.memory.peak
     lines = [f"![memory]({MEMORY})\n"] if memory.samples else []
-    peak = memory.peak
     if peak:
-        owner_text = (
-            "the first device" if memory.counted == "device" else "the process, all emulated devices and the runtime"
+        owner_text = {"device": "the first device"}.get(
+            memory.counted, "the process: all emulated devices and the runtime"
         )
         lines.append(f"Peak {format_bytes(peak.num_bytes)} after {format_seconds(peak.at_s)}, of {owner_text}.\n")
     rows = [
