@@ -58,8 +58,8 @@ def contract(equation: str, lhs: Array, rhs: Array | Turned, *, dtype: DTypeLike
 
 
 def _by_outputs(rows: Array, matrix: Array) -> Array:
-    """Returns few rows [R, D] times a matrix [F, D] as [R, F] in float32. XLA repacks the right factor in every
-    product, so that is the rows, but for one row, and for fewer than 16 of bfloat16 without its instructions."""
+    """Returns few rows [R, D] times a matrix [F, D] as [R, F] in float32. XLA repacks the right factor, so the rows go
+    there; one row, and fewer than 16 of bfloat16 without CPU instructions for it, take other paths."""
     if len(rows) == 1 and rows.dtype == jnp.float32:
         return jnp.einsum("RD,FD->RF", rows, matrix)
     if len(rows) == 1:  # as a product XLA would widen the matrix

@@ -178,7 +178,7 @@ def dispatch_gates(gates: Gates, chosen: Chosen, like: ExpertSlots) -> ExpertSlo
 
 
 def combine(slots: ExpertSlots, chosen: Chosen) -> ResidualStream:
-    """Returns each token's sum of its slots' rows, in float32, one choice at a time; dropped choices add nothing."""
+    """Returns the sum of each token's slot rows, added in float32 choice by choice; dropped choices add nothing."""
     slot_rows, row_indices = rows_of(slots), _places(slots, chosen)
     row_sums = jnp.zeros((*row_indices.shape[:-1], slot_rows.shape[-1]), jnp.float32)
     for choice_index in range(row_indices.shape[-1]):

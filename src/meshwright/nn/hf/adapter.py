@@ -61,7 +61,7 @@ def adapted_model(model: Model, folder: Path) -> Model:
 
 
 def model_with_adapters(model: Model, folders: Sequence[Path]) -> Model:
-    """Returns a base model with its adapters joined at equal rank. Raises InputError if a folder has no adapter."""
+    """Returns a base model with the folders' adapters joined at equal rank. Raises InputError if one has none."""
     if model.lora:
         raise InputError(f"{model.name} is an adapter itself. Serve its base, with it as one of the adapters.")
     if plain_folder := next((folder for folder in folders if not is_adapter(folder)), None):

@@ -191,7 +191,7 @@ def source_of(params: Params) -> tuple[Fetch, dict[str, np.dtype]]:
 
 
 def gathered_part(array: Array, index: tuple[int, ...]) -> Array:
-    """Gathers an entry of a sharded array's leading dims to every device; compiled once per shape of arrays."""
+    """Gathers ``array[index]`` of a sharded array to every device; compiled once for all parts of one shape."""
     assert isinstance(array.sharding, NamedSharding)
     return _gather(array.sharding.mesh)(array, tuple(np.int32(leading_index) for leading_index in index))
 
