@@ -33,7 +33,7 @@ class StableHlo(msgspec.Struct, frozen=True):
 
 
 def hlo_file(path: Path) -> Path:
-    """Returns a file or instruction text itself, or a dump's largest optimised module. Raises InputError if none."""
+    """Returns ``path`` (file or instruction text), or a dump's largest optimised module. Raises InputError if none."""
     if WRITTEN in str(path) or path.is_file():
         return path
     if not path.is_dir():
