@@ -16,6 +16,7 @@ from meshwright.batching.request import GenerationRequest
 from meshwright.batching.spans import SlotRecorder, SlotSpan
 from meshwright.batching.traffic import RequestTraffic
 from meshwright.core.errors import InputError, require_known
+from meshwright.core.progress import RunningWork, working
 
 RoutingPolicy = Literal["round_robin", "least_loaded", "prefix_aware"]
 """``least_loaded``: fewest requests that wait or run. ``prefix_aware``: where the prefix was sent before, unless the
@@ -97,7 +98,8 @@ def simulate(
     times = RequestTimes(len(traffic))
     pool_lines = [_Line(pool, times, most_jump=most_jump, spans=spans) for pool in pools]
     events = _Events(traffic, pool_lines, transfer_s, concurrency)
-    events.run()
+    with working("simulating requests", len(traffic)) as work:
+        events.run(work)
     return ServingRecord(
         traffic=replace(traffic, arrival_s=events.sent_s),
         times=times,
@@ -120,8 +122,9 @@ class _Events:
         self._coming: dict[int, GenerationRequest] = {}
         self._events: list[tuple[float, int, int]] = []
 
-    def run(self) -> None:
-        """Runs until nothing is left to happen."""
+    def run(self, work: RunningWork) -> None:
+        """Runs until nothing is left to happen; counts the requests that have ended as done."""
+        self._work = work
         self._send(0.0)
         while self._events:
             now_s, event_kind, owner_id = heappop(self._events)
@@ -169,5 +172,6 @@ class _Events:
                 heappush(self._events, (now_s + self._transfer_s(ended_request.prompt), 1, ended_request.number))
                 continue
             self._in_flight -= 1
+            self._work.done += 1
             if self._in_flight == self._most - 1:
                 self._send(now_s)

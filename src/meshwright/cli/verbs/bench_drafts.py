@@ -8,6 +8,7 @@ from meshwright.cli.engine import EngineGiven, open_given
 from meshwright.cli.output import busy_words, say, three_digits
 from meshwright.cli.verb import PNG, Count, argument, option, verb
 from meshwright.core.errors import InputError
+from meshwright.core.progress import tracked
 from meshwright.core.units import counted
 from meshwright.report.answer import Answer, Condition, Table, TableColumns
 
@@ -60,7 +61,7 @@ def command(given: Given) -> Answer:
     sampling = Sampling(temperature=given.temperature)
     base_request = msgspec.structs.replace(USUAL, max_tokens=given.max_tokens, sampling=sampling)
     results = []
-    for draft_count in [*draft_counts, 0]:
+    for draft_count in tracked([*draft_counts, 0], "measuring numbers of drafts"):
         varied_options = Given(**vars(given) | ({"num_drafts": draft_count} if draft_count else {"draft": None}))
         opened_engine = open_given(varied_options, in_background=False)
         prompt_lines = read_prompts(opened_engine.source, opened_engine.engine.check, given.prompts, base_request)

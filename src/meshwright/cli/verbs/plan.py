@@ -17,6 +17,7 @@ from meshwright.cli.verbs import plan_words
 from meshwright.cli.verbs.plan_parts import frontier_answer, recipe_answer, step_answer, what_if_answer, why_not_answer
 from meshwright.core.dims import LETTERS
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.progress import tracked
 from meshwright.core.units import counted, format_bytes, format_count
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate
@@ -129,7 +130,7 @@ def _verified(result: PlanResult) -> tuple[PlanResult, list[Facts]]:
 
     accepted_plans: list[Plan] = []
     verdicts: list[Facts] = []
-    for rank, plan in enumerate(result.plans, 1):
+    for rank, plan in enumerate(tracked(result.plans, "compiling plans"), 1):
         proof = prove_strategy(msgspec.structs.replace(plan.setting, calibration=result.setting.rates), plan.strategy)
         num_bytes = None if proof.memory is None else proof.memory.needed
         verdicts.append({"strategy": rank, "runs": proof.runs, "refusal": proof.refusal, "hbm_bytes_needed": num_bytes})
