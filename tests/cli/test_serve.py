@@ -230,7 +230,7 @@ def test_the_verbs_compile_serve_and_drain(folder, tmp_path):
     done = subprocess.run(
         [*command, "compile", str(folder), *LIMITS], env=environment, capture_output=True, text=True, check=True
     )
-    assert "programs compiled, 0 were there" in done.stderr
+    assert "programs of steps and samplers compiled, 0 were in" in done.stderr
     names = {path.relative_to(tmp_path): path.stat().st_mtime_ns for path in tmp_path.rglob("*.program")}
     assert names
     with (tmp_path / "said").open("w+") as said:

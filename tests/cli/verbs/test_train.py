@@ -113,7 +113,7 @@ def test_a_folder_with_weights_from_scratch_on_records_of_which_some_are_bad(rat
     assert run([*arguments, "--from-scratch", "--skip-bad-records"]) == 0
     said = capsys.readouterr()
     assert "starts from random weights" in said.err
-    assert "left out 2 bad records of the data" in said.out
+    assert "skipped 2 bad records of the data" in said.out
     assert json.loads((tmp_path / "mini-001" / "summary.json").read_text())["skipped_records"] == 2
     assert run([*arguments, "--skip-bad-records"]) == 2
     assert "has weights and no tokenizer.json" in capsys.readouterr().err
