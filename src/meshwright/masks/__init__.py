@@ -1,2 +1,2 @@
-"""Masks and score rules of attention, and the blocks of scores that a mask leaves: functions on the array API, which
-NumPy counts and JAX runs."""
+"""Attention masks and score rules, and the blocks of scores that a mask leaves to compute. They are written for the
+array API, so that NumPy (planning) and JAX (execution) run the same functions."""

@@ -1,4 +1,4 @@
-"""Which kernel runs an attention, and a CPU's tiles: one rule for plans, which name and price it, and for programs."""
+"""Chooses the kernel of an attention, and the tile size on CPUs, for plans and for programs alike."""
 
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -10,25 +10,25 @@ LATENT_WIDTHS = 192, 128
 """Widths H and Hv of latent attention's heads. Source: jax-ml/jax, pull request 28872."""
 
 LEAST = 128
-"""Rows that a block of our kernels is a multiple of, and fewest positions of a sequence."""
+"""Block rows of meshwright's kernels are a multiple of this; shorter sequences do not use them."""
 
 
 TILE_ROWS = 128
-"""Rows of a tile of attention on a CPU, of up to 8 of these; twice as many in longer sequences."""
+"""Rows of a CPU tile of attention for lengths up to 8 tiles; longer ones have twice as many."""
 
 
 def tile_rows(length: int | np.ndarray) -> np.ndarray:
-    """Returns the rows of a tile on a CPU, for one length or an array of lengths."""
+    """Returns the rows of a CPU tile of attention, for one sequence length or an array of lengths."""
     return TILE_ROWS * np.where(length <= 8 * TILE_ROWS, 1, 2)
 
 
 class AttentionCase(NamedTuple):
-    """An attention as kernels tell cases apart.
+    """The properties of an attention that decide its kernel.
 
-    ``platform`` is "cpu", "cuda", "rocm", "tpu" or another, ``capability`` that of an NVIDIA GPU, 0 if unknown.
-    ``widths`` are H and Hv, ``positions`` the fewer of those of queries and keys. ``terms`` are the masks that together
-    are the mask, "" for one of another kind. ``in_order``: queries and keys are the same rows, as is known while
-    tracing. ``scored``: there is a score rule; ``looks_up``: a rule looks up a table by queries and keys together.
+    ``platform`` is "cpu", "cuda", "rocm", "tpu" or another, ``capability`` an NVIDIA GPU's compute capability, 0 if
+    unknown. ``widths`` are H and Hv, ``positions`` is the smaller of query and key positions. ``terms`` are names of
+    masks whose conjunction is the mask, "" for any other mask. ``in_order``: tracing shows that queries and keys have
+    the same rows. ``scored``: there is a score rule; ``looks_up``: a rule indexes a table by query and key together.
     """
 
     platform: str
@@ -43,8 +43,8 @@ class AttentionCase(NamedTuple):
 
 
 def _cudnn(case: AttentionCase) -> bool:
-    """cuDNN has bf16 and fp16, H = Hv up to 128 that 8 divides, no score rule, and all keys or a causal mask, with or
-    without a window, of rows in order; from Hopper on also the widths of latent attention.
+    """True if cuDNN runs a case: bf16 or fp16; H = Hv up to 128 that 8 divides, or from Hopper on latent attention's
+    widths; no score rule; no mask, or a causal one (with or without a window) of rows in order.
 
     Hopper takes heads up to 256 wide, but the program may be compiled for another GPU.
     """
@@ -56,14 +56,14 @@ def _cudnn(case: AttentionCase) -> bool:
 
 
 def _mosaic(case: AttentionCase) -> bool:
-    """Our kernels for Hopper have heads of 64 or 128 in bf16 and fp16. Blackwell's matrix units need others."""
+    """True if meshwright's Hopper kernels run a case: bf16 or fp16, H = Hv of 64 or 128. Not Blackwell."""
     width, value_width = case.widths
     fits_platform = case.platform == "cuda" and int(case.capability) == 9 and case.dtype in HALVES
     return fits_platform and width == value_width and width in (64, 128) and _elementwise(case)
 
 
 def _pallas(case: AttentionCase) -> bool:
-    """Our kernels for TPUs have heads of a multiple of 8 in bf16 and float32."""
+    """True if meshwright's TPU kernels run a case: bf16 or float32, head widths that 8 divides."""
     fits_platform = case.platform == "tpu" and case.dtype in ("bfloat16", "float32")
     return fits_platform and not any(width % 8 for width in case.widths) and _elementwise(case)
 
@@ -78,9 +78,9 @@ TAKES: dict[str, Callable[[AttentionCase], bool]] = {
     "pallas": _pallas,
     "xla": lambda case: True,
 }
-"""Kernels by name, in the order in which they are asked -> whether one takes a case."""
+"""Kernel name -> function that is True if the kernel runs a case; the first in this order is used."""
 
 
 def kernel_named(case: AttentionCase) -> str:
-    """Returns the name of the kernel that runs an attention."""
+    """Returns the name of the first kernel that runs an attention: "cudnn", "mosaic", "pallas" or "xla"."""
     return next(name for name, takes in TAKES.items() if takes(case))

@@ -2,8 +2,8 @@
 
 A mask is a function of (b, h, q_idx, kv_idx) to Booleans, a score rule of (score, b, h, q_idx, kv_idx) to scores: the
 order of PyTorch's FlexAttention. Indices are integer arrays that broadcast against each other, so that one call covers
-a pair, a tile or all pairs. The functions here use operators, `take` and the array API alone: they run on NumPy, on JAX
-and on `Ranges`. Arrays that a function captures may be of any of them.
+a pair, a tile or all pairs. The functions here use only operators, `take` and the array API, so they run on NumPy, JAX
+and `Ranges`. Arrays that a function captures may be NumPy or JAX arrays.
 """
 
 import math
@@ -19,7 +19,7 @@ from meshwright.masks.ranges import AnyArray, Index, namespace, take
 Mask = Callable[[Index, Index, Index, Index], Index]
 Score = Callable[[Index, Index, Index, Index, Index], Index]
 Terms = dict[str, tuple[Any, ...]]
-"""Names of the catalogue, with their parameters."""
+"""Name of a mask in the catalogue -> its parameters."""
 
 
 def and_masks(*masks: Mask) -> Mask:
@@ -43,7 +43,7 @@ def causal() -> Mask:
 
 
 def window(size: int) -> Mask:
-    """Returns the mask of keys fewer than ``size`` positions before the query, and of all later ones."""
+    """Returns the mask of keys fewer than ``size`` positions before the query, and all keys after it."""
     return lambda b, h, q_idx, kv_idx: q_idx - kv_idx < size
 
 
@@ -56,7 +56,7 @@ def sliding_window(size: int) -> Mask:
 
 
 def chunk(size: int) -> Mask:
-    """Returns the mask of pairs in one chunk of ``size`` positions, which begin at multiples of it."""
+    """Returns the mask of pairs in the same chunk; chunks of ``size`` positions start at multiples of ``size``."""
     return lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size
 
 
@@ -71,22 +71,22 @@ def local(radius: int) -> Mask:
 
 
 def prefix_lm(prefix: AnyArray) -> Mask:
-    """Returns causal or in the prefix: the first ``prefix``[b] positions see each other."""
+    """Returns the causal mask plus all keys of a prefix, the first ``prefix``[b] positions."""
     return or_masks(causal(), lambda b, h, q_idx, kv_idx: kv_idx < take(prefix, b))
 
 
 def document(documents: AnyArray) -> Mask:
-    """Returns the mask of pairs in one document; ``documents`` are the numbers [B, T]."""
+    """Returns the mask of pairs in the same document; ``documents`` [B, T] are document numbers."""
     return lambda b, h, q_idx, kv_idx: take(documents, b, q_idx) == take(documents, b, kv_idx)
 
 
 def jagged(lengths: AnyArray) -> Mask:
-    """Returns the mask of the positions that a padded row has: the first ``lengths``[b] of queries and of keys."""
+    """Returns the mask of queries and keys that are not padding: both among the first ``lengths``[b] positions."""
     return lambda b, h, q_idx, kv_idx: (q_idx < take(lengths, b)) & (kv_idx < take(lengths, b))
 
 
 def padded(lengths: AnyArray) -> Mask:
-    """Returns the mask of the keys that a padded row has, the first ``lengths``[b], for all queries."""
+    """Returns the mask of keys that are not padding, the first ``lengths``[b], for all queries."""
     return lambda b, h, q_idx, kv_idx: (q_idx >= 0) & (kv_idx < take(lengths, b))
 
 
@@ -101,23 +101,23 @@ def global_sliding(is_global: AnyArray, radius: int) -> Mask:
 
 
 def tree(enter: AnyArray, leave: AnyArray) -> Mask:
-    """Returns the mask of ancestors and the token itself; ``enter`` and ``leave`` [B, T] are those of `tree_walk`."""
+    """Returns the mask of a token and its ancestors; ``enter`` and ``leave`` [B, T] are results of `tree_walk`."""
     return lambda b, h, q_idx, kv_idx: (
         (take(enter, b, kv_idx) <= take(enter, b, q_idx)) & (take(enter, b, q_idx) < take(leave, b, kv_idx))
     )
 
 
 def graph(distances: AnyArray, reach: int) -> Mask:
-    """Returns the mask of nodes at most ``reach`` edges away; ``distances`` are [B, T, T]."""
+    """Returns the mask of nodes at most ``reach`` edges apart; ``distances`` [B, T, T] are in edges."""
     return lambda b, h, q_idx, kv_idx: take(distances, b, q_idx, kv_idx) <= reach
 
 
 def neighbourhood(length: int, kernel: int) -> Mask:
     """Returns NATTEN's mask in one dim: the ``kernel`` keys around a query, shifted inward at both ends. Positions
-    from ``length`` on see nothing.
+    from ``length`` on have no pairs.
 
-    Raises InputError for an even kernel, or a longer one. Source: Hassani et al., Neighborhood Attention Transformer
-    (2022).
+    Raises InputError if ``kernel`` is even or exceeds ``length``. Source: Hassani et al., Neighborhood Attention
+    Transformer (2022).
     """
     _check_kernel(kernel, length)
 
@@ -131,9 +131,9 @@ def neighbourhood(length: int, kernel: int) -> Mask:
 def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mask:
     """Returns NATTEN's mask on a canvas of ``width`` x ``height``, for a window of ``kernel`` x ``kernel``.
 
-    Tokens are in rows of the canvas; with ``tile`` in square tiles of that side, tile after tile, so that neighbours
-    share blocks. Positions behind the canvas see nothing. Raises InputError for an even kernel, or one or a tile that
-    does not fit the canvas.
+    Tokens are in row-major order; with ``tile``, in square tiles of that side, one tile after another, so that
+    neighbours share blocks. Positions after the canvas have no pairs. Raises InputError if ``kernel`` is even or
+    exceeds the canvas, or ``tile`` does not divide it.
     """
     _check_kernel(kernel, min(width, height))
     if tile and (width % tile or height % tile):
@@ -157,20 +157,20 @@ def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mas
 
 def _check_kernel(kernel: int, length: int) -> None:
     if kernel % 2 == 0 or kernel > length:
-        raise InputError(f"kernel={kernel} must be odd and at most {length}: as many keys on both sides of a query.")
+        raise InputError(f"kernel={kernel} must be odd and at most {length}: equal numbers of keys on both sides.")
 
 
 def _inside(index: Index, length: int, kernel: int) -> Index:
-    """Returns the centre of the window around an index, moved so that the window lies inside."""
+    """Returns the centre of the ``kernel`` wide window around an index, shifted so that it is within ``length``."""
     xp = namespace(index)
     return xp.minimum(xp.maximum(index, kernel // 2), length - 1 - kernel // 2)
 
 
 def shared_prefix(documents: AnyArray, starts: AnyArray, prefix_of: AnyArray) -> Mask:
-    """Returns the mask of continuations that share a prompt, which is stored once.
+    """Returns the mask of continuations that share a prompt, which is stored once as a separate document.
 
-    Causal within a document, and all of the document that is its prefix: ``documents`` [B, T] are the document of each
-    token, ``starts`` [B, M + 1] where documents start, ``prefix_of`` [B, M] the prefix of each document.
+    Queries see keys causally within their document, and all keys of its prefix document. ``documents`` [B, T] are the
+    documents of tokens, ``starts`` [B, M + 1] their first positions, ``prefix_of`` [B, M] their prefix documents.
     """
 
     def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
@@ -184,7 +184,7 @@ def shared_prefix(documents: AnyArray, starts: AnyArray, prefix_of: AnyArray) ->
 
 
 def transfusion(spans: AnyArray) -> Mask:
-    """Returns causal, or in the same image; ``spans`` [B, T] are the number of a token's image, 0 for text.
+    """Returns the causal mask plus all pairs in the same image; ``spans`` [B, T] are image numbers, 0 for text.
 
     Source: Zhou et al., Transfusion (2024).
     """
@@ -193,8 +193,8 @@ def transfusion(spans: AnyArray) -> Mask:
 
 
 def paged(mask: Mask, owner: AnyArray, page_len: int) -> Mask:
-    """Returns a mask of positions as one of slots: ``owner`` [B, pages] is the page of a sequence that a page of the
-    pool holds, negative where it holds none of it."""
+    """Returns ``mask`` with keys given as cache slots; ``owner`` [B, pages] maps a page of the pool to the page index
+    in sequence b, negative if the page belongs to another sequence or none."""
 
     def slots(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         own_page = take(owner, b, kv_idx // page_len)
@@ -204,27 +204,27 @@ def paged(mask: Mask, owner: AnyArray, page_len: int) -> Mask:
 
 
 def relative(slope: float = 1.0) -> Score:
-    """Returns scores plus ``slope`` times the distance from key to query."""
+    """Returns the rule score + ``slope`` * (query position - key position)."""
     return lambda score, b, h, q_idx, kv_idx: score + slope * (q_idx - kv_idx)
 
 
 def alibi(slopes: AnyArray) -> Score:
-    """Returns scores minus ``slopes``[h] times the distance. Source: Press et al., ALiBi (2021)."""
+    """Returns the rule score - ``slopes``[h] * (query - key position). Source: Press et al., ALiBi (2021)."""
     return lambda score, b, h, q_idx, kv_idx: score + take(slopes, h) * (kv_idx - q_idx)
 
 
 def softcap(cap: float) -> Score:
-    """Returns cap tanh(score / cap)."""
+    """Returns the rule cap * tanh(score / cap)."""
     return lambda score, b, h, q_idx, kv_idx: cap * namespace(score).tanh(score / cap)
 
 
 def head_bias(bias: AnyArray) -> Score:
-    """Returns scores plus a number for each head."""
+    """Returns the rule score + ``bias``[h]."""
     return lambda score, b, h, q_idx, kv_idx: score + take(bias, h)
 
 
 def graph_bias(table: AnyArray, distances: AnyArray) -> Score:
-    """Returns scores plus ``table``[h, distance]; ``distances`` are [B, T, T] in edges.
+    """Returns the rule score + ``table``[h, distance]; ``distances`` [B, T, T] are in edges.
 
     Source: Ying et al., Do Transformers Really Perform Badly for Graph Representation? (2021), spatial encoding.
     """
@@ -232,9 +232,9 @@ def graph_bias(table: AnyArray, distances: AnyArray) -> Score:
 
 
 def edge_bias(table: AnyArray, kinds: AnyArray, counts: AnyArray) -> Score:
-    """Returns scores plus the mean over the path of ``table``[h, step, kind of edge], Graphormer's edge encoding.
+    """Returns the rule score + mean over path edges of ``table``[h, index in path, kind]: Graphormer's edge encoding.
 
-    ``kinds`` [B, T, T, steps] are the kinds of the edges on the shortest path, ``counts`` [B, T, T] how many there are.
+    ``kinds`` [B, T, T, steps] are the kinds of edges on the shortest path, ``counts`` [B, T, T] its number of edges.
     """
 
     def score_mod(score: Index, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
@@ -248,10 +248,10 @@ def edge_bias(table: AnyArray, kinds: AnyArray, counts: AnyArray) -> Score:
 
 
 def distance_bias(table: AnyArray, *, far: int, causal: bool, first: Index = 0) -> Score:
-    """Returns scores plus ``table``[bucket of the distance, h - first], T5's bias.
+    """Returns the rule score + ``table``[bucket of the distance, h - first], T5's bias.
 
-    Half of the buckets are for small distances, one each, the others for wider ranges up to ``far``; unless ``causal``,
-    later keys have half of all.
+    The first half of the buckets is for one small distance each, the second half for logarithmic ranges up to ``far``.
+    Unless ``causal``, half of all buckets are for keys after the query.
 
     Source: Raffel et al., Exploring the Limits of Transfer Learning (2019), section 2.1, as published with the weights.
     """
@@ -273,18 +273,18 @@ def distance_bias(table: AnyArray, *, far: int, causal: bool, first: Index = 0) 
 
 
 def then(*scores: Score) -> Score:
-    """Returns the scores of several rules, one applied after the other."""
+    """Returns the rule that applies several rules in order, each to the previous result."""
     return lambda score, *index: reduce(lambda value, rule: rule(value, *index), scores, score)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Returns 2^(-8 (h + 1) / N) for N heads, [N] in float32."""
+    """Returns ALiBi's slopes 2^(-8 (h + 1) / N) for N heads, [N] in float32."""
     return (2.0 ** (-8.0 * (np.arange(num_heads) + 1) / num_heads)).astype(np.float32)
 
 
 def tree_walk(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns when a walk through the trees enters and leaves each token, [B, T] each; ``parents`` [B, T] are earlier
-    positions, or -1 for a root."""
+    """Returns preorder numbers on entering and leaving each token's subtree, [B, T] each, given ``parents`` [B, T]
+    (earlier positions, -1 for a root). Raises InputError for a parent that is not earlier."""
     parents = np.asarray(parents)
     num_positions = parents.shape[1]
     if (parents >= np.arange(num_positions)).any():

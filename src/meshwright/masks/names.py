@@ -1,8 +1,8 @@
-"""Masks and score rules by name, as configuration and the command line write them.
+"""Parses expressions of masks and score rules, as configuration and the command line write them.
 
-``causal & document``, ``prefix_lm``, ``local(256) | causal``: names of the catalogue with their parameters, joined by &
-and |. Scores are joined by +, applied left to right: ``alibi + softcap(30)``. Arrays that a mask reads of each sequence
-(document numbers, lengths of prefixes) are named by the catalogue and come from data records.
+``causal & document``, ``prefix_lm``, ``local(256) | causal``: names of the catalogue with parameters, joined by & and
+|. Score rules are joined by + and applied left to right: ``alibi + softcap(30)``. The catalogue names the arrays that a
+mask reads for each sequence (document numbers, prefix lengths); they come from data records.
 """
 
 import ast
@@ -19,7 +19,7 @@ from meshwright.masks.user import is_users, load_user
 
 
 class NamedMask(NamedTuple):
-    """A mask or a score rule of the catalogue: its function, the arrays that it reads, by name, and what it is."""
+    """A mask or score rule of the catalogue: its factory, names of the arrays and parameters it takes, a summary."""
 
     make: Callable[..., Mask | Score]
     data: tuple[str, ...]
@@ -66,10 +66,10 @@ SCORES: dict[str, NamedMask] = {
 
 
 class Rule(NamedTuple):
-    """A parsed mask or score rule: ``make(*arrays)`` returns its function, for the arrays that ``data`` names.
+    """A parsed mask or score rule: ``make(*arrays)`` returns its function, given the arrays that ``data`` names.
 
-    ``terms`` are its masks, name to parameters, where all of them have to allow a pair; empty where | joins any.
-    ``page_len`` is that of `paged`, 0 without.
+    ``terms``: name -> parameters of masks whose conjunction is the mask; empty if the expression has a |.
+    ``page_len`` is the parameter of `paged`, 0 without it.
     """
 
     data: tuple[str, ...]
@@ -79,15 +79,15 @@ class Rule(NamedTuple):
 
 
 MOST_TERMS = 32
-"""Names in one expression."""
+"""Maximum number of names in one expression."""
 
 
 def mask_named(text: str) -> Rule:
-    """Returns the mask that an expression of names describes; a colon in it is a comma. ``module:function`` is a
-    user's, imported when it is made.
+    """Parses a mask expression; a colon counts as a comma. ``module:function`` is a user's mask, imported only by
+    ``make``.
 
     Raises:
-        InputError: the expression is not one, or a name or a parameter is not in the catalogue.
+        InputError: the text is not an expression, or a name or parameter is not in the catalogue.
     """
     if is_users(text):
         return Rule((), lambda: load_user(text), {})
@@ -95,7 +95,7 @@ def mask_named(text: str) -> Rule:
 
 
 def score_named(text: str) -> Rule:
-    """Returns the score rule that an expression of names describes; errors are those of `mask_named`."""
+    """Parses an expression of score rules. Raises InputError as `mask_named` does."""
     return _rule(text, SCORES, "a score rule", {ast.Add: mods.then})
 
 
@@ -105,7 +105,7 @@ def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.") from error
     if sum(isinstance(node, ast.BinOp) for node in ast.walk(root_node)) >= MOST_TERMS:
-        raise InputError(f"{what} {text!r} has more than {MOST_TERMS} names. Use fewer, or a function of your own.")
+        raise InputError(f"{what} {text!r} has more than {MOST_TERMS} names. Use fewer, or write a function.")
     data_names: dict[str, None] = {}
     terms: Terms = {}
     repeated_names: set[str] = set()
@@ -133,7 +133,7 @@ def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping
 
 
 def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask]) -> tuple[str, dict[str, int | float]]:
-    """Returns the name and the parameters of one term."""
+    """Returns (name, parameters) of one term. Raises InputError if either is not in the catalogue or out of range."""
     name_node, args, keywords = (node.func, node.args, node.keywords) if isinstance(node, ast.Call) else (node, [], [])
     if not isinstance(name_node, ast.Name):
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.")
@@ -160,7 +160,7 @@ def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask])
 
 
 def usage(name: str, parameters: Sequence[str]) -> str:
-    """Returns how a name is written: ``local(radius)``."""
+    """Returns the form of a term with its parameters, such as ``local(radius)``."""
     return f"{name}({', '.join(parameters)})" if parameters else name
 
 
@@ -177,7 +177,7 @@ def _example(entries: Mapping[str, NamedMask]) -> str:
 
 
 def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Returns arrays of the kind that a rule reads, drawn at random: about eight documents, a prefix of a quarter, two
+    """Returns example arrays for ``rule.data``, partly random: about eight documents, a prefix of a quarter, two
     images, a tree of random ancestors, pages in random order."""
     rng, shape_2d, index = np.random.default_rng(seed), (batch, length), np.arange(length, dtype=np.int32)
     draw_by_name: dict[str, Callable[[], np.ndarray]] = {

@@ -1,8 +1,8 @@
-"""Interval arithmetic on blocks of indices: which values an expression takes over all pairs of a block.
+"""Interval arithmetic on blocks of indices: bounds of an expression over all pairs of a block.
 
-A mask that is called with `Ranges` instead of indices returns, for every block, whether it holds for all of its pairs
-and whether it may hold for some. What follows from ranges is certain; where the range of an expression is wider than
-its values, a block may be called partial that is empty or full.
+A mask called with `Ranges` instead of indices returns, for every block, whether it is true for all pairs and whether it
+may be true for some. Bounds are safe, not always tight: an empty or full block may be classified as partial, never the
+reverse.
 """
 
 from collections.abc import Callable
@@ -12,26 +12,26 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 AnyArray = Any
-"""An array of NumPy or of JAX, which this half of the package does not import."""
+"""A NumPy or JAX array (planning packages do not import JAX)."""
 
 Index = Any
-"""What masks compute on: a number, an array of NumPy or JAX, or `Ranges`."""
+"""An operand of masks: a number, a NumPy or JAX array, or `Ranges`."""
 
 
 class NoRangesError(Exception):
-    """A function uses an operation that has no rule for ranges; its points have to be evaluated."""
+    """A function uses an operation without a rule for ranges; evaluate it pair by pair instead."""
 
 
 def namespace(*values: object) -> Any:
-    """Returns the array API of the first value that has one: of ranges, of NumPy or of JAX."""
+    """Returns the array API namespace of the first value that has one (`Functions` for ranges), else NumPy."""
     return next((x.__array_namespace__() for x in values if hasattr(x, "__array_namespace__")), np)
 
 
 class Ranges:
-    """The smallest and largest value, ``low`` and ``high``, of an expression over each block.
+    """Bounds ``low`` and ``high`` of an expression over each block.
 
-    For a Boolean these say whether it holds for all pairs, and for some. ``points`` are its values where it depends on
-    the rows alone or on the columns alone: an array with one more dim, the indices within a block.
+    For a Boolean, ``low`` means true for all pairs, ``high`` possibly true for some. ``points`` are exact values of an
+    expression of only rows or only columns, with one more dim, the index within a block; else None.
     """
 
     __array_ufunc__ = None
@@ -41,18 +41,18 @@ class Ranges:
 
     @classmethod
     def of(cls, points: AnyArray) -> "Ranges":
-        """Returns the ranges of values whose last dim is the index within a block."""
+        """Returns the ranges (min and max, or all and any) of values whose last dim is the index within a block."""
         xp = namespace(points)
         reductions = (xp.all, xp.any) if points.dtype == bool else (xp.min, xp.max)
         return cls(reductions[0](points, axis=-1), reductions[1](points, axis=-1), points)
 
     @property
     def dtype(self) -> np.dtype:
-        """The element type."""
+        """The dtype of the values."""
         return self.low.dtype  # type: ignore[no-any-return]
 
     def astype(self, dtype: DTypeLike) -> "Ranges":
-        """Returns values of another type, to which conversion keeps the order: a float or a wide integer."""
+        """Converts to a float or integer of at least 32 bits. Raises NoRangesError for any other dtype."""
         target_dtype = np.dtype(dtype)
         if dtype != self.dtype and (target_dtype.kind not in "fi" or target_dtype.itemsize < 4):
             raise NoRangesError(f"conversion to {target_dtype} has no rule.")
@@ -158,27 +158,27 @@ class Ranges:
 
 
 class Functions:
-    """The functions of the array API that have a rule for ranges."""
+    """The array API functions that have a rule for ranges."""
 
     @staticmethod
     def minimum(one: Index, two: Index) -> Ranges:
-        """Returns the smaller values."""
+        """Returns the ranges of the elementwise minimum."""
         return _combined(lambda x, y: namespace(x, y).minimum(x, y), one, two)
 
     @staticmethod
     def maximum(one: Index, two: Index) -> Ranges:
-        """Returns the larger values."""
+        """Returns the ranges of the elementwise maximum."""
         return _combined(lambda x, y: namespace(x, y).maximum(x, y), one, two)
 
 
 def take(array: AnyArray, *index: Index) -> Index:
-    """Returns ``array[index]``, for indices or for ranges that keep their points."""
+    """Returns ``array[index]``; an index may be a range with points. Raises NoRangesError for any other ranges."""
     range_indices = [x for x in index if isinstance(x, Ranges)]
     if not range_indices:
         return namespace(*index).asarray(array)[index]
     if len(range_indices) > 1 or range_indices[0].points is None:
-        raise NoRangesError("a table is looked up by rows and columns together.")
-    # plain indices get the dim of points, so that all broadcast
+        raise NoRangesError("a table is indexed by rows and columns together.")
+    # plain indices get a dim for points, so that all broadcast
     point_indices = tuple(x.points if isinstance(x, Ranges) else namespace(x).asarray(x)[..., None] for x in index)
     return Ranges.of(array[point_indices])
 
@@ -191,19 +191,19 @@ def _ranges(value: Index) -> Ranges:
 
 
 def _mapped(function: Callable[[AnyArray], AnyArray], value: Ranges) -> Ranges:
-    """Applies a function that keeps the order."""
+    """Applies a nondecreasing function to a range."""
     points = None if value.points is None else function(value.points)
     return Ranges(function(value.low), function(value.high), points)
 
 
 def _combined(function: Callable[[AnyArray, AnyArray], AnyArray], one: Index, two: Index) -> Ranges:
-    """Applies a function that rises with both of its arguments."""
+    """Applies a function that is nondecreasing in both arguments."""
     one, two = _ranges(one), _ranges(two)
     return Ranges(function(one.low, two.low), function(one.high, two.high), _points(function, one, two))
 
 
 def _points(function: Callable[[AnyArray, AnyArray], AnyArray], one: Ranges, two: Ranges) -> AnyArray | None:
-    """Returns the values within blocks, where one operand is a plain number; None where they are not known."""
+    """Returns exact values within blocks if one operand has points and the other is a plain number, else None."""
     point_ranges = [x for x in (one, two) if x.points is not None]
     if len(point_ranges) != 1:
         return None
@@ -215,11 +215,11 @@ def _points(function: Callable[[AnyArray, AnyArray], AnyArray], one: Ranges, two
 
 def _positive(value: Index) -> Index:
     if isinstance(value, Ranges) or np.ndim(value) or not value > 0:
-        raise NoRangesError("division has a rule for positive numbers alone.")
+        raise NoRangesError("division has a rule only for positive numbers.")
     return value
 
 
 def _boolean(value: Ranges) -> Ranges:
     if value.dtype != bool:
-        raise NoRangesError("bitwise operations have a rule for Booleans alone.")
+        raise NoRangesError("bitwise operations have a rule only for Booleans.")
     return value

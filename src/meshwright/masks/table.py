@@ -1,4 +1,4 @@
-"""Which blocks of scores a mask leaves: nothing, a part or all of each."""
+"""Classifies blocks of attention scores by a mask: empty, partial or full."""
 
 import math
 import time
@@ -13,25 +13,25 @@ from meshwright.masks.mods import Mask, noop
 from meshwright.masks.ranges import AnyArray, Index, NoRangesError, Ranges, namespace
 
 NOTHING, PARTIAL, FULL = 0, 1, 2
-"""How much of a block a mask leaves."""
+"""Kinds of blocks: the mask allows none, some or all of a block's pairs."""
 
 MOST_BLOCKS = 2**26
-"""Blocks of a table."""
+"""Maximum number of blocks of a table."""
 
 POINTS_AT_ONCE = 2**22
-"""Pairs that are evaluated together."""
+"""Pairs that one call of a mask evaluates."""
 
 MARKS = {"empty": "·", "partial": "░", "full": "█"}
-"""The kinds of blocks by name, in order of their numbers, and their marks in a text."""
+"""Name of a kind of block -> its mark in text, in order of the kinds' numbers."""
 
 
 class BlockLists(NamedTuple):
-    """For each block of rows (queries, or keys in a backward pass) the blocks of columns that exist.
+    """For each block of rows (queries, or keys in a backward pass), its nonempty blocks of columns.
 
-    The first ``partial`` of ``index`` are those whose mask has to be evaluated, the next ones up to ``total`` are seen
-    whole; both parts are in rising order, what follows is undefined. ``partial`` and ``total`` are [B | 1, N | 1, rows]
-    in int32, ``index`` [B | 1, N | 1, rows, columns]. Where a list has more blocks than exist, ``exists``, of the shape
-    of ``index``, says which do.
+    The first ``partial`` entries of ``index`` are partial blocks, whose mask must be evaluated; the entries from there
+    to ``total`` are full; both parts ascend, later entries are undefined. ``partial`` and ``total`` are int32
+    [B | 1, N | 1, rows], ``index`` is [B | 1, N | 1, rows, columns]. If a list includes empty blocks, ``exists``, of
+    the shape of ``index``, is False for them.
     """
 
     partial: AnyArray
@@ -44,8 +44,8 @@ class BlockLists(NamedTuple):
 class BlockTable:
     """The kind of every block of ``q_block`` queries and ``kv_block`` keys: ``kinds``, [B | 1, N | 1, queries, keys].
 
-    A dim of 1 says that the mask is the same for all sequences, or heads. ``q_len`` and ``kv_len`` are positions; the
-    last block of each may be shorter, of keys it is partial then. ``mask`` is what it was made of.
+    A dim of 1 means that the mask is the same for all sequences, or heads. ``q_len`` and ``kv_len`` are positions; the
+    last block of each may be shorter (a short block of keys is never full). ``mask`` is the mask that was classified.
     """
 
     kinds: AnyArray
@@ -56,15 +56,15 @@ class BlockTable:
     mask: Mask | None = None
 
     def sparsity(self) -> float:
-        """Returns the share of blocks that are empty, 0 to 1."""
+        """Returns the share of empty blocks, 0 to 1."""
         return float((np.asarray(self.kinds) == NOTHING).mean())
 
     def count(self, kind: int) -> int:
-        """Returns how many blocks are of a kind, over the sequences and heads that differ."""
+        """Returns the number of blocks of a kind, over all sequences and heads of ``kinds``."""
         return int((np.asarray(self.kinds) == kind).sum())
 
     def lists(self, over: Literal["queries", "keys"] = "queries") -> BlockLists:
-        """Returns the blocks that exist for each block of queries, or of keys."""
+        """Returns the nonempty blocks for each block of queries, or of keys."""
         xp = namespace(self.kinds)
         kinds = self.kinds if over == "queries" else xp.matrix_transpose(self.kinds)
         num_partial = xp.sum(kinds == PARTIAL, axis=-1).astype(np.int32)
@@ -73,19 +73,19 @@ class BlockTable:
         return BlockLists(num_partial, num_existing, xp.argsort(sort_rank, axis=-1, stable=True).astype(np.int32))
 
     def exists(self, over: Literal["queries", "keys"] = "queries") -> AnyArray:
-        """Returns which blocks exist, the blocks of queries, or of keys, as rows."""
+        """Returns True for nonempty blocks, with blocks of queries, or of keys, as rows."""
         is_present = self.kinds != NOTHING
         return is_present if over == "queries" else namespace(is_present).matrix_transpose(is_present)
 
     def reduced(self) -> "BlockTable":
-        """Returns one table for all sequences and heads: a block is full or empty where it is so for all."""
+        """Merges sequences and heads into one table: a block is full (empty) if full (empty) in all, else partial."""
         xp = namespace(self.kinds)
         min_kind, max_kind = (reduce(self.kinds, axis=(0, 1), keepdims=True) for reduce in (xp.min, xp.max))
         kinds = xp.where(min_kind == max_kind, min_kind, PARTIAL).astype(self.kinds.dtype)
         return replace(self, kinds=kinds)
 
     def resized(self, q_block: int, kv_block: int) -> "BlockTable":
-        """Returns the table for blocks of another size."""
+        """Returns the table for blocks of another size; kinds stay safe, but may be partial where they need not."""
         kinds = _resized(self.kinds, -2, self.q_block, q_block)
         kinds = _resized(kinds, -1, self.kv_block, kv_block)
         kinds = kinds[..., : -(-self.q_len // q_block), : -(-self.kv_len // kv_block)]
@@ -94,8 +94,8 @@ class BlockTable:
     def text(self, *, sequence: int = 0, head: int = 0, width: int = 64) -> str:
         """Returns the blocks of one sequence and head as lines of `MARKS`, at most ``width`` wide.
 
-        A block is two marks, as letters are twice as high as wide; of a larger table a mark is a block, or several, and
-        as many in the next row: full or empty if all of them are.
+        A block is two marks wide, as letters are twice as high as wide; in a larger table a mark merges several blocks:
+        full or empty if all of them are, else partial.
         """
         num_blocks = max(self.kinds.shape[-2:])
         repeat, blocks = (2, 1) if 2 * num_blocks <= width else (1, -(-num_blocks // width))
@@ -104,24 +104,24 @@ class BlockTable:
         return "\n".join(map("".join, marks))
 
     def of(self, sequence: int, head: int) -> "BlockTable":
-        """Returns the table of one sequence and head, in NumPy's arrays."""
+        """Returns the table of one sequence and head, as NumPy arrays."""
         indices = (min(index, num - 1) for index, num in zip((sequence, head), self.kinds.shape[:2], strict=True))
         return replace(self, kinds=np.asarray(self.kinds)[tuple(slice(x, x + 1) for x in indices)])
 
     def pairs(self) -> float:
-        """Returns the pairs in blocks that exist, of one sequence and head in the mean."""
+        """Returns the pairs in nonempty blocks, mean over sequences and heads."""
         q_lens, kv_lens = (_lengths(*side) for side in ((self.q_len, self.q_block), (self.kv_len, self.kv_block)))
         return float(((np.asarray(self.kinds) != NOTHING) * q_lens[:, None] * kv_lens).sum((2, 3)).mean())
 
 
 def _lengths(length: int, block: int) -> np.ndarray:
-    """Returns the positions in each block; the last one may have fewer."""
+    """Returns the number of positions in each block; the last block may have fewer."""
     return np.minimum(block, length - np.arange(0, length, block))
 
 
 def _resized(kinds: AnyArray, axis: int, block: int, new_block: int) -> AnyArray:
-    """Returns kinds for other blocks along an axis: smaller ones are as the block they are in, larger ones full or
-    empty where all of theirs are."""
+    """Returns kinds for another block size along an axis: smaller blocks copy the kind of the block they are in, larger
+    ones are full or empty if all their blocks are, else partial."""
     if block == new_block:
         return kinds
     xp = namespace(kinds)
@@ -149,17 +149,17 @@ def block_table(
     kv_idx: AnyArray | None = None,
     exact: bool = True,
 ) -> BlockTable:
-    """Returns the kinds of blocks of a mask; ``block`` are the queries and keys of one.
+    """Returns the kinds of a mask's blocks; ``block`` is the positions of a block, or (queries, keys).
 
-    ``q_idx`` and ``kv_idx`` are the indices of rows and columns, [T] and [S]; by default 0, 1, 2 up to ``q_len`` and
-    ``kv_len``. Their array API makes the table. With ``exact`` blocks that ranges call partial are evaluated pair by
-    pair, so that every kind is exact; JAX's arrays need ``exact=False`` where they are traced.
+    ``q_idx`` [T] and ``kv_idx`` [S] are the positions of rows and columns, by default 0, 1, 2 up to ``q_len`` and
+    ``kv_len``; the table uses their array API. With ``exact``, blocks that are partial by `Ranges` are evaluated pair
+    by pair, so that every kind is exact; traced JAX arrays need ``exact=False``.
 
-    A ``mask`` of None leaves all pairs. ``batch`` and ``heads`` are needed where a mask tells these apart.
+    A ``mask`` of None allows all pairs. A mask that depends on b or h needs ``batch`` and ``heads``.
 
     Raises:
-        NoRangesError: the mask has no ranges and ``exact`` is False.
-        InputError: a size below 1.
+        NoRangesError: the mask uses operations without ranges and ``exact`` is False.
+        InputError: a size below 1, too many blocks, or a mask that is not Boolean.
     """
     block_lens = (block, block) if isinstance(block, int) else tuple(block)
     if len(block_lens) != 2:
@@ -173,7 +173,7 @@ def block_table(
     num_blocks = batch * heads * -(-q_len // q_block) * -(-kv_len // kv_block)
     if num_blocks > MOST_BLOCKS:
         size_words = f"{num_blocks:,} blocks of {q_block} x {kv_block}"
-        raise InputError(f"{size_words} are more than {MOST_BLOCKS:,}, all that a table has. Use larger blocks.")
+        raise InputError(f"{size_words} are more than the {MOST_BLOCKS:,} of a table. Use larger blocks.")
     q_idx = np.arange(q_len, dtype=np.int32) if q_idx is None else q_idx
     kv_idx = np.arange(kv_len, dtype=np.int32) if kv_idx is None else kv_idx
     mask = noop() if mask is None else mask
@@ -196,7 +196,7 @@ def block_table(
 
 
 def in_blocks(index: AnyArray, block: int) -> AnyArray:
-    """Returns indices [T] as [blocks, block]; the last index fills the last block."""
+    """Returns indices [T] as [blocks, block], padding the last block with the last index."""
     xp = namespace(index)
     num_missing = -index.shape[0] % block
     return xp.concat([index, xp.broadcast_to(index[-1:], (num_missing,))]).reshape(-1, block)
@@ -213,10 +213,10 @@ def _by_ranges(mask: Mask, b: AnyArray, h: AnyArray, rows: AnyArray, columns: An
 
 
 def _by_points(mask: Mask, b: AnyArray, h: AnyArray, rows: AnyArray, columns: AnyArray, kinds: AnyArray) -> AnyArray:
-    """Returns the kinds of blocks, those that are partial by ranges evaluated pair by pair; all where None."""
+    """Returns exact kinds: evaluates the partial blocks of ``kinds`` (None: all blocks) pair by pair."""
     xp = namespace(rows)
     if kinds is None:
-        # one pair of indices says which of sequences and heads the mask tells apart
+        # the shape of one pair shows whether the mask depends on sequence or head
         mask_shape = _booleans(mask(b, h, rows[None, None, :1, :1], columns[None, None, :1, :1])).shape
         kinds = np.full((*mask_shape[:2], len(rows), len(columns)), PARTIAL)
     kinds = np.array(kinds)
@@ -227,7 +227,7 @@ def _by_points(mask: Mask, b: AnyArray, h: AnyArray, rows: AnyArray, columns: An
 
 
 def _booleans(is_seen: Index) -> AnyArray:
-    """Returns what a mask gave; raises InputError unless it is Boolean."""
+    """Returns a mask's result as an array or range; raises InputError unless it is Boolean."""
     is_seen = np.full((1,) * 4, is_seen) if isinstance(is_seen, bool | np.bool_) else is_seen
     dtype = getattr(is_seen, "dtype", type(is_seen).__name__)
     if dtype != np.dtype(bool):
@@ -238,7 +238,7 @@ def _booleans(is_seen: Index) -> AnyArray:
 def _partial_pairs(
     mask: Mask, rows: AnyArray, columns: AnyArray, kinds: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (indices in ``kinds``, pairs) of partial blocks, many at once."""
+    """Yields (indices in ``kinds``, mask of their pairs) for batches of partial blocks."""
     xp, partial_indices = namespace(rows), np.argwhere(kinds == PARTIAL)
     chunk_len = max(1, POINTS_AT_ONCE // (rows.shape[1] * columns.shape[1]))
     for indices in (partial_indices[start : start + chunk_len] for start in range(0, len(partial_indices), chunk_len)):
@@ -248,8 +248,8 @@ def _partial_pairs(
 
 
 class CountedTable(NamedTuple):
-    """An exact table, the pairs that its mask allows (of one sequence and head, in the mean), the seconds it took to
-    make, and the pairs of the first sequence and head, [T, S], if neither is above 512."""
+    """An exact table, the pairs that its mask allows (mean over sequences and heads), the seconds to make the table,
+    and the mask of the first sequence and head, [T, S], if both are at most 512, else None."""
 
     table: BlockTable
     visible_pairs: float
@@ -258,7 +258,7 @@ class CountedTable(NamedTuple):
 
 
 def counted_table(mask: Mask, *, q_len: int, kv_len: int, **sizes: Any) -> CountedTable:
-    """Returns a mask's table and its pairs counted one by one; ``sizes`` and errors are those of `block_table`."""
+    """Returns a mask's exact table and its exact number of pairs; ``sizes`` are further arguments of `block_table`."""
     start_s = time.perf_counter()
     table = block_table(mask, q_len=q_len, kv_len=kv_len, **sizes)
     table_s = time.perf_counter() - start_s

@@ -1,5 +1,5 @@
-"""Masks that a user wrote, ``module:function``: their blocks are counted in a child process, so that this one imports
-neither their code nor what it needs, and outlives what it does."""
+"""Masks written by a user, ``module:function``. A child process counts their blocks, so that this process does not
+import the user's code, and survives its faults."""
 
 import contextlib
 import importlib
@@ -25,16 +25,16 @@ from meshwright.masks.table import CountedTable, counted_table
 
 
 def table_of_user(spec: str, *, timeout_s: float = 120.0, **sizes: int) -> CountedTable:
-    """Returns the blocks and pairs of the mask_mod ``module:function`` of (b, h, q_idx, kv_idx), which may be in the
-    current folder; ``sizes`` are those of `counted_table`.
+    """Returns the table and pairs of a user's mask function ``module:function`` of (b, h, q_idx, kv_idx); the module
+    may be in the current folder. ``sizes`` are arguments of `counted_table`.
 
     Raises:
-        InputError: there is no such function, it fails, returns anything but Booleans of the indices' shape, ends the
+        InputError: the function does not exist, fails, does not return Booleans of the indices' shape, ends its
             process, or takes longer than ``timeout_s`` seconds.
     """
     with TemporaryDirectory() as folder:
         result_path = Path(folder) / "found"
-        # -P: a json.py of the user is not the child's
+        # -P: the child must not import a json.py of the user
         command = [sys.executable, "-P", "-m", __name__, spec, json.dumps(sizes), str(result_path)]
         streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         child = subprocess.Popen(command, env={"JAX_PLATFORMS": "cpu", **os.environ}, start_new_session=True, **streams)
@@ -55,15 +55,15 @@ def table_of_user(spec: str, *, timeout_s: float = 120.0, **sizes: int) -> Count
 
 
 def is_users(text: str) -> bool:
-    """True for the form ``module:function``."""
+    """True if a text has the form ``module:function``."""
     return re.fullmatch(r"\w+(\.\w+)*:\w+", text) is not None
 
 
 def load_user(spec: str) -> Mask:
-    """Imports ``module:function``, the current folder first.
+    """Imports ``module:function``, from the current folder first, and returns the function.
 
     Raises:
-        InputError: the text is of another form, or there is no such module or function.
+        InputError: the text has another form, or the module or function does not exist.
     """
     if not is_users(spec):
         raise InputError(f"{spec!r} is not module:function. Write for example my_masks:dilated for my_masks.py.")
@@ -83,7 +83,7 @@ def load_user(spec: str) -> Mask:
 
 
 def checked(mask: Mask, spec: str) -> Mask:
-    """Returns a mask of NumPy's arrays that raises InputError unless ``mask`` returns Booleans that broadcast to the
+    """Returns ``mask`` wrapped to raise InputError, naming ``spec``, unless it returns Booleans that broadcast to the
     shape of its indices."""
 
     def of(*indices: Index) -> Index:
@@ -102,7 +102,7 @@ def checked(mask: Mask, spec: str) -> Mask:
 
 
 def words_of(error: BaseException, spec: str) -> str:
-    """Returns one sentence on what a user's function raised, and where."""
+    """Returns a message on an error of a user's function: its type, text and line."""
     if isinstance(error, InputError):
         return str(error)
     libs = {"importlib", "site-packages", Path(__file__).parent.name}
@@ -113,10 +113,10 @@ def words_of(error: BaseException, spec: str) -> str:
 
 
 def main(spec: str, sizes: str, path: str) -> None:
-    """Counts the blocks of a mask and writes them, or why that failed, to a file."""
+    """Counts the blocks of a user's mask and writes the `CountedTable`, or the error's message, to ``path``."""
     try:
         counted_blocks = counted_table(checked(load_user(spec), spec), **json.loads(sizes))
-        # without the mask, which is a function of the child
+        # without the mask, a function that cannot be pickled
         table_or_fault: CountedTable | str = counted_blocks._replace(table=replace(counted_blocks.table, mask=None))
     except BaseException as error:
         table_or_fault = words_of(error, spec)
