@@ -1,5 +1,5 @@
-"""Which requests run in the next step of a server, and what a stream of requests waits for; not what a step costs.
+"""Schedules requests into steps of a server, and simulates queues of requests; the cost of a step is given.
 
-Reading order: `request`, `limits`, `pages`, `scheduler`; then time: `clock`, `replica`, `simulation`; what comes in and
-out: `traffic`, `record`, `spans`.
+Reading order: `request`, `limits`, `pages`, `scheduler`; then time: `clock`, `replica`, `simulation`; input and
+output: `traffic`, `record`, `spans`.
 """

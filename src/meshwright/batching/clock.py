@@ -1,4 +1,4 @@
-"""The seconds of a step: what a simulation asks of a cost model, and a table in front of a slow one."""
+"""The seconds of a step: the interface of a simulation to a cost model, and an interpolation table for slow ones."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from meshwright.core.errors import InputError
 
 
 class Clock(Protocol):
-    """Seconds of an engine's steps. Inherit from it for the default of `steps_s`."""
+    """Interface to the seconds of an engine's steps. Inherit from it for the default `steps_s`."""
 
     def step_s(self, num_decode: Number, cached_tokens: Number, prefill_tokens: Number, prefill_past: Number) -> Number:
         """Returns the seconds of a step.
 
-        ``num_decode`` requests decode a token each and read ``cached_tokens`` in all (their own new tokens not
+        ``num_decode`` requests decode a token each and read ``cached_tokens`` in total (their new tokens not
         counted). ``prefill_tokens`` are prefilled, over all requests; ``prefill_past`` is the mean number of tokens
-        before one of them in its text (`EngineStep`), 0 without prefill. Arguments may be arrays that broadcast.
+        before a prefilled token in its text (`EngineStep`), 0 without prefill. Arguments may be arrays that broadcast.
         """
 
     def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> NDArray[np.float64]:
-        """Returns the seconds of each of a number of steps that only decode; each step caches ``num_decode`` tokens.
+        """Returns the seconds of each of ``num_steps`` steps that only decode; each step caches ``num_decode`` tokens.
 
-        Every entry must equal `step_s` of that step to the last bit, for jumps to equal single steps.
+        Every entry must be bit-equal to `step_s` of that step, so that jumps equal single steps.
         """
         cached_by_step = cached_tokens + num_decode * np.arange(num_steps)
         return np.add(np.zeros(num_steps), self.step_s(num_decode, cached_by_step, 0, 0.0))
 
 
 def _grid(max_value: int, ratio: float) -> list[int]:
-    """Returns 0 and whole numbers to ``max_value``, each at most ``ratio`` times the one before, or one more."""
+    """Returns 0, 1 and whole numbers up to ``max_value``, each ``ratio`` times the previous, or one more."""
     grid_values = [0, 1]
     while grid_values[-1] < max_value:
         grid_values.append(max(grid_values[-1] + 1, int(grid_values[-1] * ratio)))
@@ -40,11 +40,11 @@ def _grid(max_value: int, ratio: float) -> list[int]:
 
 
 class TabledClock(Clock):
-    """A clock that asks another one for a grid of steps once, with arrays, and interpolates linearly between them.
+    """A clock that evaluates another clock once on a grid of steps, and interpolates linearly between them.
 
     ``most`` are the largest ``num_decode``, ``cached_tokens``, ``prefill_tokens`` and ``prefill_past``; beyond them it
-    raises InputError. Neighbours on the grid of the first and third, in which a step is bent, differ by 30%, those of
-    the others by a factor of two.
+    raises InputError. Grid values of the first and third, in which step time is not linear, grow by 30%, values of the
+    other two by a factor of two.
     """
 
     def __init__(self, clock: Clock, most: tuple[int, int, int, int]) -> None:
@@ -63,7 +63,7 @@ class TabledClock(Clock):
         return self.steps_s(1, num_decode, cached_tokens)[0]
 
     def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> NDArray[np.float64]:
-        """Returns the seconds of each of a number of steps, see `Clock`."""
+        """Returns the seconds of each of ``num_steps`` steps, see `Clock`. Raises InputError beyond the table."""
         if num_decode not in self._rows:
             self._rows[num_decode] = self._blend((num_decode,))[:, 0, 0]
         max_cached_tokens = cached_tokens + num_decode * (num_steps - 1)
@@ -73,7 +73,7 @@ class TabledClock(Clock):
         return np.interp(cached_by_step, self._cached, self._rows[num_decode])
 
     def _blend(self, point: Sequence[float]) -> Number:
-        """Returns the table interpolated in its first dims."""
+        """Interpolates the table in its first ``len(point)`` dims. Raises InputError for a point beyond the table."""
         slices, fractions = [], []
         for coord, grid, max_value in zip(point, self._grids, self._most, strict=False):
             if coord > max_value:

@@ -1,4 +1,4 @@
-"""What a scheduler may put into a step."""
+"""The limits of a scheduler: policy, requests, tokens and pages."""
 
 from typing import Literal, get_args
 
@@ -8,7 +8,7 @@ from meshwright.core.errors import InputError, require_known
 
 Policy = Literal["static", "interleaved", "chunked"]
 """``static``: a batch is prefilled at once and keeps its slots until its longest output ends. ``interleaved``: whole
-prompts are prefilled as soon as there is room, and nothing decodes in that step. ``chunked``: every step decodes all
+prompts are prefilled as soon as there is room, in steps that do not decode. ``chunked``: every step decodes all
 running requests and spends the rest of its token budget on prompts, in chunks (Agrawal et al., Sarathi-Serve, 2024;
 the default of vLLM V1). Source of the first two: How to Scale Your Model, section 7."""
 
@@ -16,15 +16,15 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one replica.
+    """Limits of one replica.
 
-    ``max_requests``: requests that run at once, the slots. ``token_budget``: tokens in a step, decoded ones included; a
-    prompt beyond it is prefilled in a step of its own by ``interleaved``, and ``static`` ignores it. ``num_pages`` of
+    ``max_requests``: requests that run at once (slots). ``token_budget``: tokens of a step, decoded ones included;
+    ``interleaved`` prefills a longer prompt in a separate step, and ``static`` ignores the budget. ``num_pages`` of
     ``page_len`` tokens hold the KV cache. ``watermark``: share of the pages that stays free when a request is admitted,
-    so that it is not preempted at once (vLLM: 0.01 in V0, 0 in V1). ``prefix_cache``: pages of shared prefixes
-    are kept after their requests end, until the room is needed. While requests decode, new ones are looked for every
-    ``look_every`` steps alone, counted from the last prefill (SGLang's --scheduler-recv-interval). A step may check
-    ``num_drafts`` tokens after the next one of a decoding request, for which pages and budget have room.
+    so that it is not preempted at once (vLLM: 0.01 in V0, 0 in V1). ``prefix_cache``: pages of shared prefixes stay
+    cached after their requests end, until the pages are needed. ``look_every``: while requests decode, new ones are
+    admitted only every so many steps, counted from the last prefill (SGLang's --scheduler-recv-interval).
+    ``num_drafts``: drafts that a step may check per decoding request; pages and budget reserve room for them.
     """
 
     policy: Policy = "chunked"
@@ -38,7 +38,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
 
     def check(self) -> None:
-        """Raises InputError for bounds with which nothing could run."""
+        """Raises InputError for limits that are out of range or contradict each other."""
         require_known("policy", self.policy, POLICIES)
         for name in ("max_requests", "token_budget", "page_len", "num_pages", "look_every"):
             if getattr(self, name) < 1:
@@ -58,9 +58,9 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def source_pages(self, num_tokens: int) -> int:
-        """Returns the pages that hold a source of a number of tokens."""
+        """Returns the number of pages for a source of ``num_tokens``."""
         return -(-num_tokens // self.page_len)
 
     def pages(self, num_tokens: int) -> int:
-        """Returns the pages that hold a number of tokens of one request, and its drafts."""
+        """Returns the number of pages for ``num_tokens`` of one request and its drafts."""
         return -(-(num_tokens + self.num_drafts) // self.page_len)

@@ -1,13 +1,13 @@
-"""Counts the pages of a KV cache: those of shared prefixes stay until their room is needed, those of sources while a
-request reads them."""
+"""Counts the pages of a KV cache. Pages of shared prefixes stay until they are needed; pages of encoder sources, while
+a request reads them."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
 
 
 class HeldSource:
-    """A source that requests read: its pages by count, their numbers once an engine has given it some, and its
-    users."""
+    """An encoder source that requests read: its number of pages, their numbers once an engine has assigned them, and
+    its number of users."""
 
     __slots__ = ("num_pages", "pages", "users")
 
@@ -17,10 +17,10 @@ class HeldSource:
 
 
 class PagePool:
-    """Free pages, and prefixes with the pages that hold them.
+    """Counts free pages, and the pages of cached prefixes, without numbering them.
 
-    A prefix in use is pinned. An idle one may be evicted, the one that has been idle longest first. The pool counts
-    and does not number pages.
+    A prefix in use is pinned; a prefix without users is idle, and the longest idle is evicted first when pages are
+    needed.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -34,15 +34,15 @@ class PagePool:
 
     @property
     def room(self) -> int:
-        """Pages that can be taken: free ones and those of idle prefixes."""
+        """Pages that can be taken: free pages and pages of idle prefixes."""
         return self.num_free + self._num_idle
 
     def room_beside(self, prefix: int | None) -> int:
-        """Returns the pages that can be taken while a prefix is in use."""
+        """Returns `room` while this prefix is pinned."""
         return self.room - (self.kept(prefix) if prefix in self._idle else 0)
 
     def take(self, num_pages: int) -> None:
-        """Takes pages, from idle prefixes if need be. The caller has checked `room`."""
+        """Takes pages, evicting idle prefixes if too few are free. The caller has checked `room`."""
         while self.num_free < num_pages:
             prefix, _ = self._idle.popitem(last=False)
             del self._users[prefix]
@@ -52,11 +52,11 @@ class PagePool:
         self.num_free -= num_pages
 
     def give(self, num_pages: int) -> None:
-        """Frees pages that `take` returned."""
+        """Frees pages that were taken by `take`."""
         self.num_free += num_pages
 
     def hold_source(self, source: Hashable, num_pages: int) -> bool:
-        """Counts one more user of a source; returns True for the first, who takes its pages. The caller has checked
+        """Adds a user to a source; for the first user takes its pages and returns True. The caller has checked
         `room`."""
         is_new = source not in self.sources
         if is_new:
@@ -65,7 +65,7 @@ class PagePool:
         return is_new
 
     def drop_source(self, source: Hashable) -> list[int]:
-        """Counts one user less of a source; the last one frees its pages, whose numbers are returned."""
+        """Removes a user of a source; the last one frees its pages. Returns the numbers of the freed pages."""
         held_source = self.sources[source]
         held_source.users -= 1
         if held_source.users:
@@ -74,28 +74,28 @@ class PagePool:
         return self.sources.pop(source).pages
 
     def kept(self, prefix: int | None) -> int:
-        """Returns the pages of a prefix that the pool holds, 0 if none."""
+        """Returns the number of cached pages of a prefix, 0 if none."""
         return 0 if prefix is None else self._pages.get(prefix, 0)
 
     def usable(self, prefix: int | None, most: int) -> int:
-        """Returns with how many of the pages of a prefix that the pool holds, at most ``most``, a request can begin."""
+        """Returns how many cached pages of a prefix, at most ``most``, a request can reuse."""
         return min(self.kept(prefix), most)
 
     def pin(self, prefix: int, num_pages: int) -> None:
-        """Counts one more user of ``num_pages`` of a prefix that the pool holds, and so of all of it."""
+        """Adds a user to a cached prefix, which pins all of its pages; ``num_pages`` is how many the user needs."""
         if prefix in self._idle:
             del self._idle[prefix]
             self._num_idle -= self._pages[prefix]
         self._users[prefix] += 1
 
     def unpin(self, prefix: int) -> None:
-        """Counts one user less; a prefix without users is idle."""
+        """Removes a user of a prefix; a prefix without users is idle."""
         self._users[prefix] -= 1
         if not self._users[prefix]:
             self._idle[prefix] = None
             self._num_idle += self._pages[prefix]
 
     def keep(self, prefix: int, num_pages: int) -> None:
-        """Turns pages that a user of a prefix has taken into pages of it; one that is new has this user alone."""
+        """Adds pages that a user has taken to a prefix; a new prefix gets this one user."""
         self._pages[prefix] = self.kept(prefix) + num_pages
         self._users.setdefault(prefix, 1)

@@ -1,4 +1,4 @@
-"""What came of traffic: when requests got their tokens, what the steps were, and the figures that follow from both."""
+"""The result of a simulation: times of requests and tokens, the steps, and summary figures."""
 
 from array import array
 from functools import cached_property
@@ -14,13 +14,13 @@ from meshwright.core.errors import InputError
 Floats = NDArray[np.float64]
 
 WARM_UP = 0.1
-"""Share of the time from the first to the last arrival that is left out, in which the queues fill."""
+"""Share of the time from first to last arrival that is left out at the start, while queues fill."""
 
 
 class RequestTimes:
-    """Seconds at which requests were admitted first, got their first token, and ended, and how often preempted.
+    """When requests were first admitted, got their first token and ended (s), and how often they were preempted.
 
-    One entry for each request of a simulation, NaN until it happens.
+    Arrays with one entry per request of a simulation; times are NaN until they occur.
     """
 
     def __init__(self, num_requests: int) -> None:
@@ -31,7 +31,7 @@ class RequestTimes:
 
 
 class TokenGaps(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds between consecutive tokens of a request, when the later one came, and how many requests had this gap."""
+    """Gaps between consecutive tokens of a request (s), the time of the later token, and how many requests had it."""
 
     gap_s: Floats
     end_s: Floats
@@ -39,7 +39,7 @@ class TokenGaps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepsLog:
-    """The steps of all replicas of a pool, a run of equal steps at a time."""
+    """The steps of all replicas of a pool, recorded as runs of equal steps."""
 
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
@@ -50,7 +50,7 @@ class StepsLog:
         self._single = array("d")
 
     def add_run(self, start_s: float, end_s: float, running: int, decoding: int) -> None:
-        """Counts a run of steps with ``running`` requests, of which ``decoding`` got a token in each."""
+        """Adds a run of steps with ``running`` requests, of which ``decoding`` got a token in each step."""
         self._runs.extend((start_s, end_s, running, decoding))
 
     def add_ends(self, ends_s: Floats, num_live: int) -> None:
@@ -60,11 +60,11 @@ class StepsLog:
         self._live.append(num_live)
 
     def add_gap(self, gap_s: float, end_s: float, num: int) -> None:
-        """Adds one gap of a number of requests."""
+        """Adds one gap that ``num`` requests had, ending at ``end_s``."""
         self._single.extend((gap_s, end_s, num))
 
     def gaps(self) -> TokenGaps:
-        """Returns all gaps, in no order."""
+        """Returns all gaps, in no particular order."""
         ends_s, steps_per_run = np.array(self._ends), np.array(self._lengths)
         has_gap = np.ones(len(ends_s), dtype=bool)
         has_gap[np.cumsum(steps_per_run) - steps_per_run] = False
@@ -76,12 +76,12 @@ class StepsLog:
         )
 
     def runs(self) -> Floats:
-        """Returns a row for each run, see `add_run`."""
+        """Returns a row (start_s, end_s, running, decoding) for each run of steps."""
         return np.array(self._runs).reshape(-1, 4)
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds; NaN where nothing was observed."""
+    """Mean and percentiles in seconds; NaN without observations."""
 
     mean: float
     p50: float
@@ -90,20 +90,20 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatencyTargets(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that a good request needs at most to its first token, and in the mean for each further one."""
+    """Limits of a request that counts as goodput: seconds to first token, and mean seconds per later token."""
 
     ttft_s: float = np.inf
     tpot_s: float = np.inf
 
     def check(self) -> None:
-        """Raises InputError for targets that no request can meet."""
+        """Raises InputError for targets that are not positive."""
         if not (self.ttft_s > 0 and self.tpot_s > 0):
             raise InputError(f"targets of {self.ttft_s:g} s and {self.tpot_s:g} s. Give positive times.")
 
 
 class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over replicas and time: share of it in which a step runs, requests that run, and requests that get a token
-    while a step decodes."""
+    """Means over replicas and time: the share of time in which a step runs, the running requests, and the requests that
+    get a token in a step that decodes."""
 
     utilisation: float
     mean_running: float
@@ -113,12 +113,12 @@ class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
 class ServingSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of the steady state, from ``start_s`` to ``end_s``.
 
-    Latencies are of the ``num_requests`` that arrive in it, ITL (gaps between tokens) of tokens that come in it.
-    TTFT counts from arrival; TPOT is the mean gap of a request, and requests of one token have none; ``queue``
-    is the time to the first admission. Rates are of requests that end in it; ``offered_per_s`` is of arrivals, and
-    above ``requests_per_s`` where the pool is saturated. ``goodput_per_s`` counts requests that meet both targets,
-    ``met`` is their share. ``page_waste`` is the share of the slots of taken pages that is empty, because last pages
-    are not full: mean over the decoding steps of all requests. ``pools``: prefill, then decode, where there are two.
+    Latencies cover the ``num_requests`` that arrive in it, ITL (gaps between tokens) the tokens that are made in it.
+    TTFT counts from arrival; TPOT is the mean gap of a request (requests of one token have none); ``queue`` is the time
+    to the first admission. Rates count requests that end in it; ``offered_per_s`` counts arrivals, and exceeds
+    ``requests_per_s`` if the pool is saturated. ``goodput_per_s`` counts requests that meet both targets, ``met`` is
+    their share. ``page_waste`` is the empty share of the slots of taken pages, as last pages are not full: mean over
+    the decoding steps of all requests. ``pools``: prefill, then decode, if there are two.
     """
 
     start_s: float
@@ -141,7 +141,7 @@ class ServingSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
-    """What happened to every request, in every step (`logs`) and in every slot (`spans`), these for each pool."""
+    """The times of every request, and for each pool its steps (`logs`) and slots (`spans`)."""
 
     traffic: RequestTraffic
     times: RequestTimes
@@ -161,14 +161,14 @@ class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tr
 
     @property
     def tpot_s(self) -> Floats:
-        """Mean seconds of each request from one token to the next; NaN for one token."""
+        """Mean seconds between tokens of each request; NaN for requests of one token."""
         num_gaps = self.traffic.output - 1
         spent_s = self.times.ended_s - self.times.first_token_s
         return np.where(num_gaps > 0, spent_s / np.maximum(num_gaps, 1), np.nan)
 
     @cached_property
     def gaps(self) -> TokenGaps:
-        """Gaps between tokens of all requests."""
+        """The gaps between tokens of all requests in all pools."""
         gaps_by_log = [log.gaps() for log in self.logs]
         return TokenGaps(
             gap_s=np.concatenate([log_gaps.gap_s for log_gaps in gaps_by_log]),
@@ -177,10 +177,10 @@ class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tr
         )
 
     def summary(self, targets: LatencyTargets | None = None, *, warm_up: float = WARM_UP) -> ServingSummary:
-        """Returns the figures of the steady state.
+        """Returns the figures of the steady state. Raises InputError for ``targets`` or a ``warm_up`` out of range.
 
-        It lasts from ``warm_up``, a share of the time from the first to the last arrival, to the last arrival, so that
-        neither filling nor draining counts. With 0, or if all requests arrive at once, it is the whole run.
+        The steady state is from ``warm_up``, a share of the time between first and last arrival, to the last arrival,
+        without filling and draining. With 0, or if all requests arrive at once, it is the whole run.
         """
         goal = targets or LatencyTargets()
         goal.check()
@@ -218,14 +218,14 @@ class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tr
         )
 
     def _page_waste(self) -> float:
-        """Each request reads prompt + 1, ..., prompt + output - 1 tokens in its decoding steps."""
+        """Empty share of page slots; a request has prompt + 1, ..., prompt + output - 1 tokens in its decode steps."""
         min_cached, max_cached = self.traffic.prompt, self.traffic.prompt + self.traffic.output - 1
         used_slots = (_sum_to(max_cached) - _sum_to(min_cached)).sum()
         taken_slots = (self._slots_to(max_cached) - self._slots_to(min_cached)).sum()
         return float(1 - used_slots / taken_slots) if taken_slots else 0.0
 
     def _slots_to(self, n: Ints) -> Ints:
-        """Returns the sum of the slots in the pages of 1, ..., n tokens."""
+        """Returns the slots of the pages of k tokens, summed over k = 1, ..., n."""
         full_pages, rest_tokens = n // self.page_len, n % self.page_len
         return self.page_len * (self.page_len * _sum_to(full_pages) + rest_tokens * (full_pages + 1))
 

@@ -1,4 +1,4 @@
-"""One replica in time: a scheduler whose steps take what a clock says."""
+"""Simulates one replica: a scheduler whose steps take the seconds of a clock."""
 
 from math import inf, isnan
 
@@ -16,15 +16,15 @@ from meshwright.core.errors import InputError
 class Replica:
     """Runs a scheduler against a clock.
 
-    Consecutive steps in which nothing changes are run in one go, at most ``most_jump`` of them; a request that arrives
-    meanwhile ends them with the step in which it arrives. One that arrives just as a step ends is in time for the next.
+    Runs up to ``most_jump`` consecutive steps of the same requests at once; a request that arrives meanwhile ends the
+    run of steps after the step in which it arrives. One that arrives exactly at a step's end can join the next step.
     """
 
     def __init__(
         self, limits: SchedulerLimits, clock: Clock, times: RequestTimes, log: StepsLog, most_jump: int
     ) -> None:
         self.scheduler = Scheduler(limits)
-        self.end_s = inf  # of the run in progress; inf without one
+        self.end_s = inf  # end of the run of steps in progress; inf without one
         self.recorder: SlotRecorder | None = None
         self._clock = clock
         self._times = times
@@ -34,14 +34,14 @@ class Replica:
         self._start_s = 0.0
         self._ends_s: Floats = np.empty(0)
         self._decoded_s = 0.0  # end of the last step that decoded
-        # Requests whose last token came at another time: those about to decode, and those that are not running.
+        # Last token times, if not `_decoded_s`: of requests about to decode, and of requests not running.
         self._joined: dict[int, float] = {}
         self._away: dict[int, float] = {}
 
     def submit(self, request: GenerationRequest, at_s: float) -> None:
-        """Adds a request at a time at which no step is still to end."""
+        """Queues a request at ``at_s``; shortens the run of steps in progress if the request may be admitted."""
         scheduler = self.scheduler
-        was_blocked = bool(scheduler.waiting)  # the head of the queue had no room, and has none until something ends
+        was_blocked = bool(scheduler.waiting)  # the head of the queue has no room until a request ends
         scheduler.submit(request)
         if request.prefilled:
             self._away[request.number] = self._times.first_token_s[request.number]
@@ -51,7 +51,7 @@ class Replica:
             self.end_s = float(self._ends_s[-1])
 
     def begin(self, now_s: float) -> bool:
-        """Starts the next run of steps, unless there is nothing to run; returns whether it did."""
+        """Starts the next run of steps; False if there is none. Raises InputError if it takes no positive time."""
         step = self.scheduler.plan()
         self._start_s = now_s
         if not step.repeats:
@@ -74,7 +74,7 @@ class Replica:
             ends_s = np.array([self._clock.step_s(*decode_load, step.prefill_tokens, step.prefill_past)], float)
         else:
             ends_s = np.array(self._clock.steps_s(num_repeats, *decode_load))
-        # Summed one after the other, so that a run of steps ends at the same time as single steps, to the last bit.
+        # Summed in sequence, so that the end of a run is bit-equal to single steps.
         ends_s[0] += now_s
         self._ends_s = np.add.accumulate(ends_s)
         self.end_s = float(self._ends_s[-1])
@@ -84,7 +84,7 @@ class Replica:
         return True
 
     def end(self) -> list[GenerationRequest]:
-        """Counts what the run of steps has done, which ends at `end_s`, and returns the requests that it has ended."""
+        """Ends the run of steps at `end_s`: records its tokens, and returns the requests that finish."""
         step, now_s = self._step, self.end_s
         scheduler, ends_s, log, times = self.scheduler, self._ends_s, self._log, self._times
         assert step

@@ -10,11 +10,11 @@ from meshwright.core.errors import InputError
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Lengths are in tokens.
 
-    ``output``: tokens to generate, the first by the prefill; a server gives the most that it allows and calls
-    `Scheduler.stop` when the text ends. ``prefix``: a key that requests share whose prompts start with the same
-    ``prefix_len`` tokens. ``prefilled``: another pool has made the first token, and the KV cache of the prompt
-    arrives with the request. ``source``: a key that requests share whose decoders read the same source, of
-    ``source_len`` tokens, which has pages of its own; None without one.
+    ``output``: tokens to generate, the first by the prefill; a server sets the maximum and calls `Scheduler.stop` when
+    the text ends. ``prefix``: a key shared by requests whose prompts start with the same ``prefix_len`` tokens.
+    ``prefilled``: another pool has made the first token, and the KV cache of the prompt arrives with the request.
+    ``source``: a key shared by requests that read the same encoder source of ``source_len`` tokens, which has separate
+    pages; None without a source.
     """
 
     number: int
@@ -27,7 +27,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     source_len: int = 0
 
     def check(self) -> None:
-        """Raises InputError if a length is not possible."""
+        """Raises InputError for lengths that are out of range."""
         if self.prompt < 1 or self.output < 1 + self.prefilled:
             min_output = 1 + self.prefilled
             raise InputError(
@@ -42,17 +42,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_cached(self) -> int:
-        """Tokens in the KV cache when the last token is out, which itself is never cached."""
+        """Tokens in the KV cache at the end; the last token is never cached."""
         return self.prompt + self.output - 1
 
 
 class ActiveRequest:
     """A request inside a scheduler: waiting, in prefill, or decoding.
 
-    A decoding request is not touched in a step. ``cached`` (tokens in the KV cache) and ``produced`` (output tokens so
-    far) are those at round ``joined``, since when both have grown by one in each round; ``joined`` is -1 before that.
-    ``is_ready``: its prompt is in the cache and its first token is known, so that it decodes when it is admitted.
-    ``num_read`` are the tokens of its source that are to be read for it, 0 if another request has had it read.
+    A step does not update decoding requests: ``cached`` (tokens in the KV cache) and ``produced`` (output tokens so
+    far) are the values at round ``joined`` (-1: not decoding yet), and both grow by one per round after it.
+    ``is_ready``: its prompt is cached and its first token is known, so it decodes as soon as it is admitted.
+    ``num_read``: source tokens that the encoder must read for it, 0 if another request's source is reused.
     """
 
     __slots__ = ("admission", "cached", "is_ready", "joined", "num_read", "produced", "request", "shared_pages")
@@ -68,15 +68,15 @@ class ActiveRequest:
 
     @property
     def num_known(self) -> int:
-        """Tokens of the prompt, and after a preemption those produced before it."""
+        """Known tokens: the prompt and, after a preemption, the tokens produced before it."""
         return self.request.prompt + self.produced
 
     @property
     def uncached(self) -> int:
-        """Tokens to prefill."""
+        """Tokens that remain to prefill."""
         return 0 if self.is_ready else self.request.prompt + self.produced - self.cached
 
     @property
     def end_round(self) -> int:
-        """The round before which a decoding request has produced its last token."""
+        """The round at whose start a decoding request has all its tokens."""
         return self.joined + self.request.output - self.produced

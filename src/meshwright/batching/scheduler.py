@@ -1,4 +1,4 @@
-"""The scheduler: a state machine without a clock that says what the next step of an engine holds.
+"""The scheduler, a state machine without a clock, which decides what the next step of an engine runs.
 
     step = scheduler.plan()                          the engine runs it, up to `step.repeats` times
     prefilled, ended = scheduler.commit(step, n)     after n of them
@@ -19,15 +19,14 @@ from meshwright.core.errors import InputError
 
 
 class EngineStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a step holds, and for how many steps nothing else changes.
+    """The content of a step, and for how many steps it stays the same.
 
-    ``decode``: requests that get a token each; they read ``cached_tokens`` in all from the KV cache, and one more per
-    request in each repeat. ``prefill``: requests and how many tokens of each; ``prefill_past`` is the mean number of
-    tokens that stand before a prefilled token in its own text, of this step or cached, so that
-    ``prefill_tokens * (prefill_past + 1)`` counts the pairs of causal attention. ``repeats``: steps from this one on
-    with the same requests and no page missing, if no request arrives; 0 if there is nothing to run. ``admitted`` and
-    ``preempted`` are the requests that got or lost their pages before the step; ``sources`` are the lengths of the
-    sources that are read for those that were admitted.
+    ``decode``: requests that get a token each; they read ``cached_tokens`` in total from the KV cache, and one more per
+    request in each repeat. ``prefill``: (request, its tokens to prefill); ``prefill_past`` is the mean number of
+    tokens that precede a prefilled token in its text, in this step or cached: ``prefill_tokens * (prefill_past + 1)``
+    counts the pairs of causal attention. ``repeats``: steps from this one on with the same requests and enough pages,
+    if no request arrives; 0 if there is nothing to run. ``admitted`` and ``preempted`` are the requests that got or
+    lost their pages before the step; ``sources`` are the lengths of the sources to encode for admitted requests.
     """
 
     decode: tuple[ActiveRequest, ...]
@@ -42,13 +41,13 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Scheduler:
-    """First come, first served, over the slots, the pages and the token budget of one replica.
+    """Schedules requests first come, first served, within the slots, pages and token budget of one replica.
 
-    Admission takes the pages of everything that is to be prefilled. A decoding request takes a page when its last one
-    is full; if there is none, the request that was admitted last loses all its pages, goes back to the head of the
-    queue and is prefilled again, with the tokens that it has produced (vLLM's preemption by recomputation).
+    Admission takes the pages of all tokens to prefill. A decoding request takes a page when its last page is full; if
+    none is free, the request admitted last loses all its pages, returns to the head of the queue and is prefilled
+    again, with the tokens that it has produced (vLLM's preemption by recomputation).
 
-    `round` counts steps that decoded. All that changes by one in every round is stored relative to it, so that
+    `round` counts steps that decoded. Values that grow by one in every round are stored relative to it, so that
     committing n steps costs the same for every n.
     """
 
@@ -58,21 +57,21 @@ class Scheduler:
         self.pages = pages or PagePool(limits.num_pages)
         self.round = 0
         self.waiting: deque[ActiveRequest] = deque()
-        self.running: dict[int, ActiveRequest] = {}  # by admission, so that the last is the newest
-        self.num_live = 0  # decoding requests that still produce; under "static" others keep their slots
+        self.running: dict[int, ActiveRequest] = {}  # by admission number; the last is the newest
+        self.num_live = 0  # decoding requests that still produce; under "static" finished ones keep their slots
         self._decoding: dict[int, ActiveRequest] = {}
         self._prefilling: list[ActiveRequest] = []
-        self._cached = 0  # tokens of all decoding requests at the present round
-        self._ends: list[tuple[int, int]] = []  # heap of rounds and admissions; entries of those that left are stale
-        # Decoding requests by the round, modulo page_len, in which they write the first token of a page.
+        self._cached = 0  # cached tokens of all decoding requests at the present round
+        self._ends: list[tuple[int, int]] = []  # heap of (round, admission); entries of requests that left are stale
+        # Numbers of decoding requests by the round, modulo page_len, in which they start a page.
         self._crossings = [0] * limits.page_len
         self._owed: dict[int, int] = {}  # admission -> pages of accepted drafts that are still to be taken
         self._num_admitted = 0
-        self._looked = 0  # round after the last step that prefilled
+        self._looked = 0  # value of `round` after the last step that prefilled
 
     @property
     def load(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return len(self.waiting) + len(self.running)
 
     def submit(self, request: GenerationRequest) -> ActiveRequest:
@@ -94,7 +93,7 @@ class Scheduler:
         return active
 
     def stop(self, active: ActiveRequest) -> None:
-        """Ends a request before its last token, as its text is complete or nobody wants it; does nothing after it.
+        """Ends a request before its last token (text complete, or cancelled); does nothing if it has ended.
 
         Call it between `commit` and `plan`.
         """
@@ -105,7 +104,7 @@ class Scheduler:
             self.waiting.remove(active)
 
     def accept(self, active: ActiveRequest, num_tokens: int) -> None:
-        """Adds tokens, of drafts that were right, to a decoding request whose output they do not end.
+        """Adds accepted drafts to a decoding request; they must not end its output.
 
         Call it between `commit` and `plan`, which takes the pages.
         """
@@ -149,7 +148,7 @@ class Scheduler:
             prefill=tuple(chunks),
             prefill_tokens=num_prefill_tokens,
             prefill_past=twice_past_tokens / (2 * num_prefill_tokens) if num_prefill_tokens else 0.0,
-            # After a preemption there may be room again for the next in the queue.
+            # After a preemption there may be room again for the next request in the queue.
             repeats=1 if chunks or preempted else self._quiet_rounds(rounds_to_look) if decoding_requests else 0,
             admitted=tuple(admitted),
             preempted=tuple(preempted),
@@ -157,15 +156,15 @@ class Scheduler:
         )
 
     def commit(self, step: EngineStep, num_steps: int = 1) -> tuple[list[ActiveRequest], list[ActiveRequest]]:
-        """Counts a step that ran ``num_steps`` times, at most its repeats.
+        """Commits a step that ran ``num_steps`` times, at most its ``repeats``.
 
-        Returns the requests whose prefill ended, each with one more token, and those that have all their tokens.
+        Returns the requests whose prefill ended, which adds a token to each, and the requests with all their tokens.
         """
         prefilled: list[ActiveRequest] = []
         ended: list[ActiveRequest] = []
         if step.decode:
             if num_steps > 1:
-                # the pages that the rounds after the next one write first
+                # pages that rounds after the next one start
                 pages_each, rest_rounds = divmod(num_steps - 1, self.limits.page_len)
                 rounds = range(self.round + 1, self.round + 1 + rest_rounds)
                 num_crossing = sum(self._crossings[round_number % self.limits.page_len] for round_number in rounds)
@@ -199,7 +198,7 @@ class Scheduler:
                 self._leave(active, ended=True)
 
     def _take_decode_pages(self) -> list[ActiveRequest]:
-        """Takes the pages that the next round writes first; returns the requests that were preempted for them."""
+        """Takes the pages that the next round starts; returns the requests that were preempted for them."""
         page_offset = self.round % self.limits.page_len
         needed_pages = self._crossings[page_offset] + sum(self._owed.values())
         preempted = []
@@ -218,7 +217,7 @@ class Scheduler:
         return preempted
 
     def _chunks(self, admitted: list[ActiveRequest], *, may_admit: bool) -> list[tuple[ActiveRequest, int]]:
-        """Spends what decoding leaves of the token budget on prompts, first those that have begun."""
+        """Spends the token budget that decoding leaves on prompts: partly prefilled ones first, then new ones."""
         tokens_left = self.limits.token_budget - len(self._decoding) * (1 + self.limits.num_drafts)
         chunks = []
         for prefilling in self._prefilling:
@@ -232,7 +231,7 @@ class Scheduler:
             if num_tokens:
                 chunks.append((active, num_tokens))
             elif self._crossing(active) == self.round % self.limits.page_len:
-                self.pages.take(1)  # it decodes in this step, whose pages were taken before
+                self.pages.take(1)  # it decodes in this step, whose pages were taken already
             tokens_left -= (num_tokens or 1 + self.limits.num_drafts) + active.num_read
         return chunks
 
@@ -246,7 +245,7 @@ class Scheduler:
         return chunks
 
     def _static_batch(self, admitted: list[ActiveRequest]) -> list[tuple[ActiveRequest, int]]:
-        """Admits the next requests that have room together until the longest of their outputs ends."""
+        """Admits the next requests that fit together until the longest of their outputs ends."""
         if self.running:
             return []
         limits, batch_requests = self.limits, list[GenerationRequest]()
@@ -269,14 +268,14 @@ class Scheduler:
         return [(active, active.uncached) for active in admitted]
 
     def _hit_pages(self, active: ActiveRequest) -> int:
-        """Returns the pages of the prompt that the prefix cache holds; at least one token is left to compute."""
+        """Returns the reusable cached pages of a prompt; leaves at least one token to compute."""
         if not self.limits.prefix_cache or active.is_ready:
             return 0
         max_pages = min(active.request.prefix_len, active.num_known - 1) // self.limits.page_len
         return self.pages.usable(active.request.prefix, max_pages)
 
     def _admit_next(self, max_tokens: int | None = None) -> ActiveRequest | None:
-        """Admits the head of the queue if a slot and its pages are free, and it has at most so many to prefill."""
+        """Admits and returns the head of the queue if slot and pages suffice and it prefills at most ``max_tokens``."""
         if not self.waiting or len(self.running) >= self.limits.max_requests:
             return None
         active, page_pool, page_len = self.waiting[0], self.pages, self.limits.page_len
@@ -289,11 +288,11 @@ class Scheduler:
         if needed_pages - hit_pages + spare_pages > page_pool.room_beside(prefix_key if hit_pages else None):
             if needed_pages + spare_pages > page_pool.room:
                 return None
-            hit_pages = 0  # there is room if the prefix is evicted, which is longer than what this request shares of it
+            hit_pages = 0  # fits if the prefix, which is longer than the part that this request shares, is evicted
         if hit_pages and prefix_key is not None:
             page_pool.pin(prefix_key, hit_pages)
             active.cached, active.shared_pages = hit_pages * page_len, hit_pages
-        # The page for the next token of a request that decodes at once is taken as for all that decode.
+        # For a request that decodes at once, `_take_decode_pages` or `_chunks` takes the page of its next token.
         num_tokens = active.cached if active.is_ready else active.num_known
         page_pool.take(self.limits.pages(num_tokens) - hit_pages)
         self.waiting.popleft()
@@ -313,7 +312,7 @@ class Scheduler:
             self._join(active)
 
     def _join(self, active: ActiveRequest) -> None:
-        """Lets a request decode from the present round on."""
+        """Makes a request decode from the present round on."""
         active.joined = self.round
         self._decoding[active.admission] = active
         self.num_live += 1
@@ -322,11 +321,11 @@ class Scheduler:
         heappush(self._ends, (active.end_round, active.admission))
 
     def _crossing(self, active: ActiveRequest) -> int:
-        """Returns the rounds, modulo page_len, before which a decoding request takes a page."""
+        """Returns the round, modulo page_len, in which a decoding request starts a page."""
         return (active.joined - active.cached - self.limits.num_drafts) % self.limits.page_len
 
     def _leave(self, active: ActiveRequest, *, ended: bool = False) -> None:
-        """Takes a request out of its slot and frees its pages."""
+        """Removes a request from its slot and frees its pages."""
         limits = self.limits
         del self.running[active.admission]
         if active.joined < 0:
@@ -345,7 +344,7 @@ class Scheduler:
             self.pages.drop_source(active.request.source)
 
     def _keep_prefix(self, active: ActiveRequest) -> None:
-        """Shares the full pages of a prefix that were just computed, unless another request was first."""
+        """Adds the just computed full pages of a prefix to the prefix cache, unless another request did so first."""
         prefix_key, kept_pages = active.request.prefix, self.pages.kept(active.request.prefix)
         new_pages = min(active.request.prefix_len, active.cached) // self.limits.page_len - kept_pages
         if self.limits.prefix_cache and prefix_key is not None and new_pages > 0 and active.shared_pages == kept_pages:
@@ -353,8 +352,8 @@ class Scheduler:
             active.shared_pages += new_pages
 
     def _quiet_rounds(self, rest_rounds: int) -> int:
-        """Returns for how many rounds no request ends before the last and the free pages suffice, at most
-        ``rest_rounds`` if requests wait to be looked for."""
+        """Returns for how many rounds no request ends before the last round and the free pages suffice; at most
+        ``rest_rounds`` if requests wait."""
         while (active := self._decoding.get(self._ends[0][1])) is None or active.end_round != self._ends[0][0]:
             heappop(self._ends)
         max_rounds, page_len, free_pages = self._ends[0][0] - self.round - 1, self.limits.page_len, self.pages.room

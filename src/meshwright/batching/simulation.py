@@ -1,4 +1,4 @@
-"""Traffic through one or two pools of replicas: who serves which request, and what comes out."""
+"""Simulates traffic through one or two pools of replicas behind routers."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -19,14 +19,14 @@ from meshwright.core.errors import InputError, require_known
 from meshwright.core.progress import RunningWork, working
 
 RoutingPolicy = Literal["round_robin", "least_loaded", "prefix_aware"]
-"""``least_loaded``: fewest requests that wait or run. ``prefix_aware``: where the prefix was sent before, unless the
-load is out of balance; requests without a prefix, and the first with one, go to the least loaded."""
+"""``least_loaded``: the replica with the fewest waiting and running requests. ``prefix_aware``: the replica that got
+the prefix last, unless loads are out of balance; a request without a prefix, or with a new one: the least loaded."""
 
 IMBALANCE, IMBALANCE_RATIO = 32, 1.5
 """Loads are out of balance if the largest exceeds the least by both: the rule and the difference of SGLang's router."""
 
 MOST_JUMP = 256
-"""Steps that are priced in one call; beyond it the call costs more than it saves."""
+"""Maximum steps per call of a clock; longer calls cost more than they save."""
 
 
 class ReplicaPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class ReplicaPool(msgspec.Struct, frozen=True, kw_only=True):
     routing: RoutingPolicy = "round_robin"
 
     def check(self) -> None:
-        """Raises InputError for what could not run."""
+        """Raises InputError for limits, a number of replicas or a routing that is not valid."""
         self.limits.check()
         if self.num_replicas < 1:
             raise InputError(f"num_replicas is {self.num_replicas:,}. Give a positive number.")
@@ -58,11 +58,11 @@ class _Line:
 
     @property
     def spans(self) -> tuple[SlotSpan, ...]:
-        """Who held which slot, if that is recorded."""
+        """The requests in each slot over time; empty unless recorded."""
         return tuple(span for replica in self.replicas if replica.recorder for span in replica.recorder.spans)
 
     def route(self, request: GenerationRequest) -> int:
-        """Returns the number of the replica that a request goes to, and keeps it as the home of its prefix."""
+        """Returns the index of the replica for a request; ``prefix_aware`` remembers it for the prefix."""
         self._count += 1
         if self._routing == "round_robin":
             return (self._count - 1) % len(self.replicas)
@@ -84,14 +84,14 @@ def simulate(
     most_jump: int = MOST_JUMP,
     spans: bool = False,
 ) -> ServingRecord:
-    """Returns what happens to traffic in a pool of replicas that prefill and decode, or in two, one for each.
+    """Simulates traffic in one pool of replicas, or in two pools, for prefill and decode.
 
-    Of two pools the first makes the first token. ``transfer_s`` seconds, of the number of tokens in the prompt, after
-    it the request is queued in the second pool, which keeps its own pages; transfers do not wait for each other. A
-    request that is preempted there is prefilled again there. At one time steps end first, then requests arrive, then
-    steps begin. A client has at most ``concurrency`` requests on their way: the next one is sent when one ends, if it
-    has arrived, and its arrival in the record is when it is sent. ``most_jump=1`` takes every step by itself, with the
-    same result. ``spans`` keeps who held which slot, for small simulations. Raises InputError for what cannot run.
+    Of two pools the first makes the first token; ``transfer_s(prompt tokens)`` seconds later the request is queued in
+    the second pool, which has separate pages; transfers do not delay each other. A request preempted there is prefilled
+    again there. Of simultaneous events, steps end first, then requests arrive, then steps begin. At most
+    ``concurrency`` requests are in flight: when one ends the client sends the next, if it has arrived, and the record
+    has the sending time as its arrival. ``most_jump=1`` simulates single steps, with the same result. ``spans`` records
+    the request in each slot, for small simulations. Raises InputError for arguments that cannot run.
     """
     if not concurrency >= 1:
         raise InputError(f"concurrency is {concurrency:g}. Give a client of one request at a time, or of more.")
@@ -110,7 +110,7 @@ def simulate(
 
 
 class _Events:
-    """What happens next: (time, kind, whose), of the kinds 0 a step ends, 1 a request arrives, 2 a step begins."""
+    """The event queue of (time, kind, id): kind 0, a replica's step ends; 1, a request arrives; 2, a step begins."""
 
     def __init__(
         self, traffic: RequestTraffic, lines: list[_Line], transfer_s: Callable[[int], float], concurrency: float
@@ -123,7 +123,7 @@ class _Events:
         self._events: list[tuple[float, int, int]] = []
 
     def run(self, work: RunningWork) -> None:
-        """Runs until nothing is left to happen; counts the requests that have ended as done."""
+        """Processes events until none is left; counts the requests that have ended as done by ``work``."""
         self._work = work
         self._send(0.0)
         while self._events:
@@ -138,7 +138,7 @@ class _Events:
                 heappush(self._events, (now_s, 2, owner_id))
 
     def _send(self, now_s: float) -> None:
-        """Has the client send its next request, if it may."""
+        """Sends the client's next request, unless ``concurrency`` are in flight."""
         if self._in_flight < self._most and (next_arrival := next(self._source, None)):
             self._in_flight += 1
             sent_s, request = max(next_arrival[0], now_s), next_arrival[1]
@@ -164,7 +164,7 @@ class _Events:
             heappush(self._events, (replica.end_s, 0, replica_index))
 
     def _end(self, now_s: float, replica_index: int) -> None:
-        """Ends a replica's step: requests go on to the pool that decodes, or make room for the client's next."""
+        """Ends a replica's step: sends its finished requests to the decode pool, or lets the client send the next."""
         for ended_request in self._replicas[replica_index].end():
             full_request = self._coming.pop(ended_request.number, ended_request)
             if full_request.output > ended_request.output:

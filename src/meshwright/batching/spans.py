@@ -1,4 +1,4 @@
-"""Which request held which slot when, to be drawn."""
+"""Records which request had which slot when, for drawing."""
 
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
@@ -10,11 +10,11 @@ from meshwright.batching.request import ActiveRequest
 from meshwright.batching.scheduler import EngineStep
 
 SlotPhase = Literal["prefill", "decode", "ended"]
-"""``ended``: a static batch keeps the slot of a request that has all its tokens. Between spans a slot waits."""
+"""``ended``: a finished request in a slot that a static batch still keeps. Between spans a slot is idle."""
 
 
 class SlotSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """A request in a slot of a replica from ``start_s`` to ``end_s``."""
+    """A phase of a request in a slot of a replica from ``start_s`` to ``end_s``."""
 
     replica: int
     slot: int
@@ -25,7 +25,7 @@ class SlotSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotRecorder:
-    """Gives every running request the lowest free slot, and joins its spans where one follows another."""
+    """Assigns every running request the lowest free slot, and merges adjacent spans of the same phase."""
 
     def __init__(self, replica: int, max_requests: int) -> None:
         self.spans: list[SlotSpan] = []
@@ -33,11 +33,11 @@ class SlotRecorder:
         self._free = list(range(max_requests))
         heapify(self._free)
         self._slots: dict[int, int] = {}
-        self._last: dict[int, int] = {}  # slot -> number of its last span
+        self._last: dict[int, int] = {}  # slot -> index of its last span
         self._ended: set[int] = set()
 
     def step(self, step: EngineStep, start_s: float, end_s: float) -> None:
-        """Records a run of steps."""
+        """Records a run of equal steps from ``start_s`` to ``end_s``."""
         for active in step.admitted:
             self._slots[active.request.number] = heappop(self._free)
         for active, _ in step.prefill:
@@ -47,7 +47,7 @@ class SlotRecorder:
             self._add(request_id, start_s, end_s, "ended" if request_id in self._ended else "decode")
 
     def leave(self, ended: Iterable[ActiveRequest], running: Iterable[ActiveRequest]) -> None:
-        """Frees the slots of requests that do not run any more; ``ended`` have all their tokens."""
+        """Frees the slots of all requests that are not in ``running``; ``ended`` are requests with all their tokens."""
         self._ended.update(active.request.number for active in ended)
         for request_id in self._slots.keys() - {active.request.number for active in running}:
             heappush(self._free, self._slots.pop(request_id))

@@ -1,4 +1,4 @@
-"""Requests over time: when they arrive, and how long they are."""
+"""Requests over time: their arrivals and lengths, sampled or read from a trace."""
 
 import csv
 from collections.abc import Callable, Iterator, Mapping
@@ -18,17 +18,17 @@ from meshwright.core.units import parse_count
 
 Ints = NDArray[np.int64]
 LengthSampler = Callable[[np.random.Generator, int], Ints]
-"""Draws so many lengths, in tokens."""
+"""Draws ``count`` lengths in tokens: (generator, count) -> lengths."""
 
 LATEST_S = 1e9
-"""The last arrival, so that steps of microseconds still count beside the clock."""
+"""Maximum arrival time, so that adding microseconds to the time still changes it in float64."""
 
 LOGNORMAL_SIGMA = 1.0
-"""Standard deviation of the logarithm of a length, where none is given."""
+"""Default standard deviation of the logarithm of a length."""
 
 
 class RequestTraffic(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Requests in order of arrival: seconds, tokens of prompt and output, the prefix that each shares (-1: none)."""
+    """Requests by arrival: time, tokens of prompt and output, key of a shared prefix (-1: none) and its length."""
 
     arrival_s: NDArray[np.float64]
     prompt: Ints
@@ -41,17 +41,17 @@ class RequestTraffic(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def rate_per_s(self) -> float:
-        """Requests a second from the first arrival to the last; 0 if all arrive at once."""
+        """Mean requests per second from first to last arrival; 0 if all arrive at once."""
         span_s = float(self.arrival_s[-1] - self.arrival_s[0])
         return (len(self) - 1) / span_s if span_s else 0.0
 
     def at_rate(self, rate_per_s: float) -> "RequestTraffic":
-        """Returns the same requests in the same order, so many a second in the mean; those that come at once still
-        do."""
+        """Returns the requests with arrival times scaled to a mean of ``rate_per_s``; simultaneous ones stay
+        simultaneous."""
         return replace(self, arrival_s=self.arrival_s * (self.rate_per_s or rate_per_s) / rate_per_s)
 
     def requests(self) -> Iterator[tuple[float, GenerationRequest]]:
-        """Yields the time of arrival and the request, numbered from 0."""
+        """Yields (arrival time in s, request) in order; requests are numbered from 0."""
         columns = (self.arrival_s, self.prompt, self.output, self.prefix, self.prefix_len)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for request_id, (arrival_s, prompt_len, output_len, prefix_key, prefix_len) in enumerate(rows):
@@ -72,7 +72,7 @@ def traffic_of(
     prefix: ArrayLike | None = None,
     prefix_len: ArrayLike | None = None,
 ) -> RequestTraffic:
-    """Returns traffic of columns of equal length, sorted by arrival. Raises InputError for values that cannot be."""
+    """Builds traffic from columns of equal length, sorted by arrival. Raises InputError for invalid values."""
     arrivals_s = np.asarray(arrival_s, float)
     num_requests = len(arrivals_s)
     if not num_requests:
@@ -103,7 +103,7 @@ MOST_REQUESTS = 10_000_000
 def poisson(
     rate_per_s: float, *, duration_s: float, prompt: LengthSampler, output: LengthSampler, seed: int = 0
 ) -> RequestTraffic:
-    """Returns requests that arrive independently of each other, ``rate_per_s`` in the mean, for ``duration_s``."""
+    """Samples Poisson arrivals (at least one) for ``duration_s``. Raises InputError for rates or times out of range."""
     if not (0 < rate_per_s < np.inf and 0 < duration_s < np.inf):
         raise InputError(f"a rate of {rate_per_s:g} requests/s for {duration_s:g} s. Give positive, finite numbers.")
     if rate_per_s * duration_s > MOST_REQUESTS:
@@ -118,20 +118,20 @@ def poisson(
 
 
 def fixed(length: int) -> LengthSampler:
-    """Samples one length."""
+    """Returns a sampler whose lengths are all ``length``."""
     return uniform(length, length)
 
 
 def uniform(least: int, most: int) -> LengthSampler:
-    """Samples whole lengths from ``least`` to ``most`` with equal odds."""
+    """Returns a uniform sampler of whole lengths from ``least`` to ``most``. Raises InputError if out of range."""
     if not 1 <= least <= most:
         raise InputError(f"lengths from {least:,} to {most:,} tokens. Give 1 or more, the smaller one first.")
     return lambda generator, count: generator.integers(least, most, size=count, endpoint=True)
 
 
 def lognormal(mean: float, *, sigma: float = LOGNORMAL_SIGMA, most: int | None = None) -> LengthSampler:
-    """Samples lengths whose logarithm is normal, rounded, at least 1; ``mean`` is that of the lengths before ``most``
-    cuts them."""
+    """Returns a sampler of lognormal lengths of this mean, clipped to 1 and ``most`` and rounded. Raises InputError if
+    ``mean`` is below 1 or ``sigma`` is negative."""
     if not (1 <= mean < np.inf and 0 <= sigma < np.inf):
         raise InputError(f"lengths of mean {mean:g} and sigma {sigma:g}. Give a mean of 1 or more, sigma 0 or more.")
 
@@ -143,7 +143,7 @@ def lognormal(mean: float, *, sigma: float = LOGNORMAL_SIGMA, most: int | None =
 
 
 def parse_lengths(text: str) -> LengthSampler:
-    """Returns the sampler of ``500``, ``8Ki``, ``1..999``, ``lognormal:500`` or ``lognormal:500:0.8`` (mean, sigma)."""
+    """Parses ``500``, ``8Ki``, ``1..999``, ``lognormal:500`` or ``lognormal:500:0.8`` (sigma). Raises InputError."""
     kind, *number_texts = text.split(":")
     least_text, _, most_text = text.partition("..")
     try:
@@ -159,15 +159,15 @@ def parse_lengths(text: str) -> LengthSampler:
 # -- observed requests --------------------------------------------------------------------------------------
 
 COLUMNS = {"arrival_s": None, "prompt": None, "output": None, "prefix": -1, "prefix_len": 0}
-"""Column of a trace -> its value where a row lacks it; None if every row has it."""
+"""Column of a trace -> its default; None if every row must have the column."""
 MOST_TRACE_BYTES, MOST_TOKENS = 2**30, 2**40
 
 
 def load_trace(path: Path) -> RequestTraffic:
-    """Returns the requests of a JSONL file of objects, or of a CSV file with a header.
+    """Reads traffic from a JSONL file of objects, or a CSV file with a header.
 
     Columns: ``arrival_s``, ``prompt`` and ``output`` in tokens; ``prefix`` (a whole number) and ``prefix_len`` if
-    prompts share prefixes. Raises InputError that names the file, and the line where one is wrong.
+    prompts share prefixes. Raises InputError that names the file, and the line that is wrong.
     """
     text = read_text(path, "Name a trace in JSONL or CSV.", most=MOST_TRACE_BYTES)
     values_by_name: dict[str, list[float]] = {name: [] for name in COLUMNS}
@@ -192,7 +192,7 @@ def load_trace(path: Path) -> RequestTraffic:
 
 
 def _rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yields every row after its line, from JSONL if the first character is a bracket."""
+    """Yields (line number, row); reads JSONL if the text starts with a bracket or brace, else CSV."""
     if text.lstrip().startswith(("{", "[")):
         yield from json_rows(path, text, "Give an object on every line.")
         return
