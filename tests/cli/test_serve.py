@@ -123,7 +123,7 @@ def test_what_is_served_unlike_the_plan_is_said(folder, tmp_path):
 def test_a_plan_that_does_not_fit_is_one_line(folder, tmp_path):
     other = replace(LLAMA, num_layers=3, name="other")
     plan = planned(tmp_path / "other.toml", other, "h100:2x1")
-    with pytest.raises(InputError, match="is for other, whose L is 3; that of tiny is 2"):
+    with pytest.raises(InputError, match="is for other, whose L is 3; tiny has L=2"):
         open_engine(folder, EngineOptions(plan=plan, **SMALL))
     large = planned(tmp_path / "large.toml", LLAMA, "h100:8x1", tensor=8)
     with pytest.raises(CannotRunError, match="tensor 8: 8 devices are needed, and there are 4"):
@@ -179,10 +179,10 @@ def test_an_adapter_without_a_name_of_its_own_is_one_line(pairs, words, call):
         (["--max-requests", "40", "--token-budget", "16"], "--token-budget 16 is less than --max-requests 40"),
         (["--max-len", "64", "--cache-bytes", "1kB"], "Give a smaller --max-len, more --cache-bytes, or a cache"),
         (["--adapters", "tiny=x"], "x has no adapter_config.json"),
-        (["--max-requests", "100Mi"], "--max-requests 104,857,600, and each needs one of"),
+        (["--max-requests", "100Mi"], "--max-requests 104,857,600 need a page each, and"),
         (["--host-cache-bytes", "100TB"], "--host-cache-bytes 100 TB is more than this machine's memory"),
         (["--draft", "ngram", "--policy", "static"], "drafts need the policy chunked, not static"),
-        (["--draft", "nope"], "the draft nope is not there"),
+        (["--draft", "nope"], "the draft folder nope does not exist"),
         (["--api-key", ""], "--api-key is empty"),
         (["--deadline", "0"], "--deadline 0 leaves no time"),
     ],

@@ -1,1 +1,1 @@
-"""Text from a model: prompts in, tokens out, one strategy of one model at a time."""
+"""Serves one model with one strategy: prompts in, tokens out, over HTTP or offline."""

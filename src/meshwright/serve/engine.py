@@ -1,12 +1,12 @@
-"""The engine: requests in, tokens out, one packed step after the other.
+"""The engine turns requests into tokens, one packed step after another.
 
-A step is planned, its arrays are made and it is dispatched, before the tokens of the step before it are read: the
-devices have the next step while the host looks at the last one. So a request that ends by a token has one more row in
-the step that follows, whose token is dropped. What is planned depends on the requests and the order of calls alone; the
-shape that a step has also on which are compiled, see `StepShapes`.
+The engine plans and dispatches a step before it reads the tokens of the previous step, so that devices are busy while
+the host works. A request that ends by a stop token therefore has one more row in the next step, whose token is dropped.
+Plans depend only on the requests and the order of calls; the shape of a step also depends on which shapes are compiled,
+see `StepShapes`.
 
-Requests with a grammar need the masks of their next tokens: the step is dispatched, then the last one is read, then the
-tokens are drawn. An engine that drafts reads a step before it plans the next one.
+If a step has requests with a grammar, the engine dispatches it, reads the previous step, makes the masks and then draws
+its tokens. An engine that drafts reads a step before it plans the next one.
 """
 
 from collections import ChainMap
@@ -51,13 +51,13 @@ class _Dispatched(NamedTuple):
 
 
 class Engine(TokenEngine):
-    """Runs requests on a packed step, scheduled within ``limits``, whose slots and pages are those of the step.
+    """Runs requests on a packed step, scheduled within ``limits``, which must have the step's slots and pages.
 
-    If the step is batch-invariant, every row is a sequence of its own for attention, also those of a prompt. A
-    ``drafter`` proposes as many tokens as the limits say. ``adapters`` are the names of those of the step, in their
-    order. Pages of prompts that lose their room on the devices go to ``host_cache_bytes`` of the host's memory. Raises
-    InputError if the limits are not the step's. ``packed`` is the step, ``check`` refuses what could never run, and
-    ``times`` adds up the steps that are read.
+    In a batch-invariant step attention treats every row, prompt rows too, as a separate sequence. ``drafter`` proposes
+    ``limits.num_drafts`` tokens. ``adapters`` names the step's adapters in order. Pages of prompts that are evicted
+    from the devices move to ``host_cache_bytes`` of host memory. Raises InputError if these arguments contradict the
+    step. ``packed`` is the step, ``check`` raises InputError for requests that could never run, and ``times`` sums the
+    steps that were read.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Engine(TokenEngine):
         limits = fitted(limits, SchedulerLimits, "Engine: limits")
         storage, self._drafter = step.storage, drafter or Drafter()
         if limits.num_drafts != self._drafter.num_drafts:
-            raise InputError(f"the limits have num_drafts={limits.num_drafts}, not the drafter's. Give the same.")
+            raise InputError(f"limits.num_drafts={limits.num_drafts} must be the drafter's {self._drafter.num_drafts}.")
         if len(adapters) != storage.adapters:
             raise InputError(f"the step has {storage.adapters} adapters, and {len(adapters)} names are given.")
         self._shapes = StepShapes(step, limits)
@@ -108,16 +108,16 @@ class Engine(TokenEngine):
     # -- what a user calls -------------------------------------------------------------------------
 
     def submit(self, request: TokenRequest) -> int:
-        """Queues a request and returns its number. Raises InputError if it could never run."""
+        """Queues a request and returns its number. Raises InputError if the request could never run."""
         self.check(request)
         request = self.bounds.resolved(request)
         request_number, prompt_len = self._number, len(request.prompt)
-        # echo needs the logits of the whole prompt, and keys of a decoder depend on its source
+        # echo needs the logits of the whole prompt; the decoder's keys depend on the source
         shares_pages = self.limits.prefix_cache and not request.echo and not request.source
         scheduled_request = GenerationRequest(
             number=request_number,
             prompt=prompt_len,
-            output=max(request.max_tokens, 1),  # with echo it may be 0; the token that is drawn is dropped
+            output=max(request.max_tokens, 1),  # 0 with echo alone; its drawn token is dropped
             prefix=request_number if shares_pages else None,
             prefix_len=prompt_len if shares_pages else 0,
             source=request.source or None,
@@ -137,55 +137,55 @@ class Engine(TokenEngine):
         return request_number
 
     def cancel(self, number: int) -> None:
-        """Ends a request at once: its slot and pages are free, and no output follows. Does nothing after its end."""
+        """Ends a request at once: frees its slot and pages, no output follows. Does nothing if it has ended."""
         if number in self._live:
             self._close(self._live[number])
 
     def step(self) -> list[TokenOutput]:
-        """Dispatches a step, if anything is to run, and returns what the step before it made."""
+        """Dispatches a step if there is work, and returns the outputs of the previous step."""
         self.dispatch()
         return self.read()
 
     def dispatch(self) -> None:
-        """Dispatches a step, if anything is to run; `read` follows."""
+        """Plans and dispatches a step if there is work; call `read` next."""
         if self.limits.num_drafts:
-            self._read()  # where the rows of a step begin depends on which drafts were right
+            self._read()  # the first position of rows depends on the accepted drafts
             self._close_ended()
         planned_steps = [owner.scheduler.plan() for owner in self._owners]
         for active_request in (active_request for step in planned_steps for active_request in step.preempted):
             self._counts.preemptions += 1
             seq = self._live[active_request.request.number]
             seq.vacate()
-            if active_request.request.prefix is not None:  # what it has written so far is known when it comes back
+            if active_request.request.prefix is not None:  # its drawn tokens are known when it is admitted again
                 seq.share_pages()
                 active_request.request = replace(active_request.request, prefix_len=len(seq.tokens))
-        if self._host_pages:  # before the step that writes over the pages that go
+        if self._host_pages:  # before the step that overwrites evicted pages
             evictions, restores = zip(*(owner.pages.moves() for owner in self._owners), strict=True)
             self._cache = self._host_pages.move(self._cache, *(dict(ChainMap(*maps)) for maps in (evictions, restores)))
-        # not `_dispatched` yet: grammars, and requests that come back, read that one in `_dispatch`
+        # not `_dispatched` yet: grammars, and requests admitted again, read the previous step in `_dispatch`
         self._following = self._dispatch(planned_steps) if any(step.repeats for step in planned_steps) else None
 
     def read(self) -> list[TokenOutput]:
-        """Returns what the step before the dispatched one made."""
-        self._read()  # the devices compute the step that follows meanwhile
+        """Returns the outputs of the step before the one that `dispatch` has just dispatched."""
+        self._read()  # the devices compute the next step meanwhile
         self._dispatched = self._following
         self._close_ended()
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def order(self, request: TokenRequest) -> tuple[bool, int, int]:
-        """Returns what is least of the engine that a request should have, see `SequenceOwner.order`."""
-        adapter_id = self._adapters.get(request.adapter, -1)  # a group asks this before `submit` refuses an unknown one
+        """Returns a key, least for the engine that should run a request, see `SequenceOwner.order`."""
+        adapter_id = self._adapters.get(request.adapter, -1)  # a group calls this before `submit` refuses unknown names
         request = self.bounds.resolved(request)
         return min(owner.order(request, adapter_id) for owner in self._owners)
 
     @property
     def has_work(self) -> bool:
-        """True while requests wait or run, or outputs are to come."""
+        """True while requests wait or run, or a dispatched step is not read yet."""
         return bool(self._live or self._dispatched)
 
     def state(self) -> EngineState:
-        """Returns what runs and waits, and the pages in use."""
+        """Returns the numbers of running and waiting requests and of pages in use, and the counts so far."""
         return replace(
             self._counts,
             running=sum(len(owner.scheduler.running) for owner in self._owners),
@@ -198,11 +198,11 @@ class Engine(TokenEngine):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights on each device."""
+        """Bytes of weights on one device."""
         return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(self._params))
 
     def snapshot(self) -> CacheSnapshot:
-        """Returns whose each page of the cache is, for `report.machine.cache_pages`."""
+        """Returns which request or tree node has each page of the cache, for `report.machine.cache_pages`."""
         running_seqs = [seq for seq in self._live.values() if seq.pages]
         return CacheSnapshot(
             num_pages=self.limits.num_pages,
@@ -215,7 +215,7 @@ class Engine(TokenEngine):
     # -- shapes ------------------------------------------------------------------------------------
 
     def shapes(self) -> list[PackedShape]:
-        """Returns every shape that steps have."""
+        """Returns every shape that steps may have."""
         return self._shapes.every
 
     def warm_up(
@@ -225,27 +225,26 @@ class Engine(TokenEngine):
         *,
         first_only: bool = False,
     ) -> None:
-        """Compiles every shape, and what draws from it; ``on_shape`` is told how many are done of how many that are in
-        no file. May run in a thread of its own while the engine runs, unless it is batch-invariant.
-
-        With ``first_only`` those are compiled that are in no file and that an engine cannot do without; of an engine
-        for some ``requests`` alone the two that all its steps use."""
+        """Compiles every shape with its drawing program, or loads them from files of compiled programs; calls
+        ``on_shape`` with (shapes done, shapes in no file). May run in a thread while the engine runs, unless the engine
+        is batch-invariant. ``first_only`` compiles only the shapes that fit every step and are in no file. With
+        ``requests``, compiles just the two shapes that these need."""
         if self.packed.batch_invariant:
             self._shapes.set_decode_sizes(sizes_up_to(ALIKE_ROWS, least=2, halves_from=8))
         programs, name_of = self.packed.programs, self.packed.program_name
         kept_shapes = {shape for shape in self.shapes() if programs.has([name_of(shape)])}
-        if first_only:  # what is in files is read when a step needs it, or later
+        if first_only:  # programs in files are loaded when a step needs them, or later
             self._shapes.ready |= kept_shapes
-        # for some requests alone idle rows cost less than compiling more shapes
+        # for a few requests, idle rows cost less than compiling more shapes
         shapes = self._shapes.first(requests) if first_only or requests else self.shapes()
         shapes = [shape for shape in shapes if not first_only or shape not in self._shapes.ready]
-        # those in files first: how long they take says nothing of the others
+        # shapes in files first: their time does not predict the time to compile others
         shapes = sorted(shapes, key=lambda shape: shape not in kept_shapes)
         num_kept = sum(shape in kept_shapes for shape in shapes)
         for num_done, shape in enumerate(shapes, start=-num_kept):
             on_shape(max(num_done, 0), len(shapes) - num_kept)
             self.packed.compiled(shape)
-            # without drafts, logits of all rows are for log-probabilities, which the adjusted program has
+            # without drafts, logits of all rows are for log-probabilities, of the adjusted program
             for is_adjusted in (False, True)[shape.outputs > shape.sequences and not self.limits.num_drafts :]:
                 if not requests or is_adjusted == any(adjusts(request) for request in requests):
                     self._drawer.compiled(shape.outputs, is_adjusted)
@@ -261,7 +260,7 @@ class Engine(TokenEngine):
             on_shape(len(shapes) - num_kept, len(shapes) - num_kept)
 
     def _keep_alike(self) -> None:
-        """Keeps the numbers of rows by which a first request has the bits that it has in a step of `ALIKE_ROWS`."""
+        """Keeps the decode sizes that give a test request the same bits as `ALIKE_ROWS` rows; resets the counts."""
         prompt, outs_by_rows = (self.vocab_size - 1, 0)[: self.max_len - 1], dict[int, list[TokenOutput]]()
         source = prompt[:1] * (self.bounds.source_len > 0)
         request = TokenRequest(prompt=prompt, max_tokens=1, echo=True, logprobs=MOST_LOGPROBS, source=source)
@@ -275,7 +274,7 @@ class Engine(TokenEngine):
 
     @property
     def engines(self) -> tuple["Engine", ...]:
-        """The engine, as those of a group."""
+        """The engine as a tuple of one, like `EngineGroup.engines`."""
         return (self,)
 
     # -- a step ------------------------------------------------------------------------------------
@@ -287,7 +286,7 @@ class Engine(TokenEngine):
         admitted_seqs = [[self._live[active_req.request.number] for active_req in step.admitted] for step in steps]
         for source_rows in rows_of_sources(self.packed, admitted_seqs, self._shapes.sources):
             self._cache = self.packed.encode(self._params, self._cache, source_rows)
-        # under "static" requests that have ended keep their slots
+        # with the policy "static", finished requests keep their slots
         planned_seqs = [[self._live.get(active_req.request.number) for active_req in step.decode] for step in steps]
         decoding_seqs = [[seq for seq in seqs if seq is not None and not seq.is_done] for seqs in planned_seqs]
         self._draft([seq for seqs in decoding_seqs for seq in seqs])
@@ -304,15 +303,15 @@ class Engine(TokenEngine):
         own_rows = [rows_of(self.packed, self._tables, parts) for parts in own_parts]
         max_rows, max_outputs = max(len(rows.whose) for rows in own_rows), max(len(rows.outputs) for rows in own_rows)
         num_owners, is_decode_only = len(own_rows), num_seqs == sum(map(len, own_parts))
-        # owners have equal shares of the rows of a shape
+        # each owner has an equal share of a shape's rows
         shape = self._shapes.fitting(num_owners * max_rows, num_owners * max_outputs, alone=is_decode_only)
         rows, outputs = joined_rows(own_rows, shape)
         decode_rows, num_drawn = num_seqs + self._counts.drafted - num_drafted, sum(out is not None for out in outputs)
         step_record = held_step(steps, start_s, decoded=decode_rows, rows=len(rows.tokens), outputs=num_drawn)
-        # `latest` has the tokens of the step before, which the host has not seen yet
+        # `latest` has the tokens of the previous step, which the host has not read yet
         logits, self._cache = self.packed.step(self._params, self._cache, self._drawer.latest, rows, shape.longest)
         if any(step.prefill for step in steps):
-            # steps that only decode are caught up in `propose`
+            # `propose` catches up on steps that only decode
             self._drafter.follow(rows, shape.longest, {seq.slot: end for own in own_parts for seq, _, end, _ in own})
         masks = None
         if any(output and output.live.answer for output in outputs):
@@ -326,21 +325,21 @@ class Engine(TokenEngine):
         self._counts.steps += 1
         for active_req in self._commit(steps):
             if ending_seq := self._live.get(active_req.request.number):
-                ending_seq.is_done = True  # its tokens are counted already, though not read
+                ending_seq.is_done = True  # all its tokens are drawn, though not read
                 ending_seq.vacate()
         return _Dispatched(outputs, drawn_rows, step_record)
 
     def _admit(self, active_request: ActiveRequest, now_s: float) -> None:
-        """Gives a request a slot, and the pages that the tree has of its prompt."""
+        """Assigns a request a slot, and the pages of its prompt that are in the prefix tree."""
         seq = self._live[active_request.request.number]
         if seq.admitted_s and (seq.request.echo or seq.produced > len(seq.output)):
-            self._read()  # what was drawn before a preemption is prefilled again
+            self._read()  # tokens drawn before a preemption are prefilled again
         seq.prompt_logprobs = []
-        # the time of the first admission counts, not that after a preemption
+        # the first admission counts, not one after a preemption
         seq.slot, seq.admitted_s = seq.owner.free_slots.pop(), seq.admitted_s or now_s
         seq.computed = active_request.cached
         seq.begin(self._tables)
-        if active_request.request.prefix is not None and not seq.produced:  # who comes back would find its own pages
+        if active_request.request.prefix is not None and not seq.produced:  # a preempted one would find its own pages
             seq.num_hit = active_request.cached
             self._counts.prefix_queries += len(seq.request.prompt)
             self._counts.prefix_hits += active_request.cached
@@ -349,18 +348,18 @@ class Engine(TokenEngine):
             self._drafter.enter(seq.slot, seq.request, seq.output)
 
     def _commit(self, steps: Sequence[EngineStep]) -> list[ActiveRequest]:
-        """Counts a step of each owner, and returns the requests that have all their tokens."""
+        """Commits each owner's step to its scheduler, and returns the requests that have all their tokens."""
         commits = [owner.scheduler.commit(step) for owner, step in zip(self._owners, steps, strict=True)]
         return [active_request for _, ended_requests in commits for active_request in ended_requests]
 
     def _draft(self, decoding_seqs: Sequence[Live]) -> None:
-        """Gives requests that decode the drafts of the next step, with their pages."""
+        """Sets the drafts of decoding requests for the next step, and takes pages for them."""
         draftings = list[Drafting]()
         for seq in decoding_seqs:
             seq.drafts = []
-            # one token comes without a draft
+            # a step draws one token without a draft
             max_drafts = min(self.limits.num_drafts, seq.request.max_tokens - seq.produced - 1)
-            if max_drafts > 0 and not adjusts(seq.request):  # adjusted logits depend on the drafts before
+            if max_drafts > 0 and not adjusts(seq.request):  # adjusted logits depend on earlier drafts
                 # before `propose`: a draft model writes to the same pages
                 seq.take_pages(self._tables, seq.computed + 1 + max_drafts, self.limits.page_len)
                 draftings.append(Drafting(seq.number, seq.slot, seq.tokens, seq.produced, max_drafts))
@@ -370,7 +369,7 @@ class Engine(TokenEngine):
                 self._counts.drafted += len(drafts)
 
     def _read(self) -> None:
-        """Reads what the last step has drawn, if that has not been done; requests that it ends are closed later."""
+        """Reads the tokens of the last step, unless that is done; `_close_ended` closes the requests that it ends."""
         if self._dispatched is None:
             return
         (expected_outputs, drawn_rows, step_record), self._dispatched = self._dispatched, None
@@ -378,7 +377,7 @@ class Engine(TokenEngine):
         self.times.read(step_record)
         step_outputs = read_outputs(expected_outputs, drawn_rows)
         self._outputs += step_outputs.outputs
-        self._ended += step_outputs.ended  # closed later: `Scheduler.stop` is for between two steps
+        self._ended += step_outputs.ended  # closed later: `Scheduler.stop` may only run between two steps
         for request_number, num_accepted in step_outputs.accepted.items():
             self._counts.accepted += num_accepted
             seq = self._live[request_number]
@@ -393,7 +392,7 @@ class Engine(TokenEngine):
         self._ended.clear()
 
     def _close(self, seq: Live) -> None:
-        """Forgets a request, and takes it from the scheduler if that still has it."""
+        """Removes a request, from the scheduler too if it is still there."""
         seq.is_closed = True
         del self._live[seq.number]
         if not seq.is_done:

@@ -1,6 +1,6 @@
-"""Runs an engine in a thread of its own, and gives asyncio the outputs of its requests as they come.
+"""Runs an engine in a separate thread and delivers the outputs of its requests to asyncio.
 
-Commands go to the thread by a queue; the outputs of a step come back in one wake-up of the event loop.
+A queue passes commands to the thread; the outputs of a step arrive in one wake-up of the event loop.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from meshwright.serve.request import EngineState, TokenEngine, TokenOutput, Toke
 MOST_QUEUED = 1_024
 LONGEST_RETRY_S = 60
 MOST_TAKEN = 256
-"""Outputs that a consumer gets at once, some 5 ms of work, so that one who had fallen behind stalls nobody."""
+"""Maximum outputs of one `Feed.take`, about 5 ms of work, so that a slow consumer does not stall others."""
 _LOGGER = logging.getLogger(__name__)
 
 
 class BusyError(CannotRunError):
-    """The system holds as many requests as it may; there may be room in ``retry_after_s`` seconds."""
+    """Too many requests are waiting or running; there may be room in ``retry_after_s`` seconds."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -32,28 +32,28 @@ class BusyError(CannotRunError):
 
 
 class UnavailableError(CannotRunError):
-    """The server takes no requests: it drains, is closed, or its engine failed."""
+    """The server accepts no requests: it is draining or closed, or its engine failed."""
 
 
 class DeadlineError(CannotRunError):
-    """A request was not done within its time."""
+    """A request did not finish within its deadline."""
 
 
 class AbandonedError(CannotRunError):
-    """Nobody waits for the request any more."""
+    """The client of a request has disconnected."""
 
 
 Arrived = tuple[int, TokenOutput, float]
-"""The place of a request in its feed, an output, and when its step ended, in seconds of `time.perf_counter`."""
+"""The index of a request in its feed, an output, and when its step ended, in seconds of `time.perf_counter`."""
 
 
 class Feed:
-    """Outputs of requests that were opened together, in order of arrival. As a context, cancels on leaving it what has
-    not ended. All methods are for the event loop's thread."""
+    """The outputs of requests that were submitted together, in order of arrival. As a context manager it cancels
+    unfinished requests on exit. Call its methods in the event loop's thread only."""
 
     def __init__(self, frontend: "Frontend", requests: Sequence[TokenRequest]) -> None:
         self.requests = requests
-        self.numbers: dict[int, int] = {}  # place -> the engine's number; the engine's thread alone uses it
+        self.numbers: dict[int, int] = {}  # index -> the engine's number; used by the engine's thread only
         self._frontend, self._unended = frontend, set(range(len(requests)))
         self._arrived: list[Arrived] = []
         self._error: Exception | None = None
@@ -61,12 +61,12 @@ class Feed:
         self._timer: asyncio.TimerHandle | None = None
 
     async def take(self) -> list[Arrived]:
-        """Waits for outputs and returns those that came since the last call, up to `MOST_TAKEN`; [] after the last one.
+        """Waits for outputs and returns up to `MOST_TAKEN` that no call has returned yet; [] after the last output.
 
-        Raises UnavailableError if the engine fails, DeadlineError, and AbandonedError after `abandon`.
+        Raises UnavailableError if the engine fails, DeadlineError after the deadline, AbandonedError after `abandon`.
         """
         if self._arrived:
-            await asyncio.sleep(0)  # whoever has fallen behind lets the others go first
+            await asyncio.sleep(0)  # a consumer that is behind lets other tasks run first
         while not self._arrived:
             if self._error is not None:
                 raise self._error
@@ -78,15 +78,15 @@ class Feed:
         return arrivals
 
     def cancel(self, place: int) -> None:
-        """Ends one request; no output of it follows. Nothing happens if it has ended."""
+        """Cancels the request at index ``place`` and drops its outputs; does nothing if it has ended."""
         if place in self._unended:
             self._ended(place)
-            # by place, as the engine may not have numbered the request yet
+            # by index, as the engine may not have numbered the request yet
             self._frontend.command(partial(self._frontend.cancel_in_engine, self, place))
             self._arrived = [arrival for arrival in self._arrived if arrival[0] != place]
 
     def fail(self, error: Exception) -> None:
-        """Cancels everything; whoever waits gets the error."""
+        """Cancels all requests; `take` raises the error (of several, the first)."""
         self._error = self._error or error
         for place in tuple(self._unended):
             self.cancel(place)
@@ -99,17 +99,17 @@ class Feed:
         self.abandon()
 
     def abandon(self) -> None:
-        """Cancels everything; whoever waits gets an AbandonedError."""
-        self.fail(AbandonedError("the client has gone."))
+        """Cancels all requests; `take` raises AbandonedError."""
+        self.fail(AbandonedError("the client has disconnected."))
 
     def expire_after(self, deadline_s: float) -> None:
-        """Fails with DeadlineError what has not ended in so many seconds from now."""
+        """Cancels what is unfinished in ``deadline_s`` seconds from now; `take` then raises DeadlineError."""
         late = DeadlineError(f"the request was not done in {deadline_s:g} s. Ask for fewer tokens, or try again later.")
         self._timer = asyncio.get_running_loop().call_later(deadline_s, self.fail, late)
 
     def add(self, place: int, output: TokenOutput, time_s: float) -> None:
-        """Called by the front end for each output."""
-        if place in self._unended:  # else it was cancelled while its output was on the way
+        """Queues an output of the request at index ``place``. The front end calls this for each output."""
+        if place in self._unended:  # else it was cancelled while its output was in flight
             self._arrived.append((place, output, time_s))
             if output.finish is not None:
                 self._ended(place)
@@ -127,10 +127,10 @@ class Feed:
 
 
 class Frontend:
-    """An engine for asyncio. At most ``max_queued`` requests are in the system; each may take ``deadline_s`` seconds.
+    """Runs an engine for asyncio: at most ``max_queued`` requests wait or run, each for up to ``deadline_s`` seconds.
 
-    ``state`` is the engine's after its last step, ``failure`` says why it takes no requests any more (""): it failed.
-    ``num_cut`` requests were not finished when it closed.
+    ``state`` is the engine's after its last step; ``failure`` is the message of the error that ended it ("": none);
+    ``num_cut`` counts the requests that were unfinished when the front end closed.
     """
 
     def __init__(self, engine: TokenEngine, *, max_queued: int = MOST_QUEUED, deadline_s: float | None = None) -> None:
@@ -142,7 +142,7 @@ class Frontend:
         self.in_system = self.num_cut = 0
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._feeds: set[Feed] = set()
-        self._places: dict[int, tuple[Feed, int]] = {}  # the engine's thread alone uses it
+        self._places: dict[int, tuple[Feed, int]] = {}  # used by the engine's thread only
         self._stop = False
         self._last_end_s, self._end_gap_s = time.perf_counter(), 1.0
         self._thread = Thread(target=self._run, name="engine", daemon=True)
@@ -150,19 +150,19 @@ class Frontend:
 
     @property
     def available(self) -> bool:
-        """Whether new requests are taken."""
+        """True if new requests are accepted: started, not failed and not draining."""
         return self._loop is not None and not self.failure and not self.draining
 
     def start(self) -> None:
-        """Starts the engine's thread; its outputs come to the running event loop."""
+        """Starts the engine's thread, which delivers outputs to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def open(self, requests: Sequence[TokenRequest]) -> Feed:
-        """Gives requests to the engine. Use what it returns as a context.
+        """Submits requests to the engine; use the returned feed as a context manager.
 
-        Raises BusyError if they are too many with those in the system, UnavailableError if none are taken now, and
-        InputError for one that can never run.
+        Raises BusyError if more than ``max_queued`` requests would wait or run, UnavailableError if no requests are
+        accepted now, and InputError for a request that can never run.
         """
         if not self.available:
             raise UnavailableError(self.failure or "the server is stopping. Ask another one.")
@@ -185,32 +185,32 @@ class Frontend:
         return feed
 
     def stop_taking(self) -> None:
-        """Refuses new requests from now on; those in the system go on."""
+        """Refuses new requests from now on; waiting and running requests continue."""
         self.draining = True
 
     def cut_off(self) -> None:
-        """Ends what runs and waits with an error."""
+        """Refuses new requests and ends waiting and running requests with UnavailableError."""
         self.stop_taking()
-        self.num_cut += self.in_system  # before they fail, which takes them out of the system
+        self.num_cut += self.in_system  # before they fail, which decreases `in_system`
         for feed in tuple(self._feeds):
             feed.fail(UnavailableError("the server stopped before the request was done. Ask another one."))
 
     async def close(self) -> None:
-        """Cancels everything and ends the thread, see `join`."""
+        """Cuts off all requests and ends the engine's thread, see `join`."""
         self.cut_off()
-        await asyncio.to_thread(self.join)  # joining here would stop the event loop for as long
+        await asyncio.to_thread(self.join)  # joining here would block the event loop
 
     def join(self) -> None:
-        """Ends the thread, waiting 10 s at most for a step that runs; needs no event loop."""
+        """Ends the engine's thread, waiting at most 10 s for a running step; needs no event loop."""
         self.stop_taking()
         self.command(self._end)
         if self._thread.is_alive():
             self._thread.join(10.0)
 
     def ended(self, feed: Feed, *, all_of_it: bool) -> None:
-        """Called by a feed for each request that ended."""
+        """Counts an ended request. Its feed calls this; ``all_of_it``: the feed has no more requests."""
         now_s = time.perf_counter()
-        # at most 10 s each: an idle hour says nothing of how fast requests end
+        # at most 10 s each: idle time must not count
         self._end_gap_s += 0.1 * (min(now_s - self._last_end_s, 10.0) - self._end_gap_s)
         self._last_end_s = now_s
         self.in_system -= 1
@@ -220,7 +220,7 @@ class Frontend:
     # -- the engine's thread ------------------------------------------------------------------------------------
 
     def command(self, function: Callable[[], None]) -> None:
-        """Has the engine's thread call a function between two steps."""
+        """Queues a function for the engine's thread to call between two steps."""
         self._commands.put(function)
 
     def cancel_in_engine(self, feed: Feed, place: int) -> None:
@@ -247,12 +247,12 @@ class Frontend:
                 # a token has the time of its step's end, however late a client reads it
                 end_s, state = time.perf_counter(), self.engine.state()
                 self._post(partial(self._deliver, self._placed(outputs), end_s, state))
-        except BaseException as error:  # whatever it is, nobody may wait for ever
+        except BaseException as error:  # whatever the error is, no client may wait for ever
             _LOGGER.exception("the engine failed")
             self._post(partial(self._fail, f"the engine failed: {as_sentence(first_line(error))}"))
 
     def _obey(self) -> None:
-        """Calls what was commanded; waits for a command if the engine has no work."""
+        """Runs all queued commands; blocks for one if the engine has no work."""
         should_wait = not self.engine.has_work
         with suppress(Empty):
             while not self._stop:
@@ -268,7 +268,7 @@ class Frontend:
         return placed_outputs
 
     def _post(self, function: Callable[[], None]) -> None:
-        """Has the event loop call a function; ends the thread if the loop is closed."""
+        """Schedules a function in the event loop; ends this thread if the loop is closed."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function)

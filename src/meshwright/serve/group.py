@@ -1,4 +1,4 @@
-"""Several engines of one model as one."""
+"""Presents several engines of one model as a single engine (data parallel serving)."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,10 +10,10 @@ from meshwright.serve.request import EngineState, TokenEngine, TokenOutput, Toke
 
 
 class EngineGroup(TokenEngine):
-    """Engines of one model, each on devices of its own, as one engine.
+    """Engines of one model on separate devices, used as one engine.
 
-    A request goes to the engine that has most of its prompt in pages, among those that have a slot if any has, and of
-    these to the one with the fewest requests. The n engines number its requests from their own place on, n apart.
+    A request goes to an engine with a free slot if there is one; among these to the engine with most of its prompt
+    cached, then with the fewest requests. Request r of engine i of n has the group's number r * n + i.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -27,20 +27,20 @@ class EngineGroup(TokenEngine):
             engine.times.sums = self._sums
 
     def submit(self, request: TokenRequest) -> int:
-        """Queues a request at an engine and returns its number. Raises InputError if it could never run."""
+        """Queues a request at an engine and returns its group number. Raises InputError if it could never run."""
         engine_index = min(range(len(self.engines)), key=lambda engine_index: self.engines[engine_index].order(request))
         return self.engines[engine_index].submit(request) * len(self.engines) + engine_index
 
     def cancel(self, number: int) -> None:
-        """Ends a request at once, see `Engine.cancel`."""
+        """Ends a request of this group at once, see `Engine.cancel`."""
         own_request_number, engine_index = divmod(number, len(self.engines))
         self.engines[engine_index].cancel(own_request_number)
 
     def step(self) -> list[TokenOutput]:
-        """Dispatches a step of every engine with work, and returns what the steps before these made."""
+        """Dispatches a step of every engine with work, and returns the outputs of their previous steps."""
         busy_engines = [(engine_index, engine) for engine_index, engine in enumerate(self.engines) if engine.has_work]
         for _, engine in busy_engines:
-            engine.dispatch()  # all devices have work before the tokens of any are waited for
+            engine.dispatch()  # all devices have work before the host waits for tokens
         return [
             msgspec.structs.replace(output, number=output.number * len(self.engines) + engine_index)
             for engine_index, engine in busy_engines
@@ -49,12 +49,12 @@ class EngineGroup(TokenEngine):
 
     @property
     def has_work(self) -> bool:
-        """True while requests wait or run in any engine, or outputs are to come."""
+        """True while any engine has work."""
         return any(engine.has_work for engine in self.engines)
 
     def state(self) -> EngineState:
-        """Returns the sums of the engines' states."""
-        # the engines share `sums`, which are of all of them already
+        """Returns the sum of all engines' states."""
+        # the engines share one `sums`, which counts all of them
         *field_names, _ = EngineState.__struct_fields__
         states = [msgspec.structs.astuple(engine.state())[:-1] for engine in self.engines]
         return EngineState(**dict(zip(field_names, np.sum(states, axis=0).tolist(), strict=True)), sums=self._sums)
@@ -66,7 +66,7 @@ class EngineGroup(TokenEngine):
         *,
         first_only: bool = False,
     ) -> None:
-        """Compiles every shape of every engine, see `Engine.warm_up`."""
+        """Compiles the shapes of every engine, see `Engine.warm_up`; ``on_shape`` counts shapes of all engines."""
         longest_requests = sorted(requests, key=lambda r: -len(r.prompt))[: -(-len(requests) // len(self.engines))]
         for engine_index, engine in enumerate(self.engines):
 

@@ -1,4 +1,4 @@
-"""How a folder is to be served, and the engines and meshes that its devices make up."""
+"""Chooses how a model folder is served on devices: the mesh and number of engines, and the values of unset options."""
 
 import math
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from meshwright.plan.plan_file import ServicePlan
 
 PAGE_LENS = {"cpu": 32, "tpu": 128}
-"""Positions of a page by platform: what its attention reads at once."""
+"""Positions of a page by platform (GPUs: 16), which attention kernels read at once."""
 
 
 class EngineLayout(NamedTuple):
-    """The strategy of each of some engines; the options, with what a plan says and what suits the devices in place of 0
-    and ""; and the plan."""
+    """The strategy of each engine, the number of engines, the options with unset values (0, "") filled in from the plan
+    or the devices, and the plan, if any."""
 
     strategy: Strategy
     num_engines: int
@@ -36,17 +36,17 @@ class EngineLayout(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Says the mesh."""
+        """The mesh in words, with the number of engines if there are several or a plan has more."""
         num_planned = self.plan.generate.num_engines if self.plan else 1
         planned_text = f" of {num_planned}" * (num_planned > self.num_engines)
         count_text = f"{self.num_engines}{planned_text} engines of " * bool(planned_text or self.num_engines > 1)
         return count_text + mesh_words(self.strategy.mesh)
 
     def unplanned_words(self, device_kind: str, dtype: str) -> str:
-        """Says what devices that serve weights of a ``dtype`` have otherwise than the plan; "" if nothing."""
+        """Names where serving weights of ``dtype`` on these devices differs from the plan; "" if nowhere."""
         if self.plan is None:
             return ""
-        with suppress(InputError):  # another device
+        with suppress(InputError):  # not a chip of the catalogue
             device_kind = chip_of_kind(device_kind).name
         options, plan, weight_dtype = self.options, self.plan, self.options.weights or dtype
         rows = [
@@ -55,15 +55,14 @@ class EngineLayout(NamedTuple):
             ("keys and values", options.cache_dtype, plan.cache),
             ("requests", f"{options.max_requests:,}", f"{plan.generate.batch_seqs:,}"),
             ("drafts", f"{options.drafts}", f"{plan.num_drafts}"),
-            ("engines that prefill alone", "0", f"{plan.prefill.num_engines * plan.has_pools}"),
+            ("engines for prefill only", "0", f"{plan.prefill.num_engines * plan.has_pools}"),
         ]
         return ", ".join(f"{name} {served} (planned {planned})" for name, served, planned in rows if served != planned)
 
 
 def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence[Device]) -> EngineLayout:
-    """Returns the engines for devices: those of a plan, of a mesh, or else of the planner where it knows the devices.
-
-    Raises InputError for a plan of another model, CannotRunError for more devices than there are.
+    """Returns the layout of a plan or mesh in ``options``, else one of the planner if it knows the devices, else the
+    usual mesh. Raises InputError if the plan is for another model, CannotRunError if it needs more devices than given.
     """
     state_name = "fp32" if source.dtype == "fp32" else "bf16-adam"
     if options.plan is not None:
@@ -72,18 +71,18 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
         layout = planned_layout
     else:
         mesh = make_mesh(options.mesh or usual_mesh(source.model, len(devices)))
-        # weights are gathered where fsdp splits them alone
+        # fsdp splits weights only, and gathers them
         assignment = LAYOUTS["gathered" if mesh["fsdp"] > 1 else "prompts"]
         layout = EngineLayout(Strategy(mesh={**mesh, "data": 1}, assignment=assignment), mesh["data"], options)
     strategy = msgspec.structs.replace(layout.strategy, state=state_name, precision="")
     needed = strategy.num_chips * layout.num_engines
     if needed > len(devices):
         raise CannotRunError(
-            f"{layout.words}: {needed} devices are needed, and there are {len(devices)}. Plan for these, use smaller "
-            f"axes, or emulate them: --on cpu:{needed}."
+            f"{layout.words}: {needed} devices are needed, and there are {len(devices)}. Plan for {len(devices)}, use "
+            f"smaller axes, or emulate devices: --on cpu:{needed}."
         )
     mask_name = source.model.attention_mask
-    if mask_name and set(mask_named(mask_name).data) - {"lengths"}:  # positions of a prompt may see later ones
+    if mask_name and set(mask_named(mask_name).data) - {"lengths"}:  # prompt positions may attend to later ones
         layout = layout._replace(
             options=msgspec.structs.replace(layout.options, policy="interleaved", prefix_cache=False)
         )
@@ -93,8 +92,8 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
 
 
 def with_usual(options: EngineOptions, platform: str, dtype: str, strategy: Strategy) -> EngineOptions:
-    """Returns options with what suits a platform, weights and a strategy in place of 0 and "", and as many requests
-    more as the places that have sequences of their own share evenly."""
+    """Returns options with unset values (0, "") filled in for a platform, weights and strategy, and ``max_requests``
+    rounded up to a multiple of the shards of sequences."""
     num_owners = sequence_shards(strategy)
     is_cpu, checks = platform == "cpu", 1 + options.drafts
     seqs, rows = (ALIKE_ROWS // checks, ALIKE_ROWS) if options.batch_invariant else (32, 256) if is_cpu else (256, 2048)
@@ -103,26 +102,26 @@ def with_usual(options: EngineOptions, platform: str, dtype: str, strategy: Stra
         options,
         max_requests=max_requests,
         token_budget=options.token_budget or max(rows * num_owners, max_requests * checks),
-        # where devices split the slots of a page, each has as many as its platform reads at once
+        # devices that split a page each hold as many slots as their platform reads at once
         page_len=options.page_len or PAGE_LENS.get(platform, 16) * sequence_shards(strategy, "S"),
         cache_dtype=options.cache_dtype or dtype,
     )
 
 
 def usual_mesh(model: Model, num_devices: int) -> dict[str, int]:
-    """Returns the mesh for devices that no plan is for: tensor as far as it divides heads and widths, else data."""
+    """Returns the mesh without a plan: the largest ``tensor`` that divides heads and widths, ``data`` for the rest."""
     split_dims = ("N", "K", "F", "Fe", "Fs", "Nx", "Kx", "Fx")
     tensor_size = math.gcd(num_devices, *(model.dims[dim] for dim in split_dims if dim in model.dims))
     return {"data": num_devices // tensor_size, "tensor": tensor_size}
 
 
 USUAL_PROMPT, USUAL_OUTPUT = 1024, 256
-"""Tokens of the requests that devices without a plan are planned for."""
+"""Tokens of a request for which the planner plans if no plan is given."""
 
 
 def _planned(model: Model, options: EngineOptions, devices: Sequence[Device]) -> EngineLayout | None:
-    """Returns what the planner finds for chips of the catalogue: the most tokens a second without pools; None for
-    other devices, and where it finds nothing."""
+    """Returns the planner's layout with the most tokens per second and no separate prefill pool; None for devices that
+    are not in the catalogue, or if the planner finds none."""
     from meshwright.plan.serving.planner import plan_service, service_setting
     from meshwright.plan.serving.service import Service
     from meshwright.plan.serving.storing import StoredDtypes
@@ -142,7 +141,7 @@ def _planned(model: Model, options: EngineOptions, devices: Sequence[Device]) ->
 
 
 def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLayout:
-    """Returns what a plan says, with the engines that there are devices for; those that generate prefill too."""
+    """Returns the layout of ``options.plan``: its decode engines, as many as fit the devices; they prefill too."""
     from meshwright.plan.plan_file import ServicePlan, load_plan
 
     assert options.plan is not None
@@ -150,8 +149,8 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLa
     for dim, plan_size in plan.model.dims.items():
         if plan_size != (model_size := model.dims.get(dim)):
             raise InputError(
-                f"{options.plan} is for {plan.model.name}, whose {dim} is {plan_size}; that of {model.name} is "
-                f"{model_size}. Plan for this model, or give its folder."
+                f"{options.plan} is for {plan.model.name}, whose {dim} is {plan_size}; {model.name} has {dim}="
+                f"{model_size}. Plan for this model, or give the folder of the plan's model."
             )
     pool, storage = plan.generate, plan.stored.storage
     return EngineLayout(
@@ -162,7 +161,7 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLa
             max_len=options.max_len or min(plan.service.max_len, model.max_positions),
             max_requests=options.max_requests or pool.batch_seqs,
             weights=options.weights or storage.weights,
-            # bf16 is planned where it is the weights' own
+            # a planned bf16 means the dtype of the weights
             cache_dtype=options.cache_dtype or storage.cache_dtype.removeprefix("bf16"),
         ),
         plan,

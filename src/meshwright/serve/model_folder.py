@@ -21,14 +21,14 @@ from meshwright.spec.model import Model
 
 
 class Text(NamedTuple):
-    """Encodes and decodes text with the model's tokenizer, decoded without special tokens or with all of them; without
-    a tokenizer it reads and writes token numbers, ``"17 4 230"``."""
+    """Encodes and decodes text with the model's tokenizer; ``skips_special`` leaves special tokens out of decoded text.
+    Without a tokenizer text is token numbers, ``"17 4 230"``."""
 
     tokenizer: Tokenizer | None = None
     skips_special: bool = True
 
     def encode(self, text: str) -> list[int]:
-        """Returns tokens. Raises InputError for what is no number if there is no tokenizer."""
+        """Returns the tokens of a text. Raises InputError if there is no tokenizer and a word is not a whole number."""
         if self.tokenizer is not None:
             return list(self.tokenizer.encode(text).ids)
         try:
@@ -40,16 +40,16 @@ class Text(NamedTuple):
             ) from None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens."""
+        """Returns the text of tokens; their numbers, with spaces between them, if there is no tokenizer."""
         if self.tokenizer is None:
             return " ".join(map(str, tokens))
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=self.skips_special))
 
 
 class ModelFolder(NamedTuple):
-    """A model without its weights. ``dtype`` suits the stored weights: fp32, or bf16 for anything narrower;
-    ``adapters`` are the folders of adapters by the name that requests give, and ``notes`` lines on what of the stored
-    weights is widened or not used."""
+    """An opened folder, without the weights. ``dtype`` to load weights in: fp32, or bf16 if they are stored narrower;
+    ``adapters``: name in requests -> adapter folder; ``notes``: lines on stored weights that are widened or not
+    used."""
 
     folder: Path
     model: Model
@@ -60,34 +60,34 @@ class ModelFolder(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def encode(self, prompt: str) -> Prompt:
-        """Returns the tokens of a text, or what the NumPy file of that name has where an encoder reads features. Raises
-        InputError for another file."""
+        """Returns the tokens of a text; if the model's encoder reads features, ``prompt`` is a NumPy file's name, and
+        returns its features. Raises InputError if there is no such file."""
         if not (self.model.encoder and self.model.encoder.features):
             return self.text.encode(prompt)
         try:
             return SourceFeatures(read_features(Path(prompt).expanduser().read_bytes(), prompt))
         except OSError as error:
             raise InputError(
-                f"{self.model.name} reads features, and {prompt[:80]!r} is no file of them ({error.strerror}). Give a "
+                f"{self.model.name} reads features, and {prompt[:80]!r} cannot be read ({error.strerror}). Give a "
                 "NumPy file's name as the prompt."
             ) from None
 
     def context_of(self, prompt: Prompt) -> Sequence[int]:
-        """Returns what a text goes on from: the prompt, which an encoder reads apart."""
+        """Returns the tokens that the output continues: the prompt, or () if an encoder reads the prompt."""
         return () if self.model.encoder or isinstance(prompt, SourceFeatures) else prompt
 
     def served(self, weights: str, platform: str) -> "ModelFolder":
-        """Returns the folder as it is loaded. Every weight is widened if ``weights`` of another dtype are made of them,
-        and on CPUs, whose products would widen narrow ones in every step."""
+        """Returns the folder as it will be loaded: with all weights widened to ``dtype`` if they are to be quantised to
+        ``weights``, or on CPUs, which would widen narrow weights in every step; else unchanged."""
         if not weights and not (self.model.stored and platform == "cpu"):
             return self
-        notes = () if weights else (*self.notes, f"CPUs have no products of narrow weights: served in {self.dtype}")
+        notes = () if weights else (*self.notes, f"CPUs cannot multiply narrow weights: served in {self.dtype}")
         return self._replace(model=replace(self.model, stored=None), notes=notes)
 
 
 def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
-    """Opens a folder or a GGUF file, and beside it folders of adapters. Raises InputError for a missing or unreadable
-    file, CannotRunError for a damaged one."""
+    """Opens a model folder or GGUF file, and the given adapter folders. Raises InputError if a file is missing or
+    cannot be read, CannotRunError if one is damaged."""
     folder = as_folder(folder.expanduser())
     base_path = base_folder(folder) if is_adapter(folder) else folder
     if not (base_path / CONFIG).is_file():
@@ -115,12 +115,12 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
 
 
 MOST_HELD = 8
-"""Tokens that may wait for a character's end: it has up to 4 bytes, what is still incomplete then is none."""
+"""Maximum tokens that wait for an incomplete character (at most 4 bytes); after more, the text is shown as it is."""
 
 
 class TextStream:
-    """Decodes the tokens of one sequence one by one; a character of several tokens comes with the last of them. The
-    time of a token does not depend on how many came before."""
+    """Decodes the tokens of one sequence one by one; returns a character of several tokens with its last token. The
+    time per token does not grow with the length of the text."""
 
     def __init__(self, text: Text, prompt: Sequence[int]) -> None:
         self.text = text
@@ -134,16 +134,16 @@ class TextStream:
         return self._new()
 
     def finish(self) -> str:
-        """Returns the rest of the text."""
+        """Returns the text not returned yet, incomplete characters included."""
         return self._new(last=True)
 
     def _new(self, *, last: bool = False) -> str:
         text = self.text.decode(self.tokens[self.start :])
         shown_text = self.text.decode(self.tokens[self.start : self.shown])
         if text == shown_text and not last:
-            self.tokens.pop()  # a special token, of which the text has nothing
+            self.tokens.pop()  # a special token, which adds no text
         num_held_tokens = len(self.tokens) - self.shown
         if len(text) <= len(shown_text) or (text.endswith("\ufffd") and num_held_tokens <= MOST_HELD and not last):
             return ""
-        self.start, self.shown = self.shown, len(self.tokens)  # so that a token costs as much late in a text as early
+        self.start, self.shown = self.shown, len(self.tokens)  # so that the cost of a token does not grow
         return text[len(shown_text) :]

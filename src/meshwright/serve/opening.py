@@ -1,4 +1,4 @@
-"""Opens a folder as an engine: what of the memory its pages get, and the longest request that they allow."""
+"""Opens a folder as an engine; sizes the page cache for the memory, and the longest request that fits."""
 
 import os
 import sys
@@ -42,15 +42,15 @@ from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh
 from meshwright.spec.weights import without_mtp_words
 
 LEAST_LEN, LEN_STEP = 256, 1024
-"""The fewest positions of an engine for some requests; from the second on they are a multiple of it, before a power of
-two."""
+"""Positions of an engine for given requests are at least the first figure; up to the second they are a power of two,
+beyond it a multiple of it."""
 
 MOST_EXACTLY = 32
-"""Requests that an engine for these alone has slots for; of more only as many run at once as usual."""
+"""An engine for up to this many given requests has a slot for each; for more it has the usual number of slots."""
 
 
 class OpenedEngine(NamedTuple):
-    """An engine, or a group of them, with the folder it is of, and lines that say what it has."""
+    """An engine or group of engines, the model folder that it serves, and lines that describe it."""
 
     source: ModelFolder
     engine: Engine | EngineGroup
@@ -64,21 +64,21 @@ def open_engine(
     in_background: bool = True,
     requests: Sequence[TokenRequest] = (),
 ) -> OpenedEngine:
-    """Loads a folder, a finished run or a Hugging Face model, and compiles the shapes of its steps; a folder that is
-    open already has its adapters.
+    """Loads a folder (a finished run or a Hugging Face model; of an open `ModelFolder` with the adapters that it has)
+    and compiles the shapes of its steps.
 
-    If shapes may be compiled ``in_background``, only the two that every step fits are waited for, and the engine runs
-    while the others are read from files or compiled. An engine
-    for some ``requests`` alone has room for these, as far as options do not say more, and two shapes. Raises InputError
-    for options that contradict the model or the memory, CannotRunError for a model that cannot be served.
+    ``in_background`` waits only for the two shapes that fit every step, and compiles the rest in a thread while the
+    engine runs. With ``requests`` the engine gets two shapes and, unless ``options`` set them, the slots and positions
+    that these need. Raises InputError for options that contradict the model or the memory, CannotRunError for a model
+    that cannot be served.
     """
-    keep_freed_memory()  # else glibc returns each step's scratch memory, and the kernel clears it anew
+    keep_freed_memory()  # else glibc returns each step's scratch memory, and the kernel clears it again
     source = folder if isinstance(folder, ModelFolder) else open_model(Path(folder), options.adapters or {})
     if requests:
         bounds = RequestBounds.of(source.model, 0)
         requests = [bounds.resolved(request) for request in requests]
         options = _options_for(requests, options, source.model.max_positions)
-    if source.model.encoder:  # keys of a decoder depend on its source
+    if source.model.encoder:  # the decoder's keys depend on the source
         options = replace(options, prefix_cache=False)
     devices = jax.devices()[: options.num_devices or None]
     layout = engine_layout(source, options, devices)
@@ -116,13 +116,13 @@ def open_engine(
     is_first_only = in_background and not requests and not options.batch_invariant
     with working("compiling programs") as work:
         engine.warm_up(work.at, requests, first_only=is_first_only)
-    if is_first_only:  # a script that ends waits for one program at most, the command line for none
+    if is_first_only:  # a script that ends waits for at most one program, the command line for none
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
     return OpenedEngine(source, engine, _lines(source, layout, storage, found_pages, engines[0].weight_bytes))
 
 
 def _options_for(requests: Sequence[TokenRequest], options: EngineOptions, max_positions: int) -> EngineOptions:
-    """Returns options with room for all requests and some more, so that others like these have the same programs."""
+    """Returns options with room for ``requests``, rounded up so that similar requests reuse the compiled programs."""
     num_slots = 1 << (len(requests) - 1).bit_length() if len(requests) <= MOST_EXACTLY else 0
     needed_len = max(len(request.prompt) + request.max_tokens for request in requests)
     rounded_len = -(-needed_len // LEN_STEP) * LEN_STEP
@@ -133,7 +133,7 @@ def _options_for(requests: Sequence[TokenRequest], options: EngineOptions, max_p
 
 
 def _storage(source: ModelFolder, options: EngineOptions, num_owners: int) -> Storage:
-    """Returns how weights and caches are stored, but for the number of pages."""
+    """Returns the storage of weights and caches, with the number of pages left unset."""
     storage = Storage(
         cache_dtype=options.cache_dtype,  # type: ignore[arg-type]
         weights=options.weights,  # type: ignore[arg-type]
@@ -141,13 +141,13 @@ def _storage(source: ModelFolder, options: EngineOptions, num_owners: int) -> St
         adapters=len(source.adapters),
     )
     window_len = source.model.sliding_window
-    # pages of windows do not go to the host nor to sources, and are counted for steps within the token budget
+    # window pages support neither host memory nor sources, and are counted for steps within the token budget
     if not window_len or source.model.encoder or options.host_cache_bytes or options.policy != "chunked":
         return storage
     pages_per_seq = -(-(options.max_len or source.model.max_positions) // options.page_len)
     num_seqs, num_rows = options.max_requests // num_owners, options.token_budget // num_owners
     num_pages = pages_of_windows(window_len, options.page_len, num_seqs=num_seqs, num_rows=num_rows)
-    # others that prompts of further requests may begin behind
+    # more pages, which the prefix tree keeps for later prompts
     num_pages += num_pages // 2 if options.prefix_cache else 0
     # windows as long as requests would save nothing
     return replace(storage, window_pages=num_pages * num_owners if num_pages < num_seqs * pages_per_seq else 0)
@@ -156,7 +156,7 @@ def _storage(source: ModelFolder, options: EngineOptions, num_owners: int) -> St
 def _engine(
     source: ModelFolder, draft: ModelFolder | None, layout: EngineLayout, step: PackedStep, limits: SchedulerLimits
 ) -> Engine:
-    """Returns the engine of a step, with its weights on the devices."""
+    """Returns an engine that runs a step, with the weights loaded onto its devices, and its drafter."""
     options, params = layout.options, _loaded(source, step)
     drafter = NgramDrafter(options.num_drafts) if options.draft == NGRAM else Drafter()
     if draft:
@@ -172,7 +172,7 @@ def _engine(
 def _lines(
     source: ModelFolder, layout: EngineLayout, storage: Storage, pages: "_FoundPages", weight_bytes: int
 ) -> tuple[str, ...]:
-    """Returns what an engine says of itself."""
+    """Returns the lines that describe an engine: mesh, weights, cache, limits, differences from the plan, drafts."""
     options, model, weight_words = layout.options, source.model, without_mtp_words(source.model)
     unplanned_words = layout.unplanned_words(jax.devices()[0].device_kind, source.dtype)
     if num_adapters := len(source.adapters):
@@ -196,16 +196,16 @@ def _lines(
 
 
 NGRAM = "ngram"
-"""The draft that needs no model."""
+"""The value of ``draft`` that drafts without a model."""
 
 
 def _draft_model(folder: Path, model: Model) -> ModelFolder:
-    """Opens the folder of a draft for a model. Raises InputError if it has other tokens or fewer positions."""
+    """Opens a draft model. Raises InputError for a missing folder, encoders, another vocabulary, fewer positions."""
     if not folder.expanduser().exists():
-        raise InputError(f"the draft {folder} is not there. Give ngram, or the folder of a smaller model.")
+        raise InputError(f"the draft folder {folder} does not exist. Give ngram, or the folder of a smaller model.")
     draft = open_model(folder)
     if model.encoder or draft.model.encoder:
-        raise InputError(f"{model.name} or {draft.model.name} has an encoder, which no draft reads. Use --draft ngram.")
+        raise InputError(f"{model.name} or {draft.model.name} has an encoder, and drafts need none. Use --draft ngram.")
     if draft.model.vocab_size != model.vocab_size:
         raise InputError(
             f"the draft {folder} has V={draft.model.vocab_size:,} tokens and {model.name} has V={model.vocab_size:,}. "
@@ -220,7 +220,7 @@ def _draft_model(folder: Path, model: Model) -> ModelFolder:
 
 
 def _loaded(source: ModelFolder, step: PackedStep) -> Params:
-    """Returns the weights of a folder on the devices of its step, whose programs are kept in files."""
+    """Loads a folder's weights onto the devices of ``step``, and lets the step keep compiled programs in files."""
     step.keep_programs(cache_folder() / "programs")
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
     adapter_folders = list(source.adapters.values())
@@ -229,7 +229,7 @@ def _loaded(source: ModelFolder, step: PackedStep) -> Params:
 
 def _while_running(num_done: int, num_shapes: int) -> None:
     if not main_thread().is_alive():
-        sys.exit()  # this thread alone, for which the process waits
+        sys.exit()  # ends only this thread, for which the process waits
 
 
 # -- pages -------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class _FoundPages(NamedTuple):
 
 
 def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storage: Storage) -> _FoundPages:
-    """Returns how many pages there are, and how long a request may be."""
+    """Returns the number of pages and the longest request that memory allows. Raises InputError if too little."""
     options = layout.options
     if options.host_cache_bytes > (memory_bytes := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
         raise InputError(
@@ -265,9 +265,9 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     if model.encoder:
         array_of = derive_encoding(model, strategy, one_page_storage).declared | array_of
     shards = product(strategy.mesh[axis] for axis in array_of[rows[0].name].axes_of("Pg"))
-    # bytes of a page on each of the devices over which pages are spread: a device has one of so many; and of all rings
+    # bytes of a page on each device that pages are spread over (a device has 1 of ``shards`` pages), and of all rings
     sized_rows = [(row, row.num_bytes / product(strategy.mesh[a] for a in array_of[row.name].spread)) for row in rows]
-    if draft:  # on one of the devices, with all its pages
+    if draft:  # the draft model has all its pages on one device
         sized_rows += [
             (row, row.num_bytes)
             for row in make_table(draft.model, storage=replace(one_page_storage, adapters=0, window_pages=0))
@@ -284,10 +284,10 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     needed = -(-(max_len + options.drafts) // page_len) + source_pages
     wanted_pages = -(-options.max_requests * needed // shards) * shards
     page_cap = int(space // page_bytes) // shards * shards if page_bytes else wanted_pages * (space >= 0)
-    room = page_cap // shards  # pages that one request may have
+    room = page_cap // shards  # pages that one request can use
     if options.max_requests > max(page_cap, 256):
         raise InputError(
-            f"max_requests={options.max_requests:,}, and each needs one of {page_cap:,} pages at least. Give a smaller "
+            f"max_requests={options.max_requests:,} need a page each, and {page_cap:,} pages fit. Give a smaller "
             f"max_requests, or more cache_bytes."
         )
     requests_text = counted(options.max_requests, "request")
@@ -310,7 +310,7 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
 def _free_bytes(
     model: Model, layout: EngineLayout, array_of: Mapping[str, ShardedArray], storage: Storage
 ) -> tuple[float, str]:
-    """Returns the bytes of a device that pages may have, and their name."""
+    """Returns the bytes of a device that pages may use, and what limits them, in words."""
     device, mesh = jax.devices()[0], layout.strategy.mesh
     if device.platform == "cpu":
         free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -325,5 +325,5 @@ def _free_bytes(
         for part, dtype in dtype_by_name.items():
             if part in array_of:
                 held_bytes += repeat * local_elements(array_of[part], dims, mesh) * DTYPE_BYTES.get(dtype, item_bytes)
-    # the weights are loaded later, so they are counted
+    # the weights are not loaded yet, so they are subtracted
     return max(0.0, 0.9 * stats.get("bytes_limit", 0) - held_bytes), "90% of the device's memory without the weights"

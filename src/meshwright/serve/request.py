@@ -1,4 +1,4 @@
-"""What an engine is asked for, and what it says of each token."""
+"""The requests that an engine takes, their limits, and the outputs that it returns for each step."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Finish = Literal["stop", "length"]
 
 MOST_LOGPROBS = 20
-"""Likeliest tokens that are reported beside one, at most: OpenAI's limit for chats."""
+"""Maximum likeliest tokens reported for each position: OpenAI's limit for chats."""
 
 
 class SourceFeatures:
-    """What an encoder of features reads: an array [features, 2 positions] of floats. Equal arrays are one source."""
+    """The input of an encoder that reads features: floats [features, 2 positions]. Equal arrays compare equal."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = np.ascontiguousarray(values, np.float32)
@@ -43,18 +43,18 @@ class SourceFeatures:
 
 
 Prompt = Sequence[int] | SourceFeatures
-"""What is gone on from: tokens, or what an encoder of features reads."""
+"""The input to generate from: tokens, or features for an encoder."""
 
 
 class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to go on from. A request ends before a token of ``stop_tokens``, once it has ``min_tokens``, or after
-    ``max_tokens``. ``logprobs``: how many of the likeliest tokens are reported beside each (0: its own log-probability
-    alone; None: nothing). With ``echo`` these are also reported for the tokens of the prompt; then ``max_tokens`` may
-    be 0. With a ``grammar``, the state of an answer without a token, the output is one of its texts, unless
-    ``max_tokens`` cuts it off. ``adapter`` is the name of one of the engine's, "" for none. An engine of an encoder and
-    a decoder takes the prompt of a request without ``source`` as what the encoder reads, and begins its answer with the
-    model's start tokens; with ``source`` the answer goes on from the prompt, or from these where it is empty. Raises
-    InputError for what no engine could run."""
+    """A prompt to continue. Output ends before a token of ``stop_tokens`` (not before ``min_tokens``), or after
+    ``max_tokens``. ``logprobs``: how many likeliest tokens to report at each position (0: only the drawn token's
+    log-probability; None: nothing); with ``echo`` prompt tokens are reported too, and ``max_tokens`` may be 0. With a
+    ``grammar`` (the matcher of an empty answer) the output is a text of it, unless ``max_tokens`` cuts it off.
+    ``adapter`` names one of the engine's adapters, "" for none. With an encoder-decoder model, the encoder reads
+    ``source`` and the answer continues the prompt, or the model's start tokens if the prompt is empty; without
+    ``source`` the encoder reads the prompt and the answer continues the start tokens. Raises InputError for a request
+    that no engine could run."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -69,7 +69,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, prompt: "Prompt", **fields: Any) -> "TokenRequest":
-        """Returns the request of a prompt, which is the source where it is of features."""
+        """Returns a request for a prompt; features become its ``source``. ``fields`` are its other fields."""
         if isinstance(prompt, SourceFeatures):
             return cls(prompt=(), source=prompt, **fields)
         return cls(prompt=tuple(prompt), **fields)
@@ -86,16 +86,16 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"max_tokens={self.max_tokens} must be at least 1, or 0 with echo.")
         if self.min_tokens < 0 or self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens={self.min_tokens} must be between 0 and max_tokens={self.max_tokens}.")
-        if self.grammar and self.min_tokens > (not self.grammar.is_accepting()):  # 1 where no text is empty
-            raise InputError(f"min_tokens={self.min_tokens} is beside a grammar, whose texts may be shorter. Give one.")
+        if self.grammar and self.min_tokens > (not self.grammar.is_accepting()):  # 1 if no text of the grammar is empty
+            raise InputError(f"min_tokens={self.min_tokens} and a grammar exclude each other. Give one.")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise InputError(f"logprobs={self.logprobs} must be between 0 and {MOST_LOGPROBS}.")
 
 
 class RequestBounds(NamedTuple):
-    """What requests an engine can run: tokens below ``vocab_size``, at most ``max_len`` positions, some adapters. An
-    encoder reads at most ``source_len`` positions, of tokens or all of them of ``features``, and its decoder begins
-    with ``start_tokens``."""
+    """The limits of an engine's requests: tokens below ``vocab_size``, at most ``max_len`` positions, the names of
+    adapters. An encoder reads at most ``source_len`` positions of tokens, or exactly ``source_len`` of ``features``
+    (0: tokens), and its decoder starts with ``start_tokens``."""
 
     vocab_size: int
     max_len: int
@@ -106,26 +106,26 @@ class RequestBounds(NamedTuple):
 
     @classmethod
     def of(cls, model: Model, max_len: int, adapters: Collection[str] = ()) -> "RequestBounds":
-        """Returns the bounds of an engine of a model."""
+        """Returns the limits of an engine that serves a model with ``max_len`` positions and these adapters."""
         encoder = model.encoder
         if encoder is None:
             return cls(model.vocab_size, max_len, adapters)
         return cls(model.vocab_size, max_len, adapters, encoder.length, encoder.start, encoder.features)
 
     def room(self, prompt_len: int) -> int:
-        """Returns the positions left for an answer."""
+        """Returns the positions left for an answer to a prompt; with an encoder only start tokens precede it."""
         return self.max_len - (len(self.start_tokens) if self.source_len else prompt_len)
 
     def resolved(self, request: TokenRequest) -> TokenRequest:
-        """Returns the request whose prompt is the decoder's, with its source if the model has an encoder."""
+        """Returns the request with prompt and source set as an encoder-decoder model reads them, see `TokenRequest`."""
         if not self.source_len or (request.source and request.prompt):
             return request
         return replace(request, source=request.source or request.prompt, prompt=self.start_tokens)
 
     def check(self, request: TokenRequest) -> None:
-        """Raises InputError for a request that could never run."""
+        """Raises InputError for a request that this engine could never run."""
         if request.source and not self.source_len:
-            raise InputError("this model has no encoder, and a source is given. Give a prompt alone.")
+            raise InputError("this model has no encoder, and a source is given. Give only a prompt.")
         if self.source_len and request.echo and not request.source:
             raise InputError("an encoder reads the prompt, which is no part of the answer. Leave echo out.")
         request = self.resolved(request)
@@ -154,7 +154,7 @@ class RequestBounds(NamedTuple):
                 raise InputError(f"token {token} is outside of V={vocab}. Use the model's own tokenizer.")
 
     def _check_form(self, request: TokenRequest) -> None:
-        """Raises InputError for tokens in place of features, features of another shape, and the reverse."""
+        """Raises InputError if the source is not what the encoder reads: features of its shape, or tokens."""
         shape = request.source.values.shape if isinstance(request.source, SourceFeatures) else ()
         if self.features and shape != (self.features, 2 * self.source_len):
             raise InputError(
@@ -166,7 +166,7 @@ class RequestBounds(NamedTuple):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A token, its log-probability, and the likeliest tokens at its place with theirs, likeliest first."""
+    """A token, its log-probability, and (token, log-probability) of the likeliest at its position, likeliest first."""
 
     token: int
     logprob: float
@@ -174,12 +174,12 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one step of an engine made for a request: a token, an end, or both.
+    """The output of one step for a request: a token, the end, or both.
 
-    ``token`` is None if the request ended without one: before a stop token, or with ``max_tokens`` 0.
-    ``prompt`` are the log-probabilities of the prompt's tokens from the second on, with the first output of a request
-    that has ``echo``. ``cached`` are tokens of the prompt that a prefix cache held, with the first output.
-    ``admitted_s`` is when the request was first scheduled, in seconds of `time.perf_counter`, 0 if that is not known.
+    ``token`` is None if the request ends without one: before a stop token, or with ``max_tokens`` 0. Only in a
+    request's first output, ``prompt`` has the log-probabilities of its prompt from the second token on (with ``echo``)
+    and ``cached`` counts prompt tokens found in the prefix cache. ``admitted_s`` is when the request was first
+    scheduled, in seconds of `time.perf_counter`, 0 if not known.
     """
 
     number: int
@@ -192,10 +192,10 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class EngineState(msgspec.Struct, kw_only=True):
-    """What an engine holds: requests that run and wait, and pages; and what it has counted since it began: requests
-    that lost their pages, tokens of prompts that were looked for and found in a prefix cache, and of those that came
-    from the host, steps, and drafted tokens, of which some were right. ``sums`` of steps go on as the engine does; a
-    reader copies them."""
+    """The requests that run and wait now, and pages in use; and counts since the start: preemptions, prompt tokens
+    looked up (``prefix_queries``) and found (``prefix_hits``) in the prefix cache, tokens copied back from the host
+    (``host_hits``), steps, drafted and accepted tokens. ``sums`` keeps changing while the engine runs: copy it to
+    read it."""
 
     running: int = 0
     waiting: int = 0
@@ -212,9 +212,9 @@ class EngineState(msgspec.Struct, kw_only=True):
 
 
 class TokenEngine(Protocol):
-    """Runs requests step by step. All calls come from one thread, but those of ``check``, which raises InputError for a
-    request that can never run by the ``bounds``, as `submit` does; after `cancel` no output of a request follows;
-    `step` waits for the step before its own."""
+    """Interface that runs requests step by step. Call it from one thread, except ``check``, which like `submit` raises
+    InputError for a request outside ``bounds``. After `cancel` a request has no output. `step` dispatches a step and
+    returns the outputs of the previous one."""
 
     bounds: RequestBounds
     max_len: int
@@ -231,7 +231,7 @@ class TokenEngine(Protocol):
     def steps(
         self, requests: Sequence[TokenRequest], most: int | None = None
     ) -> Iterator[list[tuple[int, TokenOutput]]]:
-        """Runs requests to their ends, at most so many at once in the engine, and yields the outputs of each step, each
+        """Runs all requests, at most ``most`` submitted at once (None: all), and yields for each step its outputs, each
         with the index of its request."""
         waiting_requests, index_by_number = iter(enumerate(requests)), dict[int, int]()
         while True:
@@ -245,7 +245,7 @@ class TokenEngine(Protocol):
                 del index_by_number[request_number]
 
     def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
-        """Runs requests to their ends and returns the outputs of each."""
+        """Runs all requests and returns the outputs of each."""
         outputs_by_request = [list[TokenOutput]() for _ in requests]
         for outputs in self.steps(requests):
             for index, output in outputs:

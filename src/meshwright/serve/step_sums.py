@@ -1,4 +1,4 @@
-"""Sums over an engine's steps of what they held and how long they took, for each kind of step."""
+"""Sums the durations, rows and tokens of an engine's steps, by kind and shape of step."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,14 +8,13 @@ from typing import NamedTuple
 from meshwright.batching.scheduler import EngineStep
 
 StepKey = tuple[str, int]
-"""What steps have in common: "decode", or "mixed" if they also prefill, and the rows of their compiled shape."""
+"""The kind of a step, "decode" or (if it also prefills) "mixed", and the rows of its compiled shape."""
 
 
 class StepSums(NamedTuple):
-    """Steps, the seconds that a client saw them take, and what they held, added up.
-
-    ``decoded`` rows, drafts included, read ``cached`` tokens; ``prefilled`` tokens attend to ``pairs`` of one and a
-    token up to it. Sequences of a step have ``positions`` in the cache together, and ``outputs`` rows have logits.
+    """Sums over steps: their number, seconds as clients see them, and tokens. ``decoded`` rows, drafts included, read
+    ``cached`` tokens; ``prefilled`` tokens have ``pairs`` (query, key) in attention. A step's sequences have
+    ``positions`` in the cache after it, and ``outputs`` of its rows have logits.
     """
 
     steps: float = 0
@@ -29,12 +28,12 @@ class StepSums(NamedTuple):
 
 
 HeldStep = tuple[StepKey, float, tuple[float, ...]]
-"""The key of a dispatched step, when it was dispatched, and what it holds, as the last fields of `StepSums`."""
+"""The key of a dispatched step, when it was dispatched (s), and its values of `StepSums` from ``decoded`` on."""
 
 
 def held_step(planned: Sequence[EngineStep], start_s: float, *, decoded: int, rows: int, outputs: int) -> HeldStep:
-    """Returns what owners of sequences have planned as a step, with the rows that decode, those of its compiled shape,
-    and those with logits."""
+    """Returns the record of one step, which the owners of sequences ``planned`` and the engine dispatched at
+    ``start_s``: ``decoded`` decode rows, ``rows`` of its compiled shape, ``outputs`` rows with logits."""
     num_new, num_cached = sum([step.prefill_tokens for step in planned]), sum([step.cached_tokens for step in planned])
     num_pairs = sum([step.prefill_tokens * (step.prefill_past + 1) for step in planned])
     positions = num_cached + decoded + sum([request.cached + num for step in planned for request, num in step.prefill])
@@ -43,7 +42,7 @@ def held_step(planned: Sequence[EngineStep], start_s: float, *, decoded: int, ro
 
 
 class SummedSteps:
-    """Adds steps up as they are read. Another thread may copy ``sums``: a value is replaced, never changed."""
+    """Sums steps as they are read. Another thread may copy ``sums``, as values are replaced, never mutated."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.now = now
@@ -51,7 +50,7 @@ class SummedSteps:
         self._last_s = 0.0
 
     def read(self, step: HeldStep) -> None:
-        """Notes the end of a step, which began when it was dispatched or, if that was later, as the last one ended."""
+        """Adds a step that ends now; it began when dispatched or when the previous step ended, if that was later."""
         (key, start_s, held_counts), end_s = step, self.now()
         taken_s, self._last_s = end_s - max(start_s, self._last_s), end_s
         new_sums = 1, taken_s, *held_counts

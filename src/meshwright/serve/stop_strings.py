@@ -1,12 +1,12 @@
-"""Ends a text where a stop string is complete, and holds back what may still become one."""
+"""Ends a text at the first complete stop string, and holds back characters that may become one."""
 
 from collections.abc import Sequence
 
 
 class StopScan:
-    """Scans the text of one sequence, piece by piece, for stop strings; ``keep``: whether one is part of the text that
-    it ends. The string that is complete first ends the text; of several that end with the same character, the longest.
-    So the result does not depend on where pieces begin."""
+    """Scans the text of one sequence, piece by piece, for stop strings; ``keep`` leaves the stop string in the text.
+    The stop string completed first ends the text; of several completed by one character, the longest. The result does
+    not depend on how the text is cut into pieces."""
 
     def __init__(self, strings: Sequence[str], *, keep: bool = False) -> None:
         self._strings, self._keep = strings, keep
@@ -15,8 +15,8 @@ class StopScan:
         self._held = list[str]()
 
     def push(self, piece: str, *, hidden: bool = False) -> tuple[str, bool]:
-        """Returns the text that is certain, and whether a stop string ended it. A hidden piece, a special token that
-        the text leaves out, counts for stop strings alone."""
+        """Returns the text that can be shown now, and whether a stop string ended it. A ``hidden`` piece (a special
+        token) is matched against stop strings and never shown."""
         if not self._matched:
             return "" if hidden else piece, False
         characters = self._held
@@ -29,12 +29,12 @@ class StopScan:
         return "".join(characters[:num_certain]), False
 
     def finish(self) -> str:
-        """Returns what was held back."""
+        """Returns the text that was held back, at the end of the sequence."""
         characters, self._held = self._held, []
         return "".join(characters)
 
     def _advance(self, character: str) -> str:
-        """Returns the longest string that the character completes, else ""."""
+        """Returns the longest stop string that the character completes, else ""."""
         longest_match = ""
         for string_index, (string, fallbacks) in enumerate(zip(self._strings, self._fallbacks, strict=True)):
             num_matched = self._matched[string_index]

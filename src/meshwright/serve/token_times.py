@@ -1,13 +1,13 @@
-"""What is measured of a request, defined once for metrics and logs. All times are seconds of `time.perf_counter`."""
+"""The latencies of a request, for metrics and logs. All times are seconds of `time.perf_counter`."""
 
 import msgspec
 
 
 class TokenTimes(msgspec.Struct):
-    """When a sequence was asked for, and when its tokens came.
+    """The start of a request and the times of its tokens.
 
-    ``start_s`` is when the head of its request was read. A token comes when the engine's step that made it ends, so
-    that a client that reads slowly changes nothing.
+    ``start_s`` is when the server read the request's headers. A token's time is the end of the engine's step that drew
+    it, so slow clients do not change it.
     """
 
     start_s: float = 0.0
@@ -16,7 +16,7 @@ class TokenTimes(msgspec.Struct):
     num_tokens: int = 0
 
     def token(self, at_s: float) -> float | None:
-        """Notes a token. Returns the inter-token latency, the time since the one before; None for the first."""
+        """Adds a token at time ``at_s``. Returns the seconds since the previous token; None for the first."""
         self.num_tokens += 1
         if self.first_s is None:
             self.first_s = self.last_s = at_s

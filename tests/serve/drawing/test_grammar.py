@@ -163,5 +163,5 @@ def test_forms_that_are_not_valid(reader, kind, form, words):
 
 
 def test_fewest_tokens_and_a_grammar_exclude_each_other(reader):
-    with pytest.raises(InputError, match="min_tokens=3 is beside a grammar"):
+    with pytest.raises(InputError, match="min_tokens=3 and a grammar exclude each other"):
         asked("x", 1, read(reader, "regex", "a*"), min_tokens=3)

@@ -135,14 +135,14 @@ async def test_logprobs():
         ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood is not a field"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content has a part that is no text",
+            "messages[0].content has a part that is not text",
         ),
         ({"response_format": {"type": "json_schema"}}, "the type json_schema and no json_schema"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "more than once"),
         ({"structured_outputs": {}}, "structured_outputs is empty"),
         ({"structured_outputs": {"regex": "("}}, "the regex is not valid"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens=2 is beside a grammar"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens=2 and a grammar exclude each other"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         (
             {"tool_choice": "required"},

@@ -327,7 +327,7 @@ async def test_special_tokens():
         ({"stop": ""}, 'stop is "": expected `str` of length >= 1', "stop"),
         ({"stop": ["a"] * 65}, "stop: expected `array` of length <= 64", "stop"),
         ({"stop_token_ids": [258]}, "stop_token_ids has token 258; the model has tokens 0 to 257", "stop_token_ids"),
-        ({"logit_bias": {"x": 1}}, "logit_bias has 'x', which is no token", "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias has 'x', which is not a token", "logit_bias"),
         ({"logit_bias": {"300": 1}}, "logit_bias has '300'", "logit_bias"),
         ({"prompt": []}, "prompt is an empty list", "prompt"),
         ({"prompt": ""}, "the prompt is empty", None),
@@ -342,7 +342,7 @@ async def test_special_tokens():
         ({"beams": 1}, "beams is not a field that this server knows", "beams"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is not supported by this server. Leave it out.", "prompt_logprobs"),
         ({"seed": 2**64}, "seed", "seed"),
-        ({"n": 100}, "100 sequences were asked for; this server takes 64 sequences at once", "n"),
+        ({"n": 100}, "100 sequences are requested; this server takes 64 sequences at once", "n"),
     ],
 )
 @in_loop

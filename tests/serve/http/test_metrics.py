@@ -134,7 +134,7 @@ def test_prices_that_fail_are_left_out_and_said(caplog):
     prices.of = lambda steps: 1 / 0
     metrics, _ = metrics_at(prices=prices)
     assert metrics.line().endswith("decode 16.9 ms")
-    assert "steps are not priced any more" in caplog.text
+    assert "steps are no longer predicted" in caplog.text
     assert "meshwright:flops_total{" not in str(figures(metrics))
 
 

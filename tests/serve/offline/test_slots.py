@@ -50,9 +50,9 @@ def test_what_has_no_slot_is_refused():
         with pytest.raises(InputError, match=f"there is no slot {slot}. Give 0 to 3"):
             engine.insert(None, state, slot)
     state.lengths[1] = 24
-    with pytest.raises(InputError, match="a slot has 24 positions and they are full"):
+    with pytest.raises(InputError, match="a slot has used all its 24 positions"):
         engine.generate({}, state)
-    with pytest.raises(CannotRunError, match="slots are for plain sequences of one place"):
+    with pytest.raises(CannotRunError, match="slots support only unsharded sequences"):
         SlotEngine(step_of(LLAMA, {"data": 2}))
     with pytest.raises(InputError, match="4 slots have 6 pages each"):
         SlotEngine(step_of(LLAMA, {}, num_pages=8))

@@ -1,1 +1,1 @@
-"""How the next token of a request is chosen: samples, constraints, drafts."""
+"""Chooses the next token of each request: sampling, grammar masks and drafts."""

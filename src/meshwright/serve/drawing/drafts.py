@@ -1,8 +1,8 @@
-"""Drafts: tokens that may come next, which one step of the model checks all at once.
+"""Drafts (speculative decoding): proposed next tokens of a request, which one step of the model checks together.
 
-A drafted token is right if the model draws it at its position. A draw depends on the logits, the request's sampling and
-the position alone, so the output is, token for token, that of an engine without drafts, at any temperature. A draft
-model draws with the same noise, which makes it right in at least (1 - d) / (1 + d) of draws, where d is the total
+A draft is accepted if the model draws it at its position. A draw depends only on the logits, the request's sampling and
+the position, so the output equals the output of an engine without drafts token for token, at any temperature. A draft
+model draws with the same noise, so at least (1 - d) / (1 + d) of its drafts are accepted, where d is the total
 variation distance of the two distributions. Source: Daliri, Musco and Suresh, Coupling without Communication and
 Drafter-Invariant Speculative Decoding, 2024.
 """
@@ -21,7 +21,7 @@ LONGEST_NGRAM = 4
 
 
 class Drafting(NamedTuple):
-    """A request that wants up to ``most`` drafts after its ``tokens``, of which ``num_before`` were drawn."""
+    """A request to draft for: up to ``most`` drafts after its ``tokens`` (prompt and ``num_before`` drawn tokens)."""
 
     number: int
     slot: int
@@ -31,45 +31,45 @@ class Drafting(NamedTuple):
 
 
 class Drafter:
-    """Proposes up to ``num_drafts`` tokens for each request; by default none, and needs nothing for it."""
+    """Interface that proposes up to ``num_drafts`` (0 here) next tokens for a request; every hook here does nothing."""
 
     num_drafts = 0
 
     def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]:
-        """Returns the drafts of each request; ``table`` [slots, Bp] has the pages of each slot."""
+        """Returns the drafts of each request of ``asked``; ``table`` [slots, Bp] has the cache pages of each slot."""
         raise NotImplementedError
 
     def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
-        """Gives a slot to a request that has had the tokens ``output``."""
+        """Assigns a slot to a request that has drawn the tokens ``output`` before (after a preemption; else none)."""
 
     def follow(self, rows: PackedRows, longest: int, ends: dict[int, int]) -> None:
-        """Computes the rows of the model's own step; ``ends`` are the positions that its slots then have."""
+        """Runs the rows of a step of the engine's model too; ``ends``: slot -> positions in the cache after them."""
 
     def leave(self, number: int) -> None:
-        """Forgets a request."""
+        """Drops the state of the request with this number."""
 
     def warm_up(self, shape: PackedShape) -> None:
-        """Compiles what drafts beside the steps of a shape."""
+        """Compiles the programs that drafting needs when the engine's model runs steps of this shape."""
 
 
 class NgramDrafter(Drafter):
-    """Proposes what followed the latest earlier place of a request's last tokens, of `LONGEST_NGRAM` or else fewer.
+    """Proposes the tokens after the latest earlier occurrence of a request's last n tokens; n = 4, else 3, else 2.
 
     Source: prompt lookup decoding (Saxena, 2023).
     """
 
     def __init__(self, num_drafts: int, *, shortest: int = 2) -> None:
         self.num_drafts, self._lengths = num_drafts, range(LONGEST_NGRAM, shortest - 1, -1)
-        self._places: dict[int, dict[tuple[int, ...], int]] = {}  # request -> n-gram -> the place after it
+        self._places: dict[int, dict[tuple[int, ...], int]] = {}  # request -> n-gram -> position after it
         self._done: dict[int, int] = {}
 
     def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]:
-        """Returns the tokens after the latest earlier place; [] where there is none."""
+        """Returns up to ``most`` tokens after the latest earlier occurrence for each request; [] if there is none."""
         return [self._found(drafting) for drafting in asked]
 
     def _found(self, drafting: Drafting) -> list[int]:
         tokens, end_by_ngram = drafting.tokens, self._places.setdefault(drafting.number, {})
-        # without the last n-gram, which is the one to look for
+        # the last n-gram is left out: it is the one to look for
         for end_pos in range(self._done.get(drafting.number, 0), len(tokens)):
             end_by_ngram.update((tuple(tokens[end_pos - n : end_pos]), end_pos) for n in self._lengths if n <= end_pos)
         self._done[drafting.number] = len(tokens)
@@ -84,19 +84,19 @@ class NgramDrafter(Drafter):
 
 
 class ModelDrafter(Drafter):
-    """Proposes what a smaller model draws. Its cache has the pages and slots of the model's own, so that ``step`` must
-    be of the same size; it also runs every step that has parts of prompts."""
+    """Proposes the tokens that a smaller model draws. Its ``step`` has as many slots and pages, of the same length, as
+    the engine's step. It also runs every step of the engine that prefills, to fill its own cache."""
 
     def __init__(self, step: PackedStep, params: Params, num_drafts: int) -> None:
         self.num_drafts = num_drafts
         self._step, self._params, self._cache = step, params, step.init_cache()
         self._drawer = TokenDrawer(step.max_seqs, step.model.vocab_size, step.logits_sharding, step.programs)
-        # two rows each: after right drafts the last of them is not in the cache yet
+        # two rows a request: after accepted drafts the last draft is not in this cache yet
         self._sizes = sizes_up_to(2 * step.max_seqs, halves_from=8)
-        self._ends = np.zeros(step.max_seqs, int)  # positions of each slot that the cache has, if the tokens are right
+        self._ends = np.zeros(step.max_seqs, int)  # cached positions of each slot, if all drafts are accepted
 
     def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]:
-        """Returns what the model draws after each other. Nothing is read before the last step is dispatched."""
+        """Draws the drafts of all requests, one a step, and reads them after the last step is dispatched."""
         draws = []
         for index in range(max(drafting.most for drafting in asked)):
             rows, output_rows = self._rows([drafting for drafting in asked if drafting.most > index], table, index)
@@ -104,16 +104,16 @@ class ModelDrafter(Drafter):
             draws.append(self._drawer.draw(logits, output_rows, adjusted=False))
         for drafting in asked:
             self._ends[drafting.slot] = len(drafting.tokens) + drafting.most - 1
-        # a draw has rows of those requests alone that want more drafts than there were
+        # draw i has rows only of requests with ``most`` > i
         token_iterators = [iter(np.asarray(draw.token).tolist()) for draw in draws]
         return [[next(iterator) for iterator in token_iterators[: drafting.most]] for drafting in asked]
 
     def _rows(self, asked: Sequence[Drafting], table: np.ndarray, num_past: int) -> tuple[PackedRows, list[OutputRow]]:
-        """Returns the rows that draw the drafts after ``num_past`` others, first with those that the cache lacks."""
+        """Returns the rows that draw draft ``num_past`` of each request; the first also has the uncached positions."""
         tokens, latest_slots, positions, row_slots, last_rows = [], list[int](), list[int](), list[int](), list[int]()
         for drafting in asked:
             end_pos = len(drafting.tokens) + num_past
-            # beyond a wrong draft the cache is written again
+            # the cache is rewritten from the first rejected draft on
             start_pos = end_pos - 1 if num_past else min(self._ends[drafting.slot], end_pos - 1)
             tokens += [0] if num_past else drafting.tokens[start_pos:]
             latest_slots += [drafting.slot if num_past else -1] * (end_pos - start_pos)
@@ -137,7 +137,7 @@ class ModelDrafter(Drafter):
             self._ends[slot] = end_pos
 
     def warm_up(self, shape: PackedShape) -> None:
-        """Compiles the shapes of drafts, and that of a step with parts of prompts."""
+        """Compiles the steps that draft, and for a ``shape`` that prefills also the step that fills this cache."""
         for num_rows in self._sizes:
             self._step.compiled(PackedShape(num_rows, num_rows, num_rows, 1))
             self._drawer.compiled(num_rows, False)

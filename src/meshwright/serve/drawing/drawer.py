@@ -1,4 +1,4 @@
-"""Draws the tokens of a step on the devices, so that the next step can begin before the host has seen them."""
+"""Draws the tokens of a step on the devices, so that the next step can start before the host has read them."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,8 +19,8 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class TokenHistory(NamedTuple):
-    """Arrays [S, V], for each slot and token: whether the prompt has it, how often the output has, what is added to its
-    logit, and whether it may not be drawn before the fewest tokens are there."""
+    """Arrays [slots, V]: whether the slot's prompt has a token, how often its output has it, the bias that is added to
+    its logit, and whether it is a stop token, which must not be drawn before ``min_tokens`` of output."""
 
     in_prompt: Array
     in_output: Array
@@ -29,9 +29,9 @@ class TokenHistory(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What was drawn of each row; the log-probabilities are those of the model's own logits, None if nobody asked.
+    """The token drawn from each row of logits. Log-probabilities are of unadjusted logits, None if not computed.
 
-    ``logprob`` is of the row's target if it has one, else of its token; ``top`` and ``top_logprob`` are [O, 20].
+    ``logprob`` [O] is for a row's target, else its token; ``top``, ``top_logprob`` [O, 20] are the likeliest tokens.
     """
 
     token: HostOrDeviceArray
@@ -40,11 +40,11 @@ class Drawn(NamedTuple):
     top_logprob: Any = None
 
     def on_host(self) -> "Drawn":
-        """Waits for the step and returns the same as NumPy's arrays."""
+        """Waits for the step and returns a copy whose arrays are NumPy arrays."""
         return Drawn(*jax.tree.map(np.asarray, self))
 
     def logprob_of(self, row: int, token: int, num_top: int) -> TokenLogprob:
-        """Returns the log-probability of a row's token or target, with the likeliest tokens."""
+        """Returns ``token`` with the log-probability of a row and the ``num_top`` likeliest tokens of that row."""
         top_pairs = zip(self.top[row][:num_top].tolist(), self.top_logprob[row][:num_top].tolist(), strict=True)
         return TokenLogprob(token=token, logprob=float(self.logprob[row]), top=tuple(top_pairs))
 
@@ -87,8 +87,8 @@ def _enter(history: TokenHistory, slot: HostOrDeviceArray, own: Sequence[HostOrD
 
 
 class OutputRow(NamedTuple):
-    """A row with logits: the request's slot (beyond all slots: nothing follows from what is drawn), how many tokens
-    it has had, and the token whose log-probability is wanted, -1 for the drawn one."""
+    """A row with logits: the request's slot (the number of slots: the drawn token is discarded), how many tokens were
+    drawn for the request before, and the token whose log-probability is returned (-1: the drawn token)."""
 
     slot: int
     num_before: int
@@ -96,14 +96,14 @@ class OutputRow(NamedTuple):
 
 
 class TokenDrawer:
-    """The latest token of each of ``num_slots`` requests, on the devices, and what their logits are adjusted by."""
+    """Keeps the latest token of each of ``num_slots`` slots on the devices, with their sampling and adjustments."""
 
     def __init__(self, num_slots: int, vocab_size: int, sharding: Sharding, programs: ProgramStore) -> None:
-        self._programs, self._sharding = programs, sharding  # of logits
+        self._programs, self._sharding = programs, sharding  # the sharding of logits
         self._compiled: dict[tuple[int, bool], jax.stages.Compiled] = {}
         self.latest: Array = jnp.zeros(num_slots, jnp.int32)
         self._size = num_slots, vocab_size
-        self._fields = as_arrays([LIKELIEST] * (num_slots + 1))  # the last is of rows that draw nothing
+        self._fields = as_arrays([LIKELIEST] * (num_slots + 1))  # the last is for rows that draw nothing
         self._penalties = {name: np.full(num_slots + 1, getattr(LIKELIEST, name), np.float32) for name in _PENALTIES}
         self._fewest = np.zeros(num_slots + 1, np.int32)
         self._has_bias = np.zeros(num_slots + 1, bool)
@@ -111,12 +111,12 @@ class TokenDrawer:
         self._all_allowed: dict[int, Array] = {}
 
     def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
-        """Gives a slot to a request that has had the tokens ``output``."""
+        """Assigns a slot to a request that has drawn the tokens ``output`` before (after a preemption; else none)."""
         sampling = request.sampling
         for name, array in (self._fields | self._penalties).items():
             array[slot] = getattr(sampling, name)
         self._has_bias[slot] = bool(sampling.logit_bias)
-        # without stop tokens those of the slot's request before would count
+        # without stop tokens, the stop tokens of the slot's previous request would apply
         self._fewest[slot] = request.min_tokens if request.stop_tokens else 0
         if not adjusts(request):
             return
@@ -136,10 +136,10 @@ class TokenDrawer:
     def draw(
         self, logits: Array, rows: Sequence[OutputRow], *, adjusted: bool, allowed: HostOrDeviceArray | None = None
     ) -> Drawn:
-        """Returns what is drawn from logits [O, V], on the devices, for the first rows of O; others draw nothing.
+        """Dispatches the draw from logits [O, V] for ``rows``, the first of O rows, and returns its device arrays.
 
-        With ``adjusted`` the rules of `adjusts` hold, the tokens are those of ``allowed``, bits [O, V / 32], and there
-        are log-probabilities.
+        ``adjusted`` applies penalties, biases, minimum lengths and the mask ``allowed`` (bits [O, V / 32]; None: all
+        tokens), and computes log-probabilities.
         """
         num_rows = logits.shape[0]
         program, settings = self.compiled(num_rows, adjusted), self._given(num_rows, rows)
@@ -160,7 +160,7 @@ class TokenDrawer:
         return num_rows, -(-self._size[1] // 32)
 
     def _given(self, num_rows: int, rows: Sequence[OutputRow]) -> tuple[SamplingRows, dict[str, HostOrDeviceArray]]:
-        """Returns the settings of ``num_rows`` rows."""
+        """Returns the sampling and adjustment arrays of ``rows``, padded to ``num_rows`` rows that draw nothing."""
         slots, drawn_counts = np.full(num_rows, self._size[0], np.int32), np.zeros(num_rows, np.int32)
         target_tokens = np.full(num_rows, -1, np.int32)
         if rows:
@@ -171,7 +171,7 @@ class TokenDrawer:
         return {name: array[slots] for name, array in self._fields.items()}, array_by_name
 
     def compiled(self, size: int, adjusted: bool) -> jax.stages.Compiled:
-        """Returns the program for a number of rows; compiles it once."""
+        """Returns the program that draws from ``size`` rows, compiled at the first call."""
         if (size, adjusted) not in self._compiled:
             logits_struct = jax.ShapeDtypeStruct((size, self._size[1]), np.float32, sharding=self._sharding)
             latest_struct = jax.ShapeDtypeStruct(self._size[:1], np.int32)
@@ -187,5 +187,5 @@ class TokenDrawer:
 
 
 def adjusts(request: TokenRequest) -> bool:
-    """True for a request whose tokens need more than their logits: penalties, a bias, or a fewest number of tokens."""
+    """True if a request adjusts its logits: by a penalty, a bias, or a minimum output length with stop tokens."""
     return request.sampling.adjusts or bool(request.min_tokens and request.stop_tokens)

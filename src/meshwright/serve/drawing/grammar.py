@@ -1,4 +1,4 @@
-"""Texts that an answer may be: JSON of a schema, matches of a regular expression, a choice; llguidance masks tokens."""
+"""Limits answers to a JSON schema, regular expression, choices or Lark grammar by token masks (llguidance)."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MOST_KEPT = 64
-"""Grammars that are kept after their requests."""
+"""Compiled grammars that a `GrammarReader` caches."""
 
 MOST_ITEMS = 5_000
-"""Of a parser's step: what needs more ends there. Masks of 100,000 tokens took 35 ms at most in seven hostile grammars,
-770 ms with llguidance's own limit."""
+"""Parser items per token: an answer that needs more stops there. With this limit masks of 100,000 tokens took at most
+35 ms in seven hostile grammars; 770 ms with llguidance's default."""
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
 
 class GrammarReader:
-    """Reads grammars for a tokenizer, whose model has logits of ``vocab_size`` tokens; an answer ends with one of
-    ``end_tokens``, without these where no more may follow."""
+    """Compiles grammars for a tokenizer and a model of ``vocab_size`` tokens. An answer ends with an end token;
+    without ``end_tokens``, where the grammar allows no further token."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> None:
         from llguidance import LLTokenizer
@@ -33,9 +33,9 @@ class GrammarReader:
         end_token_ids = sorted(end_tokens) or None
         self._tokenizer = LLTokenizer(_plain(tokenizer), n_vocab=vocab_size, eos_token=end_token_ids)
         self.read = lru_cache(MOST_KEPT)(self._read)
-        """Returns the state of an answer that has no token yet, to be copied for each, given the kind and text of its
-        grammar: a schema, a list of choices in JSON, an expression in Rust's syntax, a grammar in Lark's. Raises
-        InputError for one that is not valid, or that no text matches."""
+        """Returns the matcher of an empty answer, to be copied for each request, for a kind and text of grammar: a JSON
+        schema, a JSON list of choices, a regular expression (Rust syntax), a Lark grammar. Raises InputError if the
+        grammar is not valid or no text matches it."""
 
     def _read(self, kind: GrammarKind, text: str) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits
@@ -52,7 +52,7 @@ class GrammarReader:
             raise _invalid(kind, str(error)) from None
         limits = LLParserLimits(verbose_errors=False, step_max_items=MOST_ITEMS)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        # the first mask makes the most work, for which no step should wait, and shows what can never match
+        # the first mask takes longest, so it is made before any step, and shows grammars that match no text
         can_begin = not matcher.is_error() and any(matcher.compute_bitmask())
         if not can_begin or matcher.is_error():
             reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
@@ -66,8 +66,8 @@ def _invalid(kind: GrammarKind, reason: str) -> InputError:
 
 
 def _plain(tokenizer: Tokenizer) -> str:
-    """Returns a tokenizer, as JSON, whose special tokens have names that no text has: a text with the name of one is
-    made of other tokens."""
+    """Returns a tokenizer as JSON with its special tokens renamed to strings that no text contains, so that the text
+    of a grammar such as "<eos>" is encoded as plain tokens."""
     document = json.loads(tokenizer.to_str())
     aliases = {token["content"]: f"\ufdd0{token['id']}\ufdd1" for token in document["added_tokens"] if token["special"]}
     for token in document["added_tokens"]:
@@ -83,7 +83,7 @@ def _plain(tokenizer: Tokenizer) -> str:
 
 
 class MaskedRow(NamedTuple):
-    """A row of logits by number, the state of its answer, and the tokens whose rows follow it."""
+    """The index of a row of logits, the matcher of its answer, and the drafts, whose rows follow this row."""
 
     row: int
     matcher: "LLMatcher"
@@ -91,14 +91,14 @@ class MaskedRow(NamedTuple):
 
 
 class TokenMasks:
-    """Makes masks of the tokens that may follow, on some of the host's threads."""
+    """Computes masks of the tokens that grammars allow next, on several threads of the host."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._executor: Any = None  # of llguidance, which only answers with a grammar need
+        self._executor: Any = None  # made at the first mask: only requests with a grammar need llguidance
         self._vocab_size = vocab_size
 
     def of(self, size: int, rows: Sequence[MaskedRow]) -> np.ndarray:
-        """Returns bits [size, V / 32]: 1 for a token that may be drawn, everywhere in rows without a grammar."""
+        """Returns bits [size, V / 32]: 1 for a token that may be drawn; all ones in rows that are not in ``rows``."""
         import llguidance.numpy as bits
 
         self._executor = self._executor or bits.LLExecutor()

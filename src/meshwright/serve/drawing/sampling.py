@@ -17,13 +17,13 @@ from meshwright.core.errors import InputError
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings to sample one sequence. ``temperature`` 0 takes the likeliest token. ``top_k`` 0, ``top_p`` 1 and
+    """Sampling settings of one sequence. ``temperature`` 0 takes the likeliest token. ``top_k`` 0, ``top_p`` 1 and
     ``min_p`` 0 exclude no token; all apply after the temperature, ``top_k`` first, and ``min_p`` is a share of the
     likeliest token's probability. ``number`` distinguishes samples of one seed.
 
     Before the temperature, logits get ``logit_bias`` (pairs of token and addend); those of tokens in prompt or output
     are divided by ``repetition_penalty``, or multiplied where negative; ``presence_penalty`` is subtracted for tokens
-    in the output, ``frequency_penalty`` once for each time. Source of these rules: vLLM's and OpenAI's APIs.
+    in the output, ``frequency_penalty`` once per occurrence. Source of these rules: vLLM's and OpenAI's APIs.
 
     Raises InputError for a value that is out of range."""
 
@@ -58,11 +58,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise InputError(f"{name}={getattr(self, name)} must be between -2 and 2; 0 is none.")
         for token, bias in self.logit_bias:
             if token < 0 or not -100 <= bias <= 100:
-                raise InputError(f"logit_bias={token}: {bias} must be of a token, and between -100 and 100.")
+                raise InputError(f"logit_bias={token}: {bias} must be a token >= 0 with a bias from -100 to 100.")
 
     @property
     def adjusts(self) -> bool:
-        """True if logits change before the temperature."""
+        """True if a penalty or ``logit_bias`` changes logits."""
         is_neutral = self.repetition_penalty == 1 and not self.presence_penalty and not self.frequency_penalty
         return bool(self.logit_bias) or not is_neutral
 
@@ -93,12 +93,12 @@ def as_arrays(rows: Sequence[Sampling]) -> SamplingRows:
 
 @jax.jit
 def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B"] | np.ndarray) -> Int[Array, " B"]:
-    """Returns the next token of each row, [B] int32, after ``counts`` sampled tokens.
+    """Returns the next token of each row, [B] int32; ``counts`` are the tokens that the rows sampled before.
 
     The argmax of logit / temperature plus Gumbel noise is a sample of the softmax.
     """
     top_tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    is_random = jnp.any(rows["temperature"] > 0)  # no noise is made where nobody draws at random
+    is_random = jnp.any(rows["temperature"] > 0)  # no noise is made if all rows are greedy
     tokens: Array = lax.cond(is_random, lambda: _sample(logits, rows, counts, top_tokens), lambda: top_tokens)
     return tokens
 
@@ -106,11 +106,11 @@ def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B
 def _sample(logits: Array, rows: SamplingRows, counts: HostOrDeviceArray, top_tokens: Array) -> Array:
     temperature, top_k, top_p, min_p, seed, sample_number = (jnp.asarray(rows[name]) for name in _DTYPES)
     scores = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    is_limited = jnp.any((top_k > 0) | (top_p < 1))  # sorting [B, V] is left out where nobody asks for it
+    is_limited = jnp.any((top_k > 0) | (top_p < 1))  # [B, V] is sorted only if a row needs it
     is_kept = lax.cond(is_limited, lambda: kept_tokens(scores, top_k, top_p), lambda: jnp.ones(scores.shape, bool))
     is_kept &= scores >= scores.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None]
     fold_in = jax.vmap(jax.random.fold_in)
-    # of seed, number and place alone: the rest of a batch changes nothing
+    # depends only on seed, number and count: the rest of the batch changes nothing
     rng_keys = fold_in(fold_in(jax.vmap(jax.random.key)(seed), sample_number), jnp.asarray(counts))
     gumbel_noise = jax.vmap(lambda key: jax.random.gumbel(key, (logits.shape[1],)))(rng_keys)
     drawn_tokens = jnp.argmax(jnp.where(is_kept, scores + gumbel_noise, -jnp.inf), axis=-1).astype(jnp.int32)
@@ -118,7 +118,7 @@ def _sample(logits: Array, rows: SamplingRows, counts: HostOrDeviceArray, top_to
 
 
 def kept_tokens(logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]) -> Bool[Array, "B V"]:
-    """True for the fewest likeliest tokens that sum to ``top_p``, among the ``top_k`` likeliest of each row (0: all).
+    """True for the fewest likeliest tokens whose probabilities reach ``top_p`` within the ``top_k`` likeliest (0: all).
 
     Of equal logits the earlier token ranks first. At least one token is kept.
     """

@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface to an engine."""
+"""The HTTP server: an engine behind OpenAI's API."""

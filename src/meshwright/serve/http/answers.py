@@ -1,4 +1,4 @@
-"""The bodies of answers, whole or as server-sent events."""
+"""Writes the bodies of answers, whole or as server-sent events."""
 
 import time
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ encode = msgspec.json.Encoder().encode
 
 
 class CachedTokens(msgspec.Struct):
-    """How many tokens of the prompts a prefix cache held."""
+    """How many prompt tokens were found in the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens of the prompts, each counted once, and of what was generated."""
+    """Numbers of tokens: of the prompts, each counted once, and generated."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -29,7 +29,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Tokens of a text, with the likeliest at their places; ``text_offset`` counts characters from its start."""
+    """The tokens of a text and the likeliest at each position; ``text_offset`` counts characters from its start."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -66,19 +66,19 @@ class LikelyToken(msgspec.Struct, kw_only=True):
 
 
 class ChatToken(LikelyToken, kw_only=True):
-    """A token of a message, with the likeliest at its place."""
+    """A token of a message, with the likeliest tokens at its position."""
 
     top_logprobs: list[LikelyToken] = []
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Tokens of a message."""
+    """The tokens of a message with their log-probabilities."""
 
     content: list[ChatToken]
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """What the assistant says."""
+    """The message of the assistant."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
@@ -106,7 +106,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
 
 
 class Writer:
-    """Writes one answer. What its events have in common is encoded once."""
+    """Writes one answer, whole or as events; the common part of all events is encoded once."""
 
     kind, whole, prefix = "", msgspec.Struct, ""
     before_text, after_text, no_text = b"", b"", b""
@@ -119,9 +119,9 @@ class Writer:
         self._heads: dict[int, bytes] = {}
 
     def event(self, choice: GrowingText, usage: Usage | None = None) -> bytes:
-        """Returns the event for what a choice has not sent yet; b"" for nothing."""
+        """Returns the event with a choice's text and tokens that are not sent yet; b"" if there are none."""
         if not choice.piece and not choice.finish:
-            return b""  # nothing yet: part of a character, or of a stop string
+            return b""  # nothing yet: an incomplete character, or the start of a stop string
         piece, reported_tokens = choice.take()
         text = self.before_text + encode(piece) + self.after_text if piece else self.no_text
         logprobs = encode(self.logprobs(choice, reported_tokens)) if reported_tokens else b"null"
@@ -130,15 +130,15 @@ class Writer:
         return b'%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (self._head(choice), text, logprobs, finish, tail)
 
     def first(self, choice: GrowingText) -> bytes:
-        """Returns the event that begins a choice; b"" for none."""
+        """Returns the first event of a choice; b"" if this kind of answer has none."""
         return b""
 
     def last(self, usage: Usage) -> bytes:
-        """Returns the event that says what was used."""
+        """Returns the last event, which has the numbers of tokens."""
         return self._start + b'],"usage":' + encode(usage) + b"}\n\n"
 
     def answer(self, choices: Sequence[GrowingText], usage: Usage) -> bytes:
-        """Returns the whole answer."""
+        """Returns the whole answer as JSON."""
         choice_rows = []
         for choice in choices:
             text, reported_tokens = choice.take()
@@ -149,11 +149,11 @@ class Writer:
     def row(
         self, choice: GrowingText, text: str, entries: Sequence[ReportedToken] | None
     ) -> CompletionChoice | ChatChoice:
-        """Returns a choice of a whole answer; without ``entries`` no tokens are reported."""
+        """Returns a choice of a whole answer; ``entries`` are its reported tokens, None if none were requested."""
         raise NotImplementedError
 
     def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> CompletionLogprobs | ChatLogprobs:
-        """Returns tokens as they are reported."""
+        """Returns the log-probabilities of ``entries`` in the format of this kind of answer."""
         raise NotImplementedError
 
     def _head(self, choice: GrowingText) -> bytes:
@@ -164,7 +164,7 @@ class Writer:
 
 
 class CompletionWriter(Writer):
-    """Writes a completion."""
+    """Writes the answer of ``/v1/completions``."""
 
     kind, whole, prefix = "text_completion", CompletionAnswer, "cmpl"
     before_text, after_text, no_text = b'"text":', b"", b'"text":""'
@@ -179,7 +179,7 @@ class CompletionWriter(Writer):
             logprob_of_text = dict[str, float]()
             for likely_token, logprob in (*report.top, (token, report.logprob)) if report else ():
                 likely_text = self._token(likely_token, is_first)[0]
-                # One text may be that of several tokens: the sampled one has it, or the likeliest of the others.
+                # Several tokens may have one text: the sampled token gets it as key, else the likeliest.
                 is_taken = likely_token != token and (likely_text == text or likely_text in logprob_of_text)
                 logprob_of_text.setdefault(f"token_id:{likely_token}" if is_taken else likely_text, logprob)
             columns.top_logprobs.append(logprob_of_text if report else None)
@@ -191,13 +191,13 @@ class CompletionWriter(Writer):
         return CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish)
 
     def _token(self, token: int, is_first: bool) -> tuple[str, bytes]:
-        """Returns a token's text, for a part of a character its bytes as OpenAI writes them, and its bytes."""
+        """Returns a token's text (for part of a character "bytes:" and escapes, as OpenAI has it), and its bytes."""
         text, raw_bytes = self.served.piece(token, first=is_first)
         return text if "\ufffd" not in text else "bytes:" + "".join(rf"\x{byte:02x}" for byte in raw_bytes), raw_bytes
 
 
 class ChatWriter(Writer):
-    """Writes the answer of a chat."""
+    """Writes the answer of ``/v1/chat/completions``."""
 
     kind, whole, prefix = "chat.completion.chunk", ChatAnswer, "chatcmpl"
     before_text, after_text, no_text = b'"delta":{"content":', b"}", b'"delta":{}'

@@ -1,4 +1,4 @@
-"""The routes of the server."""
+"""The routes of the server, their handlers, and the app that serves them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
@@ -30,7 +30,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A model that is served; ``max_model_len`` are its positions, ``parent`` is the base of an adapter."""
+    """A served model; ``max_model_len`` is its number of positions, ``parent`` is the base model of an adapter."""
 
     id: str
     object: Literal["model"] = "model"
@@ -42,7 +42,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelCards(msgspec.Struct, kw_only=True):
-    """All models that are served."""
+    """All served models."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -64,7 +64,7 @@ class DetokenizeAnswer(msgspec.Struct):
 
 
 class TokenizerAnswer(msgspec.Struct, kw_only=True):
-    """What the server's tokenizer is."""
+    """The kind and size of the server's tokenizer."""
 
     tokenizer_class: str
     vocab_size: int
@@ -79,7 +79,7 @@ class VersionAnswer(msgspec.Struct):
 
 
 class HealthAnswer(msgspec.Struct):
-    """Whether requests are taken."""
+    """The server accepts requests."""
 
     status: Literal["ok"] = "ok"
 
@@ -91,18 +91,18 @@ OPERATIONS = (
     Operation("/detokenize", "detokenize", "Text of tokens", DetokenizeBody, DetokenizeAnswer),
     Operation("/v1/models", "models", "The models that are served", None, ModelCards),
     Operation("/v1/models/{model}", "model", "One model", None, ModelCard),
-    Operation("/tokenizer_info", "tokenizer_info", "What the tokenizer is", None, TokenizerAnswer),
-    Operation("/health", "health", "Whether requests are taken", None, HealthAnswer),
+    Operation("/tokenizer_info", "tokenizer_info", "The tokenizer's kind and size", None, TokenizerAnswer),
+    Operation("/health", "health", "Whether requests are accepted", None, HealthAnswer),
     Operation("/version", "version", "The server's version", None, VersionAnswer),
     Operation("/metrics", "figures", "Figures for Prometheus", None, None),
     Operation("/openapi.json", "document", "This document", None, dict),
 )
-"""All routes; each is served by the method of `Handlers` that it names."""
+"""All routes; the second field names the method of `Handlers` that serves each."""
 
 
 class Handlers:
-    """The functions behind the routes of one model. Each gets a request, with a body also this, decoded, and the model
-    that it names, and returns an answer."""
+    """The handlers of all routes. A handler takes a request (if it has a body, also the decoded body and the model that
+    the body names) and returns an answer."""
 
     def __init__(self, frontend: Frontend, served: ServedModel, *, with_key: bool) -> None:
         self.frontend, self.served, self.with_key = frontend, served, with_key
@@ -110,7 +110,7 @@ class Handlers:
         self.metrics = ServerMetrics(served.name, frontend)
 
     def route(self, row: Operation) -> Route:
-        """Returns the route of an operation."""
+        """Returns the route that reads an operation's body, calls its handler and encodes the answer."""
         handler, decoder = getattr(self, row.name), msgspec.json.Decoder(row.body) if row.body else None
 
         async def endpoint(request: Request) -> Response | Exchange:
@@ -163,7 +163,7 @@ class Handlers:
         return HealthAnswer()
 
     async def figures(self, _: Request) -> Response:
-        # steps are priced for it, which takes tens of milliseconds
+        # it predicts step times, which takes tens of milliseconds
         return Response(await asyncio.to_thread(self.metrics.text), media_type=METRICS_TYPE)
 
     async def tokenizer_info(self, _: Request) -> TokenizerAnswer:
@@ -185,7 +185,7 @@ class Handlers:
         return ModelCard(id=name, created=served.created, root=parent or name, parent=parent, max_model_len=max_len)
 
     def _named(self, name: str | None) -> ServedModel:
-        """Returns the model, or adapter, that a request names. Raises RequestError for another name."""
+        """Returns the model or adapter of a name (None: the base model). Raises RequestError for an unknown name."""
         served = self.models_by_name.get(self.served.name if name is None else name)
         if served is None:
             names_text = ", ".join(map(repr, self.models_by_name))
@@ -197,8 +197,8 @@ class Handlers:
 def make_app(
     frontend: Frontend, served: ServedModel, *, api_keys: Collection[str] = (), logs_requests: bool = False
 ) -> Starlette:
-    """Returns the app that serves a model; one of ``api_keys`` must be sent, if there are any. Its lifespan starts the
-    front end and closes it; ``state.metrics`` are its figures."""
+    """Returns the app that serves a model. Requests must have one of ``api_keys``, if there are any. Its lifespan
+    starts and closes the front end; its ``state.metrics`` are the server's metrics."""
     handlers = Handlers(frontend, served, with_key=bool(api_keys))
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""What a body asks for: the requests for the engine, and how their tokens become the answer."""
+"""Turns the body of an HTTP request into requests for the engine."""
 
 import asyncio
 import secrets
@@ -21,15 +21,15 @@ from meshwright.serve.http.served import ServedModel
 from meshwright.serve.request import Prompt, RequestBounds, SourceFeatures, TokenRequest
 
 COMPLETION_TOKENS = 16
-"""``max_tokens`` of a completion that does not say it, as OpenAI has it; a chat may go on to the model's limit."""
+"""Default ``max_tokens`` of a completion, as in OpenAI's API; the default of a chat is the model's limit."""
 _LONG_TEXT, _MANY_MESSAGES = 4_096, 64
-"""Characters from which on a text is encoded, and messages from which on a chat is rendered, in another thread, so that
-other requests go on meanwhile."""
+"""A text of at least so many characters is encoded, and a chat of so many messages rendered, in another thread, so that
+other requests are not delayed."""
 
 
 class AskedText(msgspec.Struct, kw_only=True):
-    """A body to a model as requests for the engine, ``n`` for each prompt in turn. ``echoes`` are the texts of prompts
-    that are repeated, ``is_from_source`` says that an encoder reads the prompts."""
+    """The engine requests of a body: ``n`` consecutive requests for each prompt. ``echoes`` are the texts of the
+    prompts, if the answer repeats them; ``is_from_source`` is True if an encoder reads the prompts."""
 
     body: bodies.GenerationBody
     served: ServedModel
@@ -43,7 +43,7 @@ class AskedText(msgspec.Struct, kw_only=True):
 
 
 async def asked_of_completion(body: bodies.CompletionBody, served: ServedModel, frontend: Frontend) -> AskedText:
-    """Returns what a completion asks for. Raises RequestError or InputError for what cannot be answered."""
+    """Returns the requests of a completion body. Raises RequestError or InputError if they cannot be answered."""
     if body.suffix:
         raise RequestError("suffix is not supported: text is only generated after a prompt.", param="suffix")
     if body.best_of not in (None, body.n or 1):
@@ -57,7 +57,7 @@ async def asked_of_completion(body: bodies.CompletionBody, served: ServedModel, 
     if frontend.bounds.features:
         prompts = [_features(item) for item in inputs]
     else:
-        for item in inputs:  # all of them before any is encoded, which takes longer
+        for item in inputs:  # check all before encoding any, which takes longer
             if isinstance(item, str):
                 _require_length(item, "prompt", served, frontend)
         prompts = [await encoded(served, item, special) if isinstance(item, str) else item for item in inputs]
@@ -69,7 +69,7 @@ async def asked_of_completion(body: bodies.CompletionBody, served: ServedModel, 
 
 
 async def asked_of_chat(body: bodies.ChatBody, served: ServedModel, frontend: Frontend) -> AskedText:
-    """Returns what a chat asks for. Raises RequestError or InputError for what cannot be answered."""
+    """Returns the requests of a chat body. Raises RequestError or InputError if they cannot be answered."""
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
     if body.functions:
@@ -84,7 +84,7 @@ async def asked_of_chat(body: bodies.ChatBody, served: ServedModel, frontend: Fr
 
 
 async def _grammar(body: bodies.GenerationBody, served: ServedModel) -> LLMatcher | None:
-    """Returns what the text may be, None if it may be anything. Raises RequestError for a form that is not valid."""
+    """Returns the grammar of the answer, None for any text. Raises RequestError for a grammar that is not valid."""
     forms = list[tuple[str, GrammarKind, bodies.Json]]()
     if form := body.response_format:
         if (form.type == "json_schema") != (form.json_schema is not None):
@@ -128,37 +128,37 @@ async def chat_text(
     tools: list[bodies.JsonObject] | None,
     variables: bodies.JsonObject,
 ) -> str:
-    """Returns the text of a chat; raises RequestError for what its template refuses, or a text that is not UTF-8."""
+    """Returns the prompt text of a chat. Raises RequestError if the template fails or the text is not UTF-8."""
     render_args = messages, tools, variables
     is_short = len(messages) < _MANY_MESSAGES
     text = served.render(*render_args) if is_short else await asyncio.to_thread(served.render, *render_args)
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RequestError("the text of the chat is not UTF-8. Mend the messages.", param="messages") from None
+        raise RequestError("the text of the chat is not UTF-8. Correct the messages.", param="messages") from None
     return text
 
 
 def template_variables(body: bodies.ChatBody | bodies.TokenizeBody) -> bodies.JsonObject:
-    """Returns the variables of a chat template that a body sets."""
+    """Returns the chat template variables of a body. Raises RequestError if they contain messages or tools."""
     variables = dict(body.chat_template_kwargs or {})
     clashes = sorted({"messages", "tools"} & variables.keys())
     if clashes:
-        raise RequestError(f"chat_template_kwargs has {clashes[0]}. Give it beside it.", param="chat_template_kwargs")
+        raise RequestError(f"chat_template_kwargs has {clashes[0]}. Give it outside.", param="chat_template_kwargs")
     is_continued, adds_prompt = bool(body.continue_final_message), body.add_generation_prompt
     adds_prompt = not is_continued if adds_prompt is None else adds_prompt
     return {"add_generation_prompt": adds_prompt} | variables | {"continue_final_message": is_continued}
 
 
 async def encoded(served: ServedModel, text: str, special: bool) -> list[int]:
-    """Returns the tokens of a text."""
+    """Returns the tokens of a text, encoded in another thread if it is long; ``special`` adds special tokens."""
     if len(text) < _LONG_TEXT:
         return served.encode(text, special=special)
     return await asyncio.to_thread(served.encode, text, special=special)
 
 
 def _require_length(text: str, param: str, served: ServedModel, frontend: Frontend) -> None:
-    """Raises RequestError for a text that has more characters than all positions could."""
+    """Raises RequestError for a text with more characters than all positions could hold."""
     num_positions = frontend.bounds.source_len or frontend.max_len
     limit = num_positions * served.longest_piece
     if len(text) > limit:
@@ -177,11 +177,11 @@ def require_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def sampling_of(body: bodies.GenerationBody, vocab_size: int, *, seed: int, number: int) -> Sampling:
-    """Returns how a body samples. Raises RequestError for a setting that samples cannot have."""
+    """Returns the sampling settings of a body. Raises RequestError or InputError for a setting out of range."""
     logit_bias = list[tuple[int, float]]()
     for digits, bias in (body.logit_bias or {}).items():
         if not (digits.isascii() and digits.isdecimal() and len(digits) < 11 and int(digits) < vocab_size):
-            raise RequestError(f"logit_bias has {digits!r}, which is no token of the model.", param="logit_bias")
+            raise RequestError(f"logit_bias has {digits!r}, which is not a token of the model.", param="logit_bias")
         logit_bias.append((int(digits), bias))
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -198,14 +198,14 @@ def sampling_of(body: bodies.GenerationBody, vocab_size: int, *, seed: int, numb
 
 
 def _require_room(num_seqs: int, frontend: Frontend) -> None:
-    """Raises RequestError for more sequences than there may ever be."""
+    """Raises RequestError for more sequences than the server ever accepts."""
     if num_seqs > frontend.max_queued:
         limit_text = f"this server takes {frontend.max_queued:,} sequences at once"
-        raise RequestError(f"{num_seqs:,} sequences were asked for; {limit_text}. Ask for fewer.", param="n")
+        raise RequestError(f"{num_seqs:,} sequences are requested; {limit_text}. Ask for fewer.", param="n")
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Returns the prompts of a text, texts, tokens, or lists of tokens."""
+    """Returns the list of prompts of a body: a text, texts, tokens, or lists of tokens; else raises RequestError."""
     if isinstance(prompt, str):
         return [prompt]
     item_types = {type(item) for item in prompt}
@@ -218,7 +218,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 
 
 def _features(prompt: str | list[int]) -> SourceFeatures:
-    """Returns the features that a prompt has as a NumPy file in base64. Raises RequestError for anything else."""
+    """Decodes features from a NumPy file in base64. Raises RequestError for anything else."""
     try:
         if not isinstance(prompt, str):
             raise ValueError("tokens")
@@ -259,30 +259,30 @@ def _asked(
                 max_tokens=max_tokens,
                 min_tokens=body.min_tokens or 0,
                 sampling=sampling_of(body, vocab_size, seed=seed, number=sequence_index),
-                # Who has a prompt scored drops the one token after it, so one that ends the text is reported too.
+                # A client that scores a prompt drops the one drawn token, so a stop token is reported too.
                 stop_tokens=frozenset() if scores_prompts and max_tokens == 1 else stop_tokens,
                 logprobs=num_logprobs,
                 adapter=served.adapter,
                 echo=scores_prompts or (is_echoed and max_tokens == 0),
                 grammar=grammar,
             )
-            for sequence_index in range(len(requests), len(requests) + n)  # sequences of one seed would else be alike
+            for sequence_index in range(len(requests), len(requests) + n)  # else sequences of one seed would be equal
         )
     return AskedText(body=body, served=served, requests=requests, is_from_source=frontend.bounds.source_len > 0)
 
 
 def _max_tokens(body: bodies.GenerationBody, prompt_len: int, bounds: RequestBounds) -> int:
-    """Returns the most tokens after a prompt. Raises RequestError if they are more than the model's positions."""
+    """Returns the maximum output tokens of a prompt. Raises RequestError if they exceed the free positions."""
     num_tokens, tokens_left = body.max_tokens, bounds.room(prompt_len)
     if isinstance(body, bodies.ChatBody):
         num_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else num_tokens
         num_tokens = max(1, tokens_left) if num_tokens is None else num_tokens
     elif num_tokens is None:
-        num_tokens = min(COMPLETION_TOKENS, max(1, tokens_left))  # without room it is refused below
+        num_tokens = min(COMPLETION_TOKENS, max(1, tokens_left))  # without free positions it is refused below
     if num_tokens > tokens_left:
         raise RequestError(
             f"the model has {bounds.max_len:,} positions; the prompt has {counted(prompt_len, 'token')} and "
-            f"{num_tokens:,} more are asked for. Shorten the prompt, or lower max_tokens.",
+            f"{num_tokens:,} more are requested. Shorten the prompt, or lower max_tokens.",
             param="messages" if isinstance(body, bodies.ChatBody) else "prompt",
             code="context_length_exceeded",
         )

@@ -1,4 +1,4 @@
-"""Bodies of requests. A field that is null is as one that is not given; an unknown one is refused."""
+"""The bodies of requests and their decoding. A null field counts as not given; an unknown field is an error."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +16,7 @@ from meshwright.serve.request import MOST_LOGPROBS
 if TYPE_CHECKING:
     Json = Mapping[str, "Json"] | Sequence["Json"] | str | float | bool | None
 else:
-    Json = Any  # msgspec has no types that hold themselves
+    Json = Any  # msgspec has no recursive types
 JsonObject = dict[str, Json]
 Tokens = list[Annotated[int, Meta(ge=0, lt=2**31)]]
 _Positive32 = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -27,7 +27,7 @@ _MOST_NAMED = 8
 
 
 class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The table of fields that clients send and that change nothing here: accepted whatever they say, and ignored."""
+    """Fields that clients send and this server ignores, with any value."""
 
     user: Json = None
     store: Json = None
@@ -39,7 +39,7 @@ class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_options: Json = None
     parallel_tool_calls: Json = None
     prediction: Json = None
-    # Reasoning is not taken out of texts, and prompts are computed where they come, so these say nothing new.
+    # Reasoning is not separated from texts, and each server computes its own prompts, so these change nothing.
     separate_reasoning: Json = None
     stream_reasoning: Json = None
     include_reasoning: Json = None
@@ -47,7 +47,7 @@ class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whether a stream ends with what was used, and whether every chunk says it."""
+    """Whether a stream ends with an event of token counts, and whether every event has token counts."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -55,7 +55,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
-    """A schema that the text follows."""
+    """A JSON schema that the answer must match."""
 
     schema: JsonObject | bool
     name: str | None = None
@@ -64,14 +64,14 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """The form of an answer, as OpenAI has it; a ``json_schema`` belongs to the type of that name."""
+    """The form of an answer in OpenAI's API; ``json_schema`` is given only with the type of that name."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form of an answer, as vLLM has it; one of these fields is given. ``grammar`` is in Lark's notation."""
+    """The form of an answer in vLLM's API; exactly one field is given. ``grammar`` is in Lark's syntax."""
 
     json: JsonObject | str | None = None
     regex: str | None = None
@@ -81,7 +81,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class GenerationBody(Harmless, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chats are asked for alike: OpenAI's fields, then those that vLLM and SGLang add."""
+    """The common fields of completions and chats: OpenAI's first, then fields added by vLLM and SGLang."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -122,14 +122,14 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """A part of a message; texts alone are taken."""
+    """A part of a message; only text parts are supported."""
 
     type: Annotated[str, Meta(extra_json_schema={"const": "text"})]
     text: str | None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A message of a chat; its template decides which of the fields count."""
+    """A message of a chat; the chat template decides which fields it uses."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[ContentPart] | None = None
@@ -146,7 +146,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
 
 
 class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``/v1/chat/completions``; the last seven fields are taken with what asks for nothing."""
+    """The body of ``/v1/chat/completions``; the last seven fields are accepted only with values that change nothing."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     tools: list[JsonObject] | None = None
@@ -196,7 +196,7 @@ MOST_BODY_BYTES = 2**24
 
 
 async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body]) -> _Body:
-    """Reads and decodes a body of JSON. Raises RequestError, with the name of a field at fault."""
+    """Reads and decodes a JSON body. Raises RequestError, with the name of the wrong field, for any fault."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise RequestError(f"Content-Type is {content_type!r}. Send JSON, with Content-Type: application/json.")
@@ -218,14 +218,14 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body]) -> _
 
 
 def _misfit(error_text: str, body_type: type[msgspec.Struct], raw_body: bytearray) -> RequestError:
-    """Returns the error for what msgspec says of a body: "Expected `int`, got `str` - at `$.n`"."""
+    """Returns the error for a message of msgspec about a body, such as "Expected `int`, got `str` - at `$.n`"."""
     fault_text, _, path = error_text.partition(" - at `")
     path = path.removesuffix("`").removeprefix("$").removeprefix(".")
     places = list[tuple[str, Json, inspect.Type | None]]()
-    with suppress(*DAMAGED_JSON):  # the fault may come before what is no JSON
+    with suppress(*DAMAGED_JSON):  # the body may be damaged JSON after the fault
         places = list(_places(msgspec.json.decode(raw_body), inspect.type_info(body_type)))
     if fault_text.startswith("Object contains unknown field"):
-        # msgspec names the first one alone, and clients send several
+        # msgspec names only the first unknown field, and clients send several
         unknown_paths = [place_path for place_path, _, field_type in places if field_type is None]
         paths = unknown_paths or [f"{path}.{fault_text.split('`')[1]}".removeprefix(".")]
         rest = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
@@ -252,8 +252,8 @@ def _misfit(error_text: str, body_type: type[msgspec.Struct], raw_body: bytearra
 
 
 def _places(value: Json, kind: inspect.Type | None, path: str = "") -> Iterator[tuple[str, Json, inspect.Type | None]]:
-    """Yields the path, the value and the types of everything in a decoded body; a field that its type has not has
-    None."""
+    """Yields (path, value, type) of each value in a decoded body, once per alternative of a union; the type is None
+    for an unknown field."""
     yield path, value, kind
     if isinstance(kind, inspect.Metadata):
         yield from _places(value, kind.type, path)

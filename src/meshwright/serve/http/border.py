@@ -1,4 +1,4 @@
-"""What surrounds every route: request ids, the API key, a log line for each request."""
+"""Wraps every route with request ids, the check of the API key and a log line for each request."""
 
 import hmac
 import logging
@@ -21,9 +21,9 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class Border:
-    """Wraps an app. Every response has the request's ``X-Request-Id``, or a new one; with ``logs_requests`` what is
-    known of each request at its end is a line of JSON on standard error. ``scope["state"]`` has ``request_id``,
-    ``start_s``, and ``known``, to which handlers add."""
+    """ASGI middleware. Every response has the request's ``X-Request-Id``, or a new one; requests without a valid key
+    get 401 (if there are ``api_keys``); ``logs_requests`` writes a line of JSON per request to standard error.
+    ``scope["state"]`` has ``request_id``, ``start_s`` and ``known``, fields of that line that handlers add."""
 
     def __init__(self, app: ASGIApp, *, api_keys: Collection[str], logs_requests: bool) -> None:
         self.app, self.logs_requests = app, logs_requests
@@ -35,7 +35,7 @@ class Border:
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         sent_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else secrets.token_hex(16)  # for a header and the log
+        request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else secrets.token_hex(16)  # safe in headers and logs
         log_fields: JsonObject = {}
         start_s, status = time.perf_counter(), 0
         scope.setdefault("state", {}).update(request_id=request_id, start_s=start_s, known=log_fields)
@@ -66,5 +66,5 @@ class Border:
 
     def _knows(self, auth_header: bytes) -> bool:
         scheme, _, sent_key = auth_header.partition(b" ")
-        # in a time that does not tell how much of a wrong key is right
+        # constant time, so that timing reveals nothing about the key
         return scheme.lower() == b"bearer" and any(hmac.compare_digest(sent_key, key) for key in self.keys)

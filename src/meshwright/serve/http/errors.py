@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them."""
+"""Converts exceptions to error responses in OpenAI's format."""
 
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -13,7 +13,7 @@ from meshwright.serve.frontend import BusyError, DeadlineError, UnavailableError
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What was wrong, and with which parameter."""
+    """The message of an error, OpenAI's type and code, and the parameter at fault."""
 
     message: str
     type: str
@@ -22,13 +22,13 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """The body of every answer that is not a success."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
 class RequestError(UserError):
-    """A request that is answered with an error: ``status``, the parameter at fault, OpenAI's code."""
+    """An error of a request: the HTTP ``status`` of its answer, the parameter at fault, OpenAI's code."""
 
     def __init__(self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ _STATUSES = {InputError: 400, BusyError: 429, UnavailableError: 503, DeadlineErr
 
 
 def error_of(error: Exception) -> tuple[int, ErrorAnswer, Mapping[str, str]]:
-    """Returns the status, the body and the headers for an exception."""
+    """Returns the HTTP status, body and headers for an exception."""
     headers: Mapping[str, str] = {}
     param, code = None, None
     if isinstance(error, RequestError):
@@ -65,6 +65,6 @@ def error_of(error: Exception) -> tuple[int, ErrorAnswer, Mapping[str, str]]:
 
 
 def error_response(error: Exception) -> Response:
-    """Returns the answer for an exception."""
+    """Returns the HTTP response for an exception."""
     status, body, headers = error_of(error)
     return Response(msgspec.json.encode(body), status, dict(headers), "application/json")

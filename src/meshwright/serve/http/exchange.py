@@ -1,4 +1,4 @@
-"""One request of a client: from the engine's outputs to an answer, whole or streamed."""
+"""Runs one HTTP request: submits it to the engine and sends the outputs as an answer, whole or streamed."""
 
 import asyncio
 import time
@@ -24,8 +24,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Exchange:
-    """A request whose body was understood. As a Starlette response, it runs the request and answers it; when the client
-    goes, the engine is told at once."""
+    """A request with a valid body, as a Starlette response: runs it in the engine and sends the answer; cancels it as
+    soon as the client disconnects."""
 
     def __init__(
         self, asked: AskedText, writer: Writer, frontend: Frontend, metrics: ServerMetrics, log: JsonObject
@@ -36,13 +36,13 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for choice in self.choices:
-            choice.times.start_s = scope["state"]["start_s"]  # from its head on, so encoding counts
+            choice.times.start_s = scope["state"]["start_s"]  # from the headers on, so encoding counts
         with self.frontend.open(self.asked.requests) as feed:
             watch_task = asyncio.create_task(_abandon_when_gone(receive, feed))
             try:
                 await (self._stream(feed, send) if self.asked.body.stream else self._whole(feed, send))
             except AbandonedError:
-                self.log["error"] = "the client went"
+                self.log["error"] = "the client disconnected"
             finally:
                 watch_task.cancel()
                 self._note_end()
@@ -72,8 +72,8 @@ class Exchange:
                     await _send(send, events)
             last_event = writer.last(self.usage()) if stream_options.include_usage else b""
         except AbandonedError:
-            raise  # nobody is there to read an end
-        except Exception as error:  # the status is sent: the stream says it
+            raise  # the client is gone
+        except Exception as error:  # the status is already sent, so the stream has the error
             status, error_answer, _ = error_of(error)
             self.log["error"] = error_answer.error.message
             last_event = b"data: " + msgspec.json.encode(error_answer) + b"\n\n"
@@ -83,12 +83,12 @@ class Exchange:
         await send({"type": "http.response.body", "body": last_event + DONE, "more_body": False})
 
     def _absorb(self, feed: Feed, arrivals: list[Arrived]) -> list[GrowingText]:
-        """Adds outputs to their choices, and returns those that changed."""
+        """Adds outputs to their choices and the metrics, and returns the choices that changed."""
         choice_by_place: dict[int, GrowingText] = {}
         choices, metrics = self.choices, self.metrics
         for place, output, arrival_s in arrivals:
             choice = choices[place]
-            if choice.finish:  # outputs that came before the engine knew of its stop string
+            if choice.finish:  # outputs made before the engine cancelled it at a stop string
                 continue
             if not choice.started:
                 metrics.prompt_tokens += len(choice.prompt)
@@ -108,9 +108,9 @@ class Exchange:
         return list(choice_by_place.values())
 
     def usage(self) -> Usage:
-        """Returns the tokens until now."""
+        """Returns the numbers of tokens so far."""
         drawn = sum(choice.num_tokens for choice in self.choices)
-        # Sequences of one prompt share it: what the first found in the cache is what was cached of it.
+        # the n sequences of a prompt share it: the cached tokens of the first are counted
         num_cached = sum(choice.cached for choice in self.choices[:: self.asked.n])
         details = CachedTokens(num_cached) if num_cached else None
         total = self.prompt_tokens + drawn
@@ -119,7 +119,7 @@ class Exchange:
         )
 
     def _note_end(self) -> None:
-        """Notes what was not finished, and writes down what the log line says."""
+        """Counts unfinished sequences as aborted, and adds tokens and latencies to the fields of the log line."""
         now_s = time.perf_counter()
         for choice in self.choices:
             if not choice.finish:

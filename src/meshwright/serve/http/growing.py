@@ -1,4 +1,4 @@
-"""One sequence of an answer: its tokens become text, up to a stop string."""
+"""Collects the text and reported tokens of one sequence of an answer, up to a stop string."""
 
 import codecs
 
@@ -9,13 +9,13 @@ from meshwright.serve.stop_strings import StopScan
 from meshwright.serve.token_times import TokenTimes
 
 ReportedToken = tuple[int, TokenLogprob | None]
-"""A token that is reported, with its log-probability; a prompt's first token has none."""
+"""A reported token with its log-probability; None for the first token of a prompt."""
 
 
 class GrowingText:
-    """A sequence while it grows. ``piece`` and ``entries`` are text and reported tokens that are not taken yet;
-    ``finish`` is why it ended, None before. ``num_tokens`` were made, the one that ended it too; ``at_start``: the text
-    has nothing of the tokens that were placed."""
+    """A sequence while it grows. ``piece`` and ``entries`` are text and reported tokens since the last `take`;
+    ``finish`` is why it ended (None: it has not). ``num_tokens`` counts generated tokens, a stop token too;
+    ``at_start``: no placed token has added text yet."""
 
     def __init__(self, asked: AskedText, index: int) -> None:
         request, body = asked.requests[index], asked.body
@@ -32,13 +32,13 @@ class GrowingText:
         self._echoes = self.reports and asked.echoes is not None
         self._special, self._skips_special = asked.served.special, body.skip_special_tokens is not False
         text_decoder = asked.served.text_of(body.skip_special_tokens)
-        # a stream looks no further back, and a text does not go on from what an encoder reads
+        # a stream looks no further back; an answer does not continue what an encoder reads
         context = () if asked.is_from_source else request.prompt[-8:]
         self._stream = TextStream(text_decoder, context)
         stop_strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
         self._scan = StopScan(stop_strings, keep=bool(body.include_stop_str_in_output or body.no_stop_trim))
         self._echo, self._placed, self._offset = self.piece, 0, 0
-        # a token may be a part of a character, which counts once it is whole
+        # a token may be part of a character, which counts once complete
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.at_start = self._echoes or (self._skips_special and all(token in self._special for token in context))
 
@@ -50,7 +50,7 @@ class GrowingText:
                 self.entries.append((self.prompt[0], None))
                 self.entries += ((token_logprob.token, token_logprob) for token_logprob in output.prompt)
         text = special_text = ""
-        # the stop token that ended it counts, as vLLM counts it
+        # a stop token counts too, as in vLLM
         self.num_tokens += output.token is not None or (output.finish == "stop" and self._max_tokens > 0)
         if output.token is not None:
             text = self._stream.push(output.token)
@@ -65,7 +65,7 @@ class GrowingText:
         elif text or special_text:
             certain_text, is_stopped = self._scan.push(text)
             if special_text and not is_stopped:
-                # a stop string may hold a special token that the text leaves out
+                # a stop string may contain a special token that the text leaves out
                 rest_text, is_stopped = self._scan.push(special_text, hidden=True)
                 certain_text += rest_text
             self.piece += certain_text
@@ -79,8 +79,8 @@ class GrowingText:
         return is_stopped
 
     def place(self, token: int, raw: bytes) -> int:
-        """Returns where in the text the next reported token begins, in characters that are whole before it. ``raw`` are
-        its bytes; a special token that the text leaves out has no width."""
+        """Returns the offset of the next reported token in the text, in complete characters, and advances it by the
+        token's bytes ``raw``; special tokens that the text leaves out have no width."""
         offset, token_text = self._offset, self._special.get(token)
         is_echo = self._echoes and self._placed < len(self.prompt)
         self._placed += 1

@@ -1,7 +1,7 @@
-"""Figures of the server for Prometheus, under vLLM's names, and for a line of its log.
+"""Metrics of the server for Prometheus, under vLLM's names, and for a line of its log.
 
-They are plain numbers that the event loop's thread alone changes; Prometheus's own types would cost microseconds a
-token. Steps are priced when somebody looks, which takes tens of milliseconds: in another thread.
+Counts are plain numbers that only the event loop's thread changes; Prometheus's types would cost microseconds a token.
+The cost model predicts steps only when metrics are read, which takes tens of milliseconds, in another thread.
 """
 
 import logging
@@ -47,14 +47,14 @@ _STEPS = {
     "kv_bytes": "Bytes of the cache that these steps read on each device.",
     "flops": "FLOPs of the model in these steps on each device.",
 }
-"""What is known of steps of one kind, in the order of `ServerMetrics._priced`."""
+"""Counters of each kind of step, name -> help, in the order of the columns of `ServerMetrics._priced`."""
 
 
 _LOGGER = logging.getLogger(__name__)
 
 
 class _Histogram:
-    """Counts of values up to each bound, and their sum."""
+    """Counts values up to each bound, and their sum."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -72,9 +72,9 @@ class _Histogram:
 
 
 class ServerMetrics(Collector):
-    """Counts of one model's server, and the state of its engine; in a registry of its own.
+    """Counts of one model's server and the state of its engine, in a separate Prometheus registry.
 
-    ``load_prices`` returns what prices steps, or None; it is called when steps are first looked at.
+    ``load_prices`` returns the cost model of steps, or None; it is called when steps are first read.
     """
 
     load_prices: "Callable[[], StepPrices | None]"
@@ -88,34 +88,34 @@ class ServerMetrics(Collector):
         self._histograms = {name: _Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self.inter_token = self._histograms["inter_token_latency_seconds"]
         self._registry = CollectorRegistry()
-        self._utilisation: tuple[float, ...] = ()  # of the peaks of FLOP/s and of memory
+        self._utilisation: tuple[float, ...] = ()  # shares of peak FLOP/s and of peak memory bandwidth
         self._seen = self._present()
         self._registry.register(self)
 
     def admitted(self, times: TokenTimes, admitted_s: float) -> None:
-        """Notes when a request was first scheduled, if that is known."""
+        """Adds the queue time of a request that was first scheduled at ``admitted_s`` (0: not known)."""
         if admitted_s:
             self._histograms["request_queue_time_seconds"].add(max(admitted_s - times.start_s, 0.0))
 
     def started(self, times: TokenTimes) -> None:
-        """Notes the first token of a request."""
+        """Adds the time to first token of a request."""
         if times.ttft_s is not None:
             self._histograms["time_to_first_token_seconds"].add(times.ttft_s)
 
     def ended(self, times: TokenTimes, reason: str, end_s: float) -> None:
-        """Notes the end of a sequence at ``end_s``, for the ``reason`` that its client is told."""
+        """Adds a sequence that ended at ``end_s`` with the finish ``reason`` that its client receives."""
         self.finished[reason] += 1
         self._histograms["e2e_request_latency_seconds"].add(end_s - times.start_s)
         if times.tpot_s is not None:
             self._histograms["request_time_per_output_token_seconds"].add(times.tpot_s)
 
     def text(self) -> bytes:
-        """Returns all figures in Prometheus's text format. May run in another thread."""
+        """Returns all metrics in Prometheus's text format. May run in another thread."""
         return generate_latest(self._registry)
 
     def line(self) -> str:
-        """Returns a line of the log on what was done since the last call, "" if that is nothing; what is used of the
-        devices meanwhile is kept. May run in another thread."""
+        """Returns a log line on the time since the last call, "" if no step ran; also updates the utilisation metrics.
+        May run in another thread."""
         (start_s, old_counts, old_sums), (end_s, now_counts, now_sums) = self._seen, self._present()
         self._seen, took_s = (end_s, now_counts, now_sums), end_s - start_s
         added_sums: dict[StepKey, np.ndarray] = {
@@ -146,19 +146,19 @@ class ServerMetrics(Collector):
     def _present(self) -> tuple[float, np.ndarray, dict[StepKey, StepSums]]:
         state = self.frontend.state
         token_counts = self.prompt_tokens, self.generation_tokens, state.prefix_queries, state.prefix_hits
-        return self._now(), np.array(token_counts), dict(state.sums)  # a copy, as the engine goes on
+        return self._now(), np.array(token_counts), dict(state.sums)  # a copy, as the engine keeps adding
 
     def _priced(self, sums: Mapping[StepKey, ArrayLike]) -> dict[StepKey, np.ndarray]:
-        """Returns the numbers of `_STEPS` for each kind of steps; one that is not known is not a number."""
+        """Returns the values of `_STEPS` for each kind of step; NaN for predictions without a cost model."""
         figures = np.full((len(sums), len(_STEPS)), np.nan)
         if sums:
             sum_rows = np.array([*sums.values()], float)
             figures[:, :2], num_steps = sum_rows[:, :2], sum_rows[:, :1]
             try:
-                # the mean step of a kind is priced once for all of them
+                # the mean step of each kind is predicted
                 figures[:, 2:] = num_steps * self._prices.of(sum_rows[:, 2:] / num_steps) if self._prices else np.nan
-            except Exception:  # no figure may end the server
-                _LOGGER.exception("steps are not priced any more")
+            except Exception:  # a metric must not end the server
+                _LOGGER.exception("the cost model failed; steps are no longer predicted")
                 self._prices = None
         return dict(zip(sums, figures, strict=True))
 
@@ -168,7 +168,7 @@ class ServerMetrics(Collector):
 
     @property
     def _num_waiting(self) -> int:
-        # `running` is of the last step: some may have ended since
+        # `running` is from the last step; some may have ended since
         return max(0, self.frontend.in_system - self.frontend.state.running)
 
     @property
@@ -177,20 +177,20 @@ class ServerMetrics(Collector):
         return state.pages_used / state.num_pages if state.num_pages else 0.0
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        """Yields the figures, as Prometheus asks for them."""
+        """Yields all metrics; Prometheus's registry calls this."""
         state = self.frontend.state
         gauge_specs = {
             "vllm:num_requests_running": (state.running, "Sequences in the running batch."),
-            "vllm:num_requests_waiting": (self._num_waiting, "Sequences that wait."),
+            "vllm:num_requests_waiting": (self._num_waiting, "Sequences waiting."),
             "vllm:kv_cache_usage_perc": (self._cache_share, "Share of the cache's pages in use; 1 is all of them."),
         }
         counter_specs = {
-            "num_preemptions": (state.preemptions, "Sequences that lost their pages and ran again."),
+            "num_preemptions": (state.preemptions, "Sequences preempted, which lost their pages."),
             "prefix_cache_queries": (state.prefix_queries, "Tokens of prompts looked up in the prefix cache."),
             "prefix_cache_hits": (state.prefix_hits, "Tokens of prompts found in the prefix cache."),
             "external_prefix_cache_hits": (state.host_hits, "Tokens of prompts found in the host's memory."),
             "spec_decode_num_draft_tokens": (state.drafted, "Tokens drafted."),
-            "spec_decode_num_accepted_tokens": (state.accepted, "Drafted tokens that were right."),
+            "spec_decode_num_accepted_tokens": (state.accepted, "Drafted tokens accepted."),
             "prompt_tokens": (self.prompt_tokens, "Tokens of prompts of requests with a first output."),
             "generation_tokens": (self.generation_tokens, "Tokens generated."),
         }

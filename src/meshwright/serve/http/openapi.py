@@ -1,4 +1,4 @@
-"""The OpenAPI document, made of the types that bodies and answers are read and written with."""
+"""Makes the OpenAPI document from the types of bodies and answers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,22 +11,22 @@ from meshwright.serve.http.border import OPEN_PATHS
 from meshwright.serve.http.errors import ErrorAnswer
 
 Schema = dict[str, Any]
-"""A part of the document, in JSON."""
+"""A part of the OpenAPI document, as JSON."""
 
 _ERRORS = {
-    400: "What was sent cannot be understood or done",
+    400: "The request is not valid or cannot be run",
     401: "No API key, or a wrong one",
     404: "There is no such model",
     413: "The body is too large",
     429: "Too many requests; Retry-After says when to try again",
-    503: "No requests are taken: the server stops, or its engine failed",
-    504: "The request was not done in its time",
+    503: "No requests are accepted: the server is stopping, or its engine failed",
+    504: "The request did not finish within its deadline",
 }
 
 
 class Operation(NamedTuple):
-    """A route: its path, its name, what it is for, and the types of its body and its answer. It is a POST if it has a
-    body, and without a type of answer it gives text."""
+    """A route: its path, name and summary, and the types of its body and answer. The method is POST if it has a body,
+    else GET; without a type of answer it returns text."""
 
     path: str
     name: str
@@ -40,18 +40,18 @@ class Operation(NamedTuple):
 
     @property
     def generates(self) -> bool:
-        """Whether the engine runs for it; then it may also answer with a stream of events."""
+        """True if the route runs the engine; it may then also answer with a stream of events."""
         return self.path.endswith("completions")
 
     def errors(self, *, with_key: bool) -> list[int]:
-        """Returns the statuses of the errors that it may answer with."""
+        """Returns the error statuses of the route, sorted; ``with_key``: the server needs an API key."""
         statuses = [400, 404, 413] if self.body else [404] * ("{" in self.path)
         statuses += [429, 503, 504] if self.generates else [503] * (self.name == "health")
         return sorted(statuses + [401] * (with_key and self.path not in OPEN_PATHS))
 
 
 def openapi(operations: Sequence[Operation], *, with_key: bool) -> Schema:
-    """Returns the document for these routes; ``with_key``: an API key is needed."""
+    """Returns the OpenAPI document of these routes; ``with_key``: the server needs an API key."""
     body_types = list(dict.fromkeys(kind for row in operations for kind in (row.body, row.answer, ErrorAnswer) if kind))
     references, schemas = msgspec.json.schema_components(body_types, ref_template="#/components/schemas/{name}")
     ref_of = dict(zip(body_types, references, strict=True))
@@ -77,7 +77,7 @@ def openapi(operations: Sequence[Operation], *, with_key: bool) -> Schema:
     bearer_scheme = {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}} if with_key else {}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "meshwright", "version": __version__, "description": "A model behind OpenAI's interface."},
+        "info": {"title": "meshwright", "version": __version__, "description": "A model behind OpenAI's API."},
         "paths": paths,
         "components": {"schemas": schemas} | bearer_scheme,
     }

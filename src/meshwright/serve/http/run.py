@@ -1,4 +1,4 @@
-"""Runs the app on a socket until a signal or until its engine fails, and ends with what runs finished."""
+"""Runs the app on a socket until a signal or until its engine fails; finishes running requests before it ends."""
 
 import asyncio
 import socket
@@ -19,22 +19,22 @@ from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.errors import RequestError, error_of
 
 SWITCH_S = 0.0005
-"""How long a thread keeps Python's interpreter that another one waits for."""
+"""Python's switch interval: how long a thread keeps the interpreter while another waits for it."""
 
 LINE_S = 10
-"""Seconds from a line of the log to the next."""
+"""Seconds between log lines."""
 
 KEEP_ALIVE_S = 75
-"""How long a connection may be idle: longer than clients keep theirs (httpx and openai's package: 5 s), which would
-otherwise send requests into connections that the server closes."""
+"""How long an idle connection stays open: longer than clients keep theirs (httpx and openai's package: 5 s), which
+would otherwise send requests on connections that the server is closing."""
 
 MOST_HEAD_BYTES = 65_536
-"""Bytes of a request's line and headers: as many as h11 takes, and eight times what nginx does."""
+"""Maximum bytes of a request line and its headers: as in h11, and eight times nginx's limit."""
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to listen: ``host`` and ``port``, 0 for a free one, or the Unix socket ``uds``. ``drain_s``: how long what
-    runs may go on after a signal; None for ever."""
+    """Where to listen: ``host`` and ``port`` (0: a free port), or the Unix socket ``uds``. ``drain_s``: how long
+    running requests may continue after a signal (None: for ever)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -42,9 +42,9 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: int | None = None
 
     def bind(self) -> socket.socket:
-        """Returns a socket that is bound. Raises InputError if that cannot be."""
+        """Returns a bound socket. Raises InputError if the address cannot be bound."""
         address_family = socket.AF_UNIX if self.uds else socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        # asyncio sends each token at once (TCP_NODELAY) where the protocol is said
+        # asyncio sets TCP_NODELAY, so that each token is sent at once, only if the protocol is given
         listener = socket.socket(address_family, socket.SOCK_STREAM, 0 if self.uds else socket.IPPROTO_TCP)
         try:
             if self.uds:
@@ -62,20 +62,20 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Answers a request whose line and headers are longer than `MOST_HEAD_BYTES`, all of which httptools keeps, with
-    431, and one that is not HTTP with 400, as the app answers, and ends its connection."""
+    """Answers a request whose line and headers exceed `MOST_HEAD_BYTES` (httptools has no limit) with 431, and one that
+    is not HTTP with 400, in the app's error format, and closes the connection."""
 
     _head_bytes, _num_ended, _in_head = 0, 0, True
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        # a head that came at once has passed the bound on unfinished ones
+        # headers that arrived in one read passed the check on unfinished ones
         if (
             len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
             > MOST_HEAD_BYTES
         ):
             self._refuse_head()
-            raise ValueError  # which ends httptools' reading
+            raise ValueError  # ends httptools' parsing
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -85,7 +85,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         num_ended = self._num_ended
         super().data_received(data)
-        # what follows a whole request in the same data is at most as long as the socket is read at once
+        # bytes after a whole request in the same read are at most one read long
         self._head_bytes = self._head_bytes + len(data) if self._in_head and num_ended == self._num_ended else 0
         if self._head_bytes > MOST_HEAD_BYTES:
             self._refuse_head()
@@ -105,8 +105,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends after a signal, or as the engine fails: takes nothing new, finishes what runs. A second signal ends it at
-    once. ``on_line`` is called every `LINE_S`, in a thread."""
+    """After a signal or a failure of the engine, refuses new requests, finishes running ones and ends. A second signal
+    ends it at once. Calls ``on_line`` every `LINE_S` in a thread."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class DrainingServer(uvicorn.Server):
                 http=BoundedProtocol,
                 lifespan="on",
                 ws="none",
-                log_config=None,  # uvicorn's own closes the handlers of others, and absl's then its stream
+                log_config=None,  # uvicorn's default closes other handlers, and absl's then closes its stream
                 log_level="critical",
                 access_log=False,
                 server_header=False,
@@ -134,10 +134,10 @@ class DrainingServer(uvicorn.Server):
         self.frontend, self.on_ready, self.on_line = frontend, on_ready, on_line
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.config.timeout_graceful_shutdown is not None:  # clients are told before their connections are closed
+        if self.config.timeout_graceful_shutdown is not None:  # clients get an error before their connections close
             asyncio.get_running_loop().call_later(self.config.timeout_graceful_shutdown, self.frontend.cut_off)
             self.config.timeout_graceful_shutdown += 1
-        while self.servers:  # whose `wait_closed` lasts, from Python 3.12 on, as long as their connections
+        while self.servers:  # their `wait_closed` waits, from Python 3.12 on, for all connections
             self.servers.pop().close()
         await super().shutdown(sockets)
 
@@ -164,12 +164,12 @@ def serve_app(
     on_ready: Callable[[str], None] = lambda url: None,
     on_line: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, and returns when what runs is finished, or at a second signal.
+    """Serves until SIGTERM or SIGINT, and returns when running requests have finished, or at a second signal.
 
-    Raises InputError if it cannot listen there, and CannotRunError after the engine has failed. ``on_ready`` is given
-    the URL, or the path of a Unix socket, once it answers; ``on_line`` is for lines of the log, see `DrainingServer`.
+    Raises InputError if the address cannot be bound, and CannotRunError after the engine has failed. Calls ``on_ready``
+    with the URL, or the path of the Unix socket, once it answers, and ``on_line`` as `DrainingServer` does.
     """
-    # The engine's thread and the loop's want the interpreter in turns; Python's 5 ms would show in the pace of tokens.
+    # The engine's thread and the event loop alternate; Python's default of 5 ms would delay tokens visibly.
     sys.setswitchinterval(SWITCH_S)
     listener = listening.bind()
     host = f"[{listening.host}]" if ":" in listening.host else listening.host
@@ -177,7 +177,7 @@ def serve_app(
     try:
         DrainingServer(app, frontend, listening, lambda: on_ready(url), on_line).run(sockets=[listener])
     finally:
-        frontend.join()  # a second signal leaves out the end of the app's lifespan
+        frontend.join()  # a second signal skips the end of the app's lifespan
         if listening.uds:
             with suppress(OSError):
                 Path(listening.uds).unlink()

@@ -1,4 +1,4 @@
-"""A model as it is served: its name, its tokenizer, its chat template, and prompts as tokens."""
+"""A served model: its name, tokenizer and chat template, and the conversion of prompts to tokens."""
 
 import json
 import math
@@ -24,9 +24,9 @@ _UNMARKED = str.maketrans("", "", BEGIN + END)
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What clients call a model of ``vocab_size`` tokens, and how its text becomes tokens; ``created`` is a Unix time,
-    in s, ``pieces`` what `piece` has found. ``adapters`` are the names of those that it has; an adapter has the name of
-    its base as ``parent``."""
+    """A model or adapter under the ``name`` that clients use. ``parent`` is the name of an adapter's base (None for a
+    base); ``adapters`` are the names of a base's adapters; ``created`` is a Unix time in s; ``pieces`` caches the
+    results of `piece`."""
 
     name: str
     parent: str | None = None
@@ -39,7 +39,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     pieces: dict[int, tuple[str, bytes]] = {}
 
     def each(self) -> dict[str, "ServedModel"]:
-        """Returns the model and its adapters by name."""
+        """Returns name -> served model, for this model and its adapters."""
         adapter_models = (msgspec.structs.replace(self, name=name, parent=self.name) for name in self.adapters)
         return {self.name: self} | {adapter.name: adapter for adapter in adapter_models}
 
@@ -50,24 +50,24 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def whole(self) -> Text:
-        """The text with special tokens, where the tokenizer has them."""
+        """`text`, but decoding special tokens too."""
         return self.text._replace(skips_special=False)
 
     def text_of(self, skips_special: bool | None) -> Text:
-        """Returns the text as a body asks for it."""
+        """Returns `whole` if ``skips_special`` is False, else `text`."""
         return self.whole if skips_special is False else self.text
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Returns the tokens of a text; ``special``: with those that the tokenizer puts around it."""
+        """Returns the tokens of a text; ``special`` adds the tokenizer's start and end tokens."""
         if self.text.tokenizer is not None:
-            # of several texts the tokenizer lets other threads run meanwhile
+            # the batch call releases the interpreter for other threads
             (encoding,) = self.text.tokenizer.encode_batch_fast([text], add_special_tokens=special)
             return list(encoding.ids)
         return self.text.encode(text)
 
     @cached_property
     def longest_piece(self) -> float:
-        """The most characters of a token; infinite where one may stand for any text."""
+        """The maximum characters of a token; infinite if a token can stand for any text."""
         tokenizer = self.text.tokenizer
         if tokenizer is None:
             return math.inf
@@ -76,7 +76,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return max(map(len, tokenizer.get_vocab())) if is_bounded else math.inf
 
     def render(self, messages: Sequence[ChatMessage], tools: list[JsonObject] | None, variables: JsonObject) -> str:
-        """Returns the text of a chat. Raises RequestError without a chat template, or for what it refuses."""
+        """Returns the prompt text of a chat. Raises RequestError if there is no chat template or rendering fails."""
         if self.chat is None:
             raise RequestError(f"{self.name} has no chat template. Use /v1/completions.", param="messages")
         plain_messages = [_texts_alone(message, message_index) for message_index, message in enumerate(messages)]
@@ -86,7 +86,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise RequestError(str(error), param="messages") from None
 
     def grammar(self, kind: GrammarKind, given: Json) -> LLMatcher:
-        """Returns what a text may be. Raises InputError for what is not valid, or without a tokenizer."""
+        """Returns the matcher of a grammar (text, or JSON). Raises InputError if invalid, or without a tokenizer."""
         return self._grammars.read(kind, given if isinstance(given, str) else json.dumps(given))
 
     @cached_property
@@ -97,21 +97,21 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def special(self) -> dict[int, str]:
-        """Texts of special tokens, which `text` leaves out and `whole` has."""
+        """Special token -> its text; `text` leaves these tokens out, `whole` decodes them."""
         if self.text.tokenizer is None:
             return {}
         added_tokens = self.text.tokenizer.get_added_tokens_decoder()
         return {token: added_token.content for token, added_token in added_tokens.items() if added_token.special}
 
     def piece(self, token: int, *, first: bool = False) -> tuple[str, bytes]:
-        """Returns what a token adds to a text, and its bytes, also of one that is a part of a character; ``first``: to
-        an empty text, of which some tokenizers leave out the first space."""
+        """Returns the text that a token adds, and its bytes, which are right for part of a character too. ``first``:
+        the token begins a text, where some tokenizers drop the leading space."""
         if first:
             text = self.whole.decode([token])
             return text, self._bytes(token, text)
         text_and_bytes = self.pieces.get(token)
         if text_and_bytes is None:
-            before_tokens, before_text = self._before  # alone, a token of SentencePiece loses its space
+            before_tokens, before_text = self._before  # alone, a SentencePiece token loses its leading space
             text = self.whole.decode([*before_tokens, token])
             text = text[len(before_text) :] if text.startswith(before_text) else self.whole.decode([token])
             text_and_bytes = self.pieces[token] = (text, self._bytes(token, text))
@@ -133,9 +133,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def served_model(found: ModelFolder, name: str | None = None) -> ServedModel:
-    """Returns what a folder's model is served as: ``name``, or its folder's name.
+    """Returns the served model of an opened folder under ``name`` (None: the folder's name).
 
-    Raises InputError for a chat template that is not valid, and an adapter of that name.
+    Raises InputError if the chat template is not valid or an adapter has the same name.
     """
     folder: Path = found.folder
     chat_templates = read_chat_templates(folder)
@@ -155,17 +155,17 @@ def served_model(found: ModelFolder, name: str | None = None) -> ServedModel:
 
 
 def _texts_alone(message: ChatMessage, message_index: int) -> JsonObject:
-    """Returns a message for a template. Raises RequestError for a part of another kind than text."""
+    """Returns the fields of a message for a chat template. Raises RequestError for a part that is not text."""
     content_parts = message.content if isinstance(message.content, list) else []
     if any(part.type != "text" or part.text is None for part in content_parts):
         field_path = f"messages[{message_index}].content"
-        raise RequestError(f"{field_path} has a part that is no text. This server takes text alone.", param="messages")
+        raise RequestError(f"{field_path} has a part that is not text. This server takes only text.", param="messages")
     fields: JsonObject = msgspec.to_builtins(message)
     return fields
 
 
 def _bytes_by_letter() -> dict[str, int]:
-    """Returns the byte of each letter of GPT-2's alphabet, in which byte-level tokens are written."""
+    """Returns letter -> byte for the alphabet in which GPT-2's byte-level tokens are written."""
     plain_bytes = [*range(33, 127), *range(161, 173), *range(174, 256)]
     other_bytes = [byte for byte in range(256) if byte not in plain_bytes]
     return {chr(byte): byte for byte in plain_bytes} | {chr(256 + i): byte for i, byte in enumerate(other_bytes)}

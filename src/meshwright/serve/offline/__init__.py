@@ -1,1 +1,1 @@
-"""Prompts that are all there at the start: sequences side by side, or a file of them through an engine."""
+"""Generation without a server: a list or a file of prompts through an engine, or sequences in slots."""

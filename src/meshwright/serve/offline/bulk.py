@@ -1,4 +1,4 @@
-"""A file of prompts through an engine: a line out for each line in, in any order, resumable."""
+"""Generates from a file of prompts: one output line for each input line, in order of completion, resumable."""
 
 import hashlib
 import os
@@ -19,11 +19,11 @@ from meshwright.serve.model_folder import ModelFolder
 from meshwright.serve.request import SourceFeatures, TokenRequest
 
 AHEAD = 4
-"""Requests in the engine at most, times those that run at once."""
+"""Maximum requests submitted to the engine, as a multiple of the requests that run at once."""
 
 
 class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of the file: a text or tokens to go on from, and what differs from the usual; ``id`` comes back."""
+    """A line of the prompt file: text or tokens, and settings unlike the defaults; ``id`` is copied to the output."""
 
     prompt: str | list[int]
     id: Any = None
@@ -33,8 +33,8 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CompletionLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of what comes out; ``line`` counts the lines of the prompts from 1, ``digest`` is of the model's name and
-    of what was asked."""
+    """A line of the output file; ``line`` is the number of its prompt's line, from 1; ``digest`` hashes the model's
+    name, the prompt and the settings."""
 
     line: int
     id: Any = None
@@ -45,7 +45,7 @@ class CompletionLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedLine(NamedTuple):
-    """A line of a file of prompts: its number, what it asks for, and the digest of that."""
+    """A line of the prompt file: its number, its fields, its request, and the digest of model name and request."""
 
     number: int
     line: PromptLine
@@ -54,7 +54,7 @@ class AskedLine(NamedTuple):
 
 
 class BulkDone(NamedTuple):
-    """How many lines were written, and how many were there already."""
+    """How many output lines were written now, and how many the file had before."""
 
     written: int
     there: int
@@ -66,11 +66,11 @@ def generate_file(
     files: tuple[Path, Path],
     usual: TokenRequest,
 ) -> BulkDone:
-    """Goes on from each prompt of the first file (JSON lines) and adds a `CompletionLine` to the second one.
+    """Generates from each prompt of ``files[0]`` (JSON lines) and appends `CompletionLine` rows to ``files[1]``.
 
-    Lines that the second file has already are left out, and a last line that was cut is removed; so a call that was
-    stopped goes on when it is made again. ``usual`` has the settings of lines that say nothing else. Raises
-    InputError for a line that cannot be read or can never run, before anything is generated.
+    Prompts that ``files[1]`` has answers to are skipped and an incomplete last line is removed, so an interrupted call
+    can be repeated. ``usual`` has the default settings of a line. Raises InputError for a line that cannot be read or
+    can never run, before anything is generated.
     """
     waiting_lines, num_answered = read_work(source, engine.check, files, usual)
     num_done = num_answered
@@ -94,7 +94,7 @@ def generate_file(
                     out_file.write(msgspec.json.encode(answer_line).decode() + "\n")
                     num_done += 1
             if num_done > num_done_before:
-                out_file.flush()  # a call that is stopped keeps what has ended
+                out_file.flush()  # an interrupted call keeps finished answers
                 work.done = num_done - num_answered
         os.fsync(out_file.fileno())
     return BulkDone(num_done - num_answered, num_answered)
@@ -103,8 +103,8 @@ def generate_file(
 def read_work(
     source: ModelFolder, check: Callable[[TokenRequest], None], files: tuple[Path, Path], usual: TokenRequest
 ) -> tuple[list[AskedLine], int]:
-    """Returns the lines of the first file that the second has no answers to, and how many it has. Raises InputError for
-    a line that cannot be read or that ``check`` refuses, or for answers to other prompts."""
+    """Returns the lines of ``files[0]`` that ``files[1]`` has no answers to, and the number of answers there. Raises
+    InputError for a line that cannot be read or that ``check`` refuses, or for answers to other prompts."""
     asked_lines = read_prompts(source, check, files[0], usual)
     done_numbers = _lines_there(files[1], {asked_line.number: asked_line.digest for asked_line in asked_lines})
     return [asked_line for asked_line in asked_lines if asked_line.number not in done_numbers], len(done_numbers)
@@ -113,8 +113,8 @@ def read_work(
 def read_prompts(
     source: ModelFolder, check: Callable[[TokenRequest], None], path: Path, usual: TokenRequest
 ) -> list[AskedLine]:
-    """Returns the lines of a file of prompts. Raises InputError for one that cannot be read or that ``check`` refuses,
-    or for none."""
+    """Returns the lines of a file of prompts. Raises InputError for a line that cannot be read or that ``check``
+    refuses, or if there are no lines."""
     asked_lines = []
     for line_number, fields in json_rows(path, read_text(path, "Give a file with a JSON object on each line."), _LIKE):
         try:
@@ -153,7 +153,7 @@ def _digest(source: ModelFolder, request: TokenRequest) -> str:
 
 
 def _lines_there(out: Path, digest_of_line: Mapping[int, str]) -> set[int]:
-    """Returns the lines that the file has, and cuts off one that was not written to its end."""
+    """Returns the numbers of the lines that ``out`` answers; truncates ``out`` after its last complete line."""
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         return set()
@@ -164,7 +164,7 @@ def _lines_there(out: Path, digest_of_line: Mapping[int, str]) -> set[int]:
         try:
             answer = msgspec.json.decode(line, type=CompletionLine)
         except msgspec.DecodeError:
-            raise InputError(f"{out} holds a line that is not of an earlier run. Name another file.") from None
+            raise InputError(f"{out} has a line that no earlier run wrote. Name another file.") from None
         if digest_of_line.get(answer.line) != answer.digest:
             raise InputError(
                 f"{out}: line {answer.line} of the prompts was answered with another prompt, other settings or another "
@@ -177,4 +177,4 @@ def _lines_there(out: Path, digest_of_line: Mapping[int, str]) -> set[int]:
 
 
 USUAL = TokenRequest(prompt=(0,), max_tokens=128, sampling=LIKELIEST)
-"""The settings of a line that says nothing else."""
+"""The default settings of a line."""

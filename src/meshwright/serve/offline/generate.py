@@ -1,4 +1,4 @@
-"""Prompts through an engine, all at once."""
+"""Generates from a list of prompts with an engine."""
 
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -22,7 +22,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerationPace(msgspec.Struct, frozen=True, kw_only=True):
     """The speed of a generation. ``first_token_s`` is the time until every prompt has its first token; ``tokens_per_s``
-    is the rate of all together after it, None if no token follows."""
+    is the rate of all prompts together after that, None if no token follows."""
 
     first_token_s: float
     tokens_per_s: float | None
@@ -30,7 +30,7 @@ class GenerationPace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion for each prompt, and the pace of all."""
+    """A completion for each prompt, and the speed of the whole generation."""
 
     completions: tuple[Completion, ...]
     pace: GenerationPace
@@ -43,7 +43,7 @@ def as_requests(
     sampling: Sampling | Sequence[Sampling] = LIKELIEST,
     end_tokens: Collection[int] = (),
 ) -> list[TokenRequest]:
-    """Returns a request for up to ``max_tokens`` tokens after each prompt, or to any of ``end_tokens``.
+    """Returns a request for each prompt, which ends after ``max_tokens`` tokens or at any of ``end_tokens``.
 
     ``sampling`` is one for all prompts, or one for each; the n-th copy of a prompt gets the n-th sample number of its
     seed. Raises InputError for no prompt, or an empty one.
@@ -64,7 +64,7 @@ def as_requests(
 
 
 def generate(engine: TokenEngine, requests: Sequence[TokenRequest], on_token: OnToken | None = None) -> Generated:
-    """Runs requests to their ends. Raises InputError for one that the engine could never run."""
+    """Runs all requests and returns their tokens and speed. Raises InputError for a request that could never run."""
     start_s = time.perf_counter()
     tokens_of: list[list[int]] = [[] for _ in requests]
     finish_of: dict[int, Finish] = {}
@@ -89,9 +89,9 @@ def generate(engine: TokenEngine, requests: Sequence[TokenRequest], on_token: On
 
 
 def generate_uncached(engine: TokenEngine, request: TokenRequest) -> list[int]:
-    """Returns a request's likeliest tokens, each from a pass over the whole text before it, as without a cache.
+    """Returns a request's likeliest tokens, recomputing the whole sequence for each token, as without a cache.
 
-    Raises InputError for a request that draws at random.
+    Raises InputError if the temperature is not 0.
     """
     if request.sampling.temperature:
         raise InputError(f"temperature={request.sampling.temperature}: each pass would draw anew. Give 0.")

@@ -19,7 +19,7 @@ from meshwright.serve.drawing.sampling import LIKELIEST, Sampling, as_arrays, dr
 
 
 class Prefix(NamedTuple):
-    """What a prompt leaves: the pages of its keys and values, its length, and the logits [V] after it."""
+    """A prefilled prompt: the pages of its keys and values, its length, and the logits [V] of the next token."""
 
     cache: Cache
     length: int
@@ -27,8 +27,8 @@ class Prefix(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """The pages of all slots, and of each slot the latest token, which its pages do not hold yet, and how many tokens
-    they hold, 0: it is free."""
+    """The pages of all slots; for each slot its latest token, which is not cached yet, and its number of cached tokens
+    (0: the slot is free)."""
 
     cache: Cache
     tokens: np.ndarray
@@ -36,9 +36,8 @@ class DecodeState(NamedTuple):
 
 
 class SlotEngine:
-    """Sequences in the slots of a packed step, each with pages of its own in the order of its positions.
-
-    Raises CannotRunError for a step whose sequences belong to several places, or have more to say than tokens.
+    """Runs sequences in the slots of a packed step; each slot has fixed pages. Raises CannotRunError for a step that
+    shards sequences or has adapters, mask data, window pages or an encoder, InputError for another number of pages.
     """
 
     @checked
@@ -46,8 +45,8 @@ class SlotEngine:
         has_more = step.has_windows or step.mask_fields or step.storage.adapters or step.model.encoder
         if step.num_owners > 1 or has_more:
             raise CannotRunError(
-                "slots are for plain sequences of one place: no adapters, no masks with data, no pages for windows, "
-                "no encoder, no sequences over devices. Use meshwright.serve.engine.Engine."
+                "slots support only unsharded sequences of tokens: no adapters, no masks with data, no window pages, "
+                "no encoder. Use meshwright.serve.engine.Engine."
             )
         storage = replace(step.storage, num_pages=0)
         prefill_step = PackedStep(step.model, step.strategy, max_len=step.max_len, max_seqs=1, storage=storage)
@@ -56,11 +55,11 @@ class SlotEngine:
             raise InputError(f"{step.max_seqs} slots have {self._each} pages each. Give the storage num_pages=0.")
 
     def init_decode_state(self) -> DecodeState:
-        """Returns free slots."""
+        """Returns a state whose slots are all free."""
         return DecodeState(self._step.init_cache(), *np.zeros((2, self._step.max_seqs), np.int32))
 
     def prefill(self, params: Params, tokens: Sequence[int]) -> Prefix:
-        """Runs a prompt; the program is compiled once for each power of two."""
+        """Runs a prompt, padded to a power of two of rows. Raises InputError for a wrong length or token."""
         step, seq_len = self._alone, len(tokens)
         if not 0 < seq_len < step.max_len:
             raise InputError(f"a prompt has {seq_len:,} tokens. Give 1 to {step.max_len - 1:,}, one less than max_len.")
@@ -76,7 +75,7 @@ class SlotEngine:
         return Prefix(cache, seq_len, logits[0])
 
     def insert(self, prefix: Prefix, state: DecodeState, slot: int, sampling: Sampling = LIKELIEST) -> DecodeState:
-        """Copies a prompt's pages into a slot's and draws its first token; the pages of ``state`` are given up."""
+        """Copies a prompt's pages into a slot, draws its first token, donates ``state``; InputError: bad slot."""
         if not 0 <= slot < len(state.lengths):
             raise InputError(f"there is no slot {slot}. Give 0 to {len(state.lengths) - 1}, below max_seqs.")
         cache = _inserted(state.cache, prefix.cache, slot * self._each)
@@ -85,10 +84,10 @@ class SlotEngine:
         return DecodeState(cache, tokens, lengths)
 
     def generate(self, params: Params, state: DecodeState, sampling: Sampling = LIKELIEST) -> tuple[DecodeState, Array]:
-        """Writes the latest token of each slot and draws the next; returns the state and the logits [S, V]."""
+        """Draws the next token of each slot; returns the state and logits [S, V]. Raises InputError for a full slot."""
         step, slots = self._step, np.arange(self._step.max_seqs)
         if state.lengths.max() >= step.max_len:
-            raise InputError(f"a slot has {step.max_len:,} positions and they are full. Free it: lengths[slot] = 0.")
+            raise InputError(f"a slot has used all its {step.max_len:,} positions. Free it: lengths[slot] = 0.")
         page_table = slots[:, None] * self._each + np.arange(self._each)
         rows = _rows(slots, state.tokens, state.lengths, page_table)
         page_len = step.storage.page_len
@@ -99,7 +98,7 @@ class SlotEngine:
 
 
 def _rows(row_ids: np.ndarray, tokens: np.ndarray, positions: np.ndarray, pages: np.ndarray) -> PackedRows:
-    """Returns rows whose slots are their positions, as sequences of their own."""
+    """Returns rows that are separate sequences, written to the cache slots of their positions."""
     return PackedRows(
         tokens=tokens,
         sources=np.full(len(row_ids), -1),
@@ -116,7 +115,7 @@ def _rows(row_ids: np.ndarray, tokens: np.ndarray, positions: np.ndarray, pages:
 @partial(jax.jit, donate_argnums=0)
 def _inserted(cache: Cache, prefix: Cache, first: Array) -> Cache:
     def into(name: str) -> Array | tuple[Array, ...]:
-        if isinstance(cache[name], tuple):  # of layers, whose first dim is pages
+        if isinstance(cache[name], tuple):  # an array per layer, whose first dim is pages
             layer_pairs = zip(cache[name], prefix[name], strict=True)
             return tuple(jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=0) for old, new in layer_pairs)
         return jax.lax.dynamic_update_slice_in_dim(cache[name], prefix[name], first, axis=1)

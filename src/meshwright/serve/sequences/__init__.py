@@ -1,1 +1,1 @@
-"""The sequences of an engine: their pages, and the rows of a step."""
+"""The running sequences of an engine: their cache pages, and their rows in a step."""

@@ -1,5 +1,4 @@
-"""The requests that an engine has, and the owners of their sequences: places of the mesh with slots and pages of their
-own."""
+"""The state of a request in an engine, and the owners of sequences: parts of the mesh with separate slots and pages."""
 
 from typing import NamedTuple
 
@@ -15,8 +14,8 @@ from meshwright.serve.sequences.window_pages import HeldWindow, WindowPages
 
 
 class Tables(NamedTuple):
-    """The pages of each slot, [slots, Bp]: those of all layers, or of those that have no window, and of windows; and
-    those of its source, [slots, Bx]."""
+    """Page tables. ``pages`` [slots, Bp] are for all layers, or for layers without a window where layers with a window
+    have the table ``windows`` [slots, Bp]; ``sources`` [slots, Bx] are for encoder sources."""
 
     pages: np.ndarray
     windows: np.ndarray
@@ -24,10 +23,10 @@ class Tables(NamedTuple):
 
 
 class SequenceOwner:
-    """Schedules the sequences of one of ``num_owners`` owners, within its share of an engine's ``limits``; ``windows``
-    are the positions of a window, the pages of all owners for these, and whether windows are chunks.
+    """Schedules the sequences of owner ``number`` of ``num_owners``, within 1 / num_owners of an engine's ``limits``.
 
-    Its slots and pages have the numbers that they have among those of all owners.
+    ``windows`` = (positions of a window, window pages of all owners, whether windows are chunks). Slots and pages are
+    numbered over all owners.
     """
 
     def __init__(
@@ -49,17 +48,17 @@ class SequenceOwner:
         self.free_slots = list(range(number * quota.max_requests, (number + 1) * quota.max_requests))[::-1]
 
     def order(self, request: TokenRequest, adapter: int) -> tuple[bool, int, int]:
-        """Returns what is least of the owner that a request should have: one with a free slot, which knows most of its
-        prompt, or its source, and has the fewest requests."""
+        """Returns a key; a request belongs to the owner with the least: with a free slot, then most known pages of the
+        prompt (its source counts as one), then fewest requests."""
         num_requests = self.scheduler.load
         num_known = self.pages.num_known(request.prompt, adapter) + (request.source in self.pages.sources)
         return num_requests >= self.limits.max_requests, -num_known, num_requests
 
 
 class Live:
-    """A request in the engine: its known tokens, those that are in the cache, and its place.
+    """A request in the engine: its ``tokens`` known on the host, how many are ``computed`` (cached), slot and pages.
 
-    ``produced`` counts tokens drawn, of which the last one or two may not have been read.
+    ``produced`` counts drawn tokens, of which the host may not have read the last one or two yet.
     """
 
     def __init__(
@@ -69,21 +68,21 @@ class Live:
         self.tokens = list(request.prompt)
         self.computed = self.produced = 0
         self.slot, self.admitted_s = -1, 0.0
-        self.reads_source = False  # in the step of its admission, before its rows
-        self.num_hit = 0  # tokens that the prefix tree had
+        self.reads_source = False  # the step that admits it first runs the encoder on its source
+        self.num_hit = 0  # prompt tokens found in the prefix tree
         self.pages: list[int] = []
         self.window = HeldWindow()
         self.answer = request.grammar.deep_copy() if request.grammar else None
         self.drafts: list[int] = []  # of the step that is dispatched
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.is_closed = self.is_done = False  # its output is complete; the scheduler has let it go
+        self.is_closed = self.is_done = False  # closed: its output is complete; done: it has left the scheduler
 
     def share_pages(self) -> None:
-        """Lets the tree share the pages of the tokens that are known now."""
+        """Registers the tokens known now as the prompt whose full pages the prefix tree may share."""
         self.owner.pages.enter(self.number, self.tokens, self.pages, self.window, adapter=self.adapter)
 
     def begin(self, tables: Tables) -> None:
-        """Takes the pages that the tree has of the prompt, and those of its source."""
+        """Adds the prompt pages pinned in the prefix tree, and the pages of its source, to the slot's tables."""
         nodes, slot = self.owner.pages.held(self.number), self.slot
         self.pages += [node.page for node in nodes]
         tables.pages[slot, : len(nodes)] = self.pages
@@ -96,24 +95,24 @@ class Live:
             tables.sources[slot, : source.num_pages] = source.pages
 
     def take_pages(self, tables: Tables, end: int, page_len: int) -> None:
-        """Takes the pages of the first ``end`` positions. The scheduler has counted them."""
+        """Takes free pages until the slot has ``end`` positions. The scheduler has reserved them."""
         while len(self.pages) * page_len < end:
             page_number = self.owner.pages.free.pop()
             tables.pages[self.slot, len(self.pages)] = page_number
             self.pages.append(page_number)
 
     def vacate(self) -> None:
-        """Frees the slot and the pages, of which full ones stay in the tree. Steps that are dispatched already write
-        there before others do."""
-        if self.slot >= 0:  # one that waits has none
+        """Frees the slot and the pages; full pages stay in the prefix tree. Steps in flight may still write to them,
+        but always before the steps of their next request."""
+        if self.slot >= 0:  # a waiting request has no slot
             self.owner.free_slots.append(self.slot)
             self.owner.pages.release(self.number, self.pages, self.tokens[: self.computed])
             if windows := self.owner.pages.windows:
                 windows.clear(self.window)
-        self.pages.clear()  # the same list stays: the tree reads numbers of pages from it
+        self.pages.clear()  # cleared in place: the tree reads page numbers from this list
         self.slot, self.computed = -1, 0
 
     @property
     def output(self) -> list[int]:
-        """Tokens after the prompt that have been read."""
+        """The drawn tokens that the host has read."""
         return self.tokens[len(self.request.prompt) :]

@@ -1,9 +1,9 @@
-"""The pages of an engine by number, and the tree of those that hold the beginnings of prompts.
+"""The cache pages of an engine, and the tree of pages that prompts with a common prefix share.
 
-A node is a page of the tokens after those of its parent. Requests that run hold nodes from the root on; nodes that
-nobody holds stay until their room is needed, and the one that has been idle longest goes first. A node becomes idle
-before its parent does, so that what goes is always a leaf. It may go to the host's memory first: its children are there
-already or gone, and so a leaf is also what the host has had longest.
+A node is a full page; its tokens follow its parent's. A running request pins the nodes of its prompt from the root on.
+Nodes that no request pins are idle: they stay until pages are needed, and the longest idle is evicted first. A node
+becomes idle before its parent does, so the evicted node is always a leaf of the pages on the devices. It moves to host
+memory if there is room; the page longest on the host, a leaf of the whole tree, is then dropped.
 """
 
 from collections import OrderedDict
@@ -17,8 +17,8 @@ from meshwright.serve.sequences.window_pages import HeldWindow, WindowPage, Wind
 
 
 class PrefixNode:
-    """A page of the tree: its tokens, its number (-1 on the host), its children by their tokens, how many requests hold
-    it, what the host has of it, and its page of layers with a window if that is still there."""
+    """A page of the tree: its tokens, number (-1: on the host), children by their tokens, how many requests pin it
+    (``users``), its ``copy`` in host memory, and its page for layers with a window, if still cached."""
 
     __slots__ = ("children", "copy", "page", "parent", "tokens", "users", "window")
 
@@ -31,8 +31,8 @@ class PrefixNode:
 
 
 class TreePage(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of a prefix tree as plain data: the index of its parent (None: it begins prompts), its tokens, its number
-    (-1: it is on the host), and how many requests hold it."""
+    """A page of a prefix tree as plain data: the index of its parent (None: the first page of prompts), its tokens, its
+    number (-1: on the host), and how many requests pin it."""
 
     parent: int | None
     tokens: tuple[int, ...]
@@ -41,10 +41,10 @@ class TreePage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What every page of an engine's cache holds at a moment.
+    """The contents of all pages of an engine's cache at one moment.
 
-    ``requests``: number -> its pages in order, of which the first ones may be the tree's, and its ``lengths`` in
-    positions that they hold. ``tree``: each page after its parent. All other pages are free.
+    ``requests``: request number -> its pages in order, the first of which may be in the tree; ``lengths``: request
+    number -> its cached positions; ``tree``: tree pages, parents first. All other pages are free.
     """
 
     num_pages: int
@@ -55,9 +55,9 @@ class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sharer(msgspec.Struct):
-    """A request by its full pages: their tokens, the root that these follow, the numbers of all its pages, and those of
-    windows; the nodes that it holds; and how many of its pages, the first ones, are the tree's, also when it holds them
-    no more."""
+    """A request in the tree: the ``root`` of its adapter, the tokens of its full prompt pages (``blocks``), all its
+    page numbers and window pages, its pinned ``nodes``, and how many leading pages are in the tree (``num_shared``,
+    kept after it unpins them)."""
 
     root: PrefixNode
     blocks: list[tuple[int, ...]]
@@ -68,61 +68,61 @@ class _Sharer(msgspec.Struct):
 
 
 class PrefixTree(PagePool):
-    """A pool that numbers its pages. A prefix is the number of a request: `enter` says what its prompt is.
+    """A page pool that knows which prompt each page holds. A ``prefix`` is a request number; `enter` gives its prompt.
 
-    ``free`` are the numbers of pages that nobody has, of those from ``first`` on. The scheduler takes pages by count,
-    and the engine then pops as many numbers. The host has room for ``num_on_host`` more. A request begins behind pages
-    of the tree whose ``windows`` are there too, if layers with a window have pages of their own.
+    ``free`` lists the unused pages, numbered from ``first`` on: the scheduler reserves pages by count and the engine
+    pops as many numbers. Host memory has room for ``num_on_host`` evicted pages. If layers with a window have separate
+    pages (``windows``), a request can start only after tree pages whose window pages are still cached.
     """
 
     def __init__(self, num_pages: int, page_len: int, num_on_host: int = 0, first: int = 0) -> None:
         super().__init__(num_pages)
         self.page_len, self.num_on_host = page_len, num_on_host
         self.windows: WindowPages | None = None
-        self.num_came = 0  # pages that came back from the host
+        self.num_came = 0  # pages copied back from the host so far
         self._leaving: dict[PrefixNode, int] = {}
         self._coming: list[PrefixNode] = []
         self._on_host: OrderedDict[PrefixNode, None] = OrderedDict()
         self.free = list(range(first, first + num_pages))[::-1]
-        self.roots: dict[int, PrefixNode] = {}  # by adapter, whose keys and values are its own
+        self.roots: dict[int, PrefixNode] = {}  # by adapter: keys and values depend on it
         self._sharers: dict[int, _Sharer] = {}  # by request
         self._idle_nodes: OrderedDict[PrefixNode, None] = OrderedDict()
 
     def enter(
         self, prefix: int, tokens: Sequence[int], pages: Sequence[int], window: HeldWindow, *, adapter: int
     ) -> None:
-        """Tells the tokens of a request's prompt, and what will have the numbers of its pages; after a preemption once
-        more. Prompts share pages with those of the same ``adapter``."""
-        # a page that is not full is still written to, so nobody shares it
+        """Registers a request's prompt, its ``pages`` (a list that the caller fills with page numbers later) and
+        window; called again after a preemption. Only prompts with the same ``adapter`` share pages."""
+        # a page that is not full is still written to, so it is not shared
         block_starts = range(0, len(tokens) - self.page_len + 1, self.page_len)
         blocks = [tuple(tokens[start : start + self.page_len]) for start in block_starts]
         root = self.roots.setdefault(adapter, PrefixNode((), -1, None))
         self._sharers[prefix] = _Sharer(root, blocks, pages, window)
 
     def leave(self, prefix: int) -> None:
-        """Forgets a request, and lets go of what it holds."""
-        self.unpin(prefix)  # a static batch ends after some of its requests
+        """Unpins the nodes of a request and forgets the request."""
+        self.unpin(prefix)  # requests of a static batch leave while still pinned
         self._sharers.pop(prefix, None)
 
     def held(self, prefix: int) -> list[PrefixNode]:
-        """Returns the nodes that a request holds, of its first pages."""
+        """Returns the nodes that a request pins, which are its leading pages; [] if the request is not known."""
         return self._sharers[prefix].nodes if prefix in self._sharers else []
 
     def num_shared(self, prefix: int) -> int:
-        """Returns how many pages of a request, the first ones, are the tree's, also when it holds them no more."""
+        """Returns how many leading pages of a request are in the tree, even after it unpinned them."""
         return self._sharers[prefix].num_shared if prefix in self._sharers else 0
 
     @property
     def room(self) -> int:
-        """Pages that can be taken: free ones and idle ones of the tree."""
+        """Pages that can be taken: free pages and idle nodes of the tree."""
         return self.num_free + len(self._idle_nodes)
 
     def room_beside(self, prefix: int | None) -> int:
-        """Returns the pages that can be taken while what the tree has of a prefix is in use, and on the devices."""
+        """Returns `room` after pinning all tree pages of a prefix, with any that are on the host copied back."""
         return self.room - sum(not node.users for node in self._found(prefix))
 
     def take(self, num_pages: int) -> None:
-        """Takes pages, from idle nodes if need be. The caller has checked `room`."""
+        """Reserves pages, evicting the longest idle nodes if too few are free. The caller has checked `room`."""
         while self.num_free < num_pages:
             node, _ = self._idle_nodes.popitem(last=False)
             if self.windows:
@@ -132,58 +132,58 @@ class PrefixTree(PagePool):
             self._leaving[node], node.page = node.page, -1  # copied before the next step writes there
             self._on_host[node] = None
             if len(self._on_host) > self.num_on_host:
-                oldest_node, _ = self._on_host.popitem(last=False)  # without room on the host this is the node itself
+                oldest_node, _ = self._on_host.popitem(last=False)  # without room on the host this is the evicted node
                 self._leaving.pop(oldest_node, None)
                 if oldest_node.parent is not None:
                     del oldest_node.parent.children[oldest_node.tokens]
         self.num_free -= num_pages
 
     def drop_source(self, source: Hashable) -> list[int]:
-        """Counts one user less of a source; the numbers of its pages are free after the last one."""
+        """Removes one user of a source and returns the pages that this frees: all of its pages after the last user."""
         page_numbers = super().drop_source(source)
         self.free += reversed(page_numbers)
         return page_numbers
 
     def kept(self, prefix: int | None) -> int:
-        """Returns how many pages of a request's prompt the tree has."""
+        """Returns how many leading pages of a request's prompt are in the tree, on the devices or the host."""
         return sum(1 for _ in self._found(prefix))
 
     def usable(self, prefix: int | None, most: int) -> int:
-        """Returns with how many of its first pages that the tree has, at most ``most``, a request can begin."""
+        """Returns after how many of its leading pages in the tree, at most ``most``, a request can start prefill."""
         if not self.windows:
             return super().usable(prefix, most)
         return self.windows.usable([node.window for node, _ in zip(self._found(prefix), range(most), strict=False)])
 
     def num_known(self, tokens: Sequence[int], adapter: int) -> int:
-        """Returns how many pages of a prompt the tree has, whether or not it is a request's."""
+        """Returns how many leading pages of a prompt are in the tree and usable by a new request."""
         self.enter(-1, tokens, (), HeldWindow(), adapter=adapter)
         num_usable = self.usable(-1, len(tokens))
         self.leave(-1)
         return num_usable
 
     def pin(self, prefix: int, num_pages: int) -> None:
-        """Lets a request hold the first pages of its prompt that the tree has, on the devices."""
+        """Pins up to ``num_pages`` leading tree pages for a request; pages on the host get a device page in `moves`."""
         nodes = [node for node, _ in zip(self._found(prefix), range(num_pages), strict=False)]
         coming_nodes = [node for node in nodes if node.page < 0 and not node.users]
         for node in nodes:
             self._idle_nodes.pop(node, None)
             self._on_host.pop(node, None)
             node.users += 1
-        self.take(len(coming_nodes))  # after all are held, so that none of them goes to make room
+        self.take(len(coming_nodes))  # after all are pinned, so that none of them is evicted
         self._coming += coming_nodes
         self._sharers[prefix].nodes, self._sharers[prefix].num_shared = nodes, len(nodes)
 
     def unpin(self, prefix: int) -> None:
-        """Lets go of all that a request holds."""
+        """Unpins all nodes of a request; nodes without users become idle."""
         nodes = self.held(prefix)
         while nodes:
-            node = nodes.pop()  # children first, so that what goes is a leaf
+            node = nodes.pop()  # children first, so that the node evicted first is a leaf
             node.users -= 1
             if not node.users:
                 self._idle_nodes[node] = None
 
     def keep(self, prefix: int, num_pages: int) -> None:
-        """Makes nodes of the next pages of a request, which are computed; the request holds them."""
+        """Adds the next ``num_pages`` pages of a request, which are computed, to the tree, pinned by the request."""
         sharer = self._sharers[prefix]
         for _ in range(num_pages):
             parent, page_index = sharer.nodes[-1] if sharer.nodes else sharer.root, len(sharer.nodes)
@@ -196,8 +196,8 @@ class PrefixTree(PagePool):
         sharer.num_shared = len(sharer.nodes)
 
     def release(self, prefix: int, pages: Sequence[int], tokens: Sequence[int] = ()) -> None:
-        """Frees the pages of a request beyond those that the tree has; full ones of ``tokens`` become idle nodes, as
-        many as are not taken again yet. The scheduler has given all of them back."""
+        """Frees a request's pages that are not in the tree; pages full of its cached ``tokens`` become idle nodes
+        instead, while free pages remain. The scheduler has returned all of them to the pool's count."""
         sharer, nodes, own_pages = self._sharers.get(prefix), list[PrefixNode](), list(pages[self.num_shared(prefix) :])
         for page_index in range(min(len(pages), len(tokens) // self.page_len) if sharer else 0):
             block = tuple(tokens[page_index * self.page_len : (page_index + 1) * self.page_len])
@@ -209,7 +209,7 @@ class PrefixTree(PagePool):
                 child = node.children[block] = PrefixNode(block, pages[page_index], node)
                 self._idle_nodes[child] = None
                 self.num_free -= 1
-            if child is None or child.page < 0:  # below a page on the host none is on the devices
+            if child is None or child.page < 0:  # no page on the devices has a parent on the host
                 break
             nodes.append(child)
             if self.windows:
@@ -220,7 +220,7 @@ class PrefixTree(PagePool):
         self.free += reversed(own_pages)
 
     def moves(self) -> tuple[dict[PrefixNode, int], dict[PrefixNode, int]]:
-        """Returns the pages, by node, to copy to the host and, after that, from there, before others are written."""
+        """Returns node -> page to copy to the host, then node -> page to copy back from it, since the last call."""
         leaving_pages, self._leaving = self._leaving, {}
         for node in self._coming:
             node.page = self.free.pop()
@@ -229,7 +229,7 @@ class PrefixTree(PagePool):
         return leaving_pages, coming_pages
 
     def _found(self, prefix: int | None) -> Iterator[PrefixNode]:
-        """Yields the nodes of a request's prompt that the tree has, from the root on."""
+        """Yields the tree nodes of a request's prompt from the root on, up to the first page that is missing."""
         if prefix is None or prefix not in self._sharers:
             return
         node = self._sharers[prefix].root
@@ -242,7 +242,7 @@ class PrefixTree(PagePool):
 
 
 def tree_pages(*trees: PrefixTree) -> tuple[TreePage, ...]:
-    """Returns the pages of trees, each after its parent and before its next sibling."""
+    """Returns the pages of all trees in depth-first order: parents first, each subtree before the next sibling."""
     pages, unvisited_nodes = list[TreePage](), list[tuple[int | None, PrefixNode]]()
     roots = [root for tree in reversed(trees) for root in tree.roots.values()]
     unvisited_nodes += [(None, child) for root in roots for child in reversed(root.children.values())]

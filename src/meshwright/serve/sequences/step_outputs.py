@@ -1,4 +1,4 @@
-"""What a step has drawn for its requests, once the host reads it."""
+"""Reads the tokens that a step has drawn into the outputs of its requests."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from meshwright.serve.sequences.step_rows import OutputOf
 
 
 class ReadOutputs(NamedTuple):
-    """The outputs of a step in the order of its rows, the requests that end by them, and how many drafts of requests
-    were right, by number."""
+    """The outputs of a step in row order, the requests that they finish, and the number of accepted drafts by request
+    number (no entry: none)."""
 
     outputs: list[TokenOutput]
     ended: list[Live]
@@ -20,7 +20,7 @@ class ReadOutputs(NamedTuple):
 
 
 def masked_rows(expected: Sequence[OutputOf | None]) -> list[MaskedRow]:
-    """Returns the rows that draw by a grammar: of a request with drafts the first, whose mask the others follow."""
+    """Returns the first drawing row of each open request with a grammar; its ``drafts`` stand for the rows after it."""
     drawing_rows, previous_seq = list[MaskedRow](), None
     for row_index, output in enumerate(expected):
         seq = output and output.live
@@ -31,8 +31,8 @@ def masked_rows(expected: Sequence[OutputOf | None]) -> list[MaskedRow]:
 
 
 def read_outputs(expected: Sequence[OutputOf | None], drawn: Drawn) -> ReadOutputs:
-    """Returns what rows have drawn, and adds the tokens to their requests. Rows of requests that have ended, and those
-    behind a wrong draft, are dropped."""
+    """Appends the drawn tokens to their requests and returns the outputs. Skips rows of finished requests and rows
+    after a rejected draft; rows that score a prompt token add its log-probability."""
     results = ReadOutputs([], [], {})
     wrong_draft_requests = set[int]()
     for row_index, output in enumerate(expected):
@@ -60,7 +60,7 @@ def read_outputs(expected: Sequence[OutputOf | None], drawn: Drawn) -> ReadOutpu
         )
         seq.prompt_logprobs, seq.num_hit = [], 0
         if finish is not None:
-            seq.is_closed = True  # at once: its later rows, here and in the next step, are dropped
+            seq.is_closed = True  # at once: its later rows, here and in the next step, are skipped
             results.ended.append(seq)
         elif draft_token is not None and draft_token == token:
             results.accepted[seq.number] = results.accepted.get(seq.number, 0) + 1
@@ -70,11 +70,11 @@ def read_outputs(expected: Sequence[OutputOf | None], drawn: Drawn) -> ReadOutpu
 
 
 def _ending(seq: Live, token: int) -> tuple[bool, Finish | None]:
-    """Returns whether a request's output has a token that was drawn, and whether and why it ends there."""
+    """Returns whether a drawn token belongs to the output, and why the output ends with it (None: it goes on)."""
     request, num_drawn = seq.request, len(seq.tokens) - len(seq.request.prompt)
     has_token = request.max_tokens > 0
     if seq.answer is not None and seq.answer.is_error():
-        return False, "length"  # the limits of masks are reached: the answer is the beginning of one
+        return False, "length"  # the grammar hit its limits, so the answer is incomplete
     if token in request.stop_tokens and num_drawn >= request.min_tokens:
         return False, "stop"
     if seq.answer is not None and has_token and not seq.answer.consume_token(token):

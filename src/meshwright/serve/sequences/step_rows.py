@@ -1,4 +1,4 @@
-"""The rows of a step: whose they are, and which of them have logits."""
+"""Builds the rows of a step (tokens, positions, pages) from its requests, and lists the rows that have logits."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -14,9 +14,9 @@ from meshwright.serve.sequences.step_shapes import SourceShapes
 
 
 class OutputOf(NamedTuple):
-    """A row with logits of a dispatched step: whose it is, and what it draws; the target is the next token of the
-    prompt where its log-probability is wanted. ``draft`` is the token of the row after it, which counts only if this
-    row draws that token."""
+    """A row with logits in a dispatched step: its request and what it draws (``row.target`` is the next prompt token
+    where a prompt is scored). ``draft`` is the token of the next row, which counts only if this row draws that
+    token."""
 
     live: Live
     row: OutputRow
@@ -24,11 +24,11 @@ class OutputOf(NamedTuple):
 
 
 RowsOf = tuple[Live, int, int, list[int]]
-"""Whose rows, the positions from here to there, and the drafts that the last of these are."""
+"""A request's part of a step: the request, its first and end position, and the drafts at its last positions."""
 
 
 class OwnRows(NamedTuple):
-    """The rows of an owner, to whose part each belongs, and those with logits."""
+    """The rows of one owner, the index of each row's part (``whose``), and the rows with logits."""
 
     rows: PackedRows
     whose: np.ndarray
@@ -36,8 +36,8 @@ class OwnRows(NamedTuple):
 
 
 def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRows:
-    """Returns the rows of one owner's parts. The requests take the pages that they need, and count what the step
-    computes."""
+    """Returns the rows of one owner's parts. Side effects: the requests take the pages that they need and advance
+    ``computed`` and ``produced``."""
     part_lens = np.array([end_pos - start_pos for _, start_pos, end_pos, _ in parts], np.int32)
     part_ends = np.array([end_pos for _, _, end_pos, _ in parts], np.int32)
     num_rows, first_rows = int(part_lens.sum()), np.cumsum(part_lens) - part_lens
@@ -50,15 +50,15 @@ def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRow
         if windows := seq.owner.pages.windows:
             windows.advance(seq.window, start_pos, end_pos, tables.windows[seq.slot])
         known_tokens = seq.tokens[start_pos:end_pos] + drafts
-        latest_slots += [-1] * (end_pos - start_pos) if known_tokens else [seq.slot]  # else the devices alone know it
+        latest_slots += [-1] * (end_pos - start_pos) if known_tokens else [seq.slot]  # else it is on the devices only
         tokens += known_tokens or [0]
-        seq.computed = end_pos - len(drafts)  # drafts count once they were right
+        seq.computed = end_pos - len(drafts)  # drafts count once accepted
         prompt = seq.request.prompt
         if seq.request.echo and not seq.produced:
             for position in range(start_pos, min(end_pos, len(prompt) - 1)):
                 outputs.append(OutputOf(seq, OutputRow(step.max_seqs, 0, prompt[position + 1])))
                 last_rows.append(first_row + position - start_pos)
-        if seq.computed == len(prompt) + seq.produced:  # else more is known than is computed, and nothing is drawn
+        if seq.computed == len(prompt) + seq.produced:  # else known tokens are not computed yet, so nothing is drawn
             for draft_index, draft in enumerate([*drafts, None]):
                 outputs.append(OutputOf(seq, OutputRow(seq.slot, seq.produced + draft_index), draft))
             last_rows += range(first_row + end_pos - start_pos - 1 - len(drafts), first_row + end_pos - start_pos)
@@ -85,13 +85,13 @@ def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRow
 def rows_of_sources(
     step: PackedStep, admitted: Sequence[Sequence[Live]], shapes: SourceShapes | None
 ) -> Iterator[SourceRows]:
-    """Yields the sources of admitted requests, by owner, that are not in pages yet, as arrays of the shapes."""
+    """Yields batches of the sources that the encoder has not read yet, of requests admitted by each owner."""
     unread = [[seq for seq in own_seqs if seq.reads_source] for own_seqs in admitted]
     while shapes and any(unread):
         longest = max(len(seq.request.source) for own_seqs in unread for seq in own_seqs)
         num_each, length = shapes.fitting(longest, max(map(len, unread)))
         shape = num_each * step.num_owners, length
-        # a source of nobody has a position, which goes nowhere
+        # padding sources have one position, which is written to no slot
         rows = SourceRows(step.empty_sources(*shape), np.ones(shape[0], np.int32), np.full(shape, NO_SLOT, np.int32))
         for owner_id, own_seqs in enumerate(unread):
             for row, seq in enumerate(own_seqs[:num_each], start=owner_id * num_each):
@@ -108,10 +108,10 @@ def rows_of_sources(
 
 
 def joined_rows(every: Sequence[OwnRows], shape: PackedShape) -> tuple[PackedRows, list[OutputOf | None]]:
-    """Returns the rows of all owners as arrays of a shape, and those with logits, None for one that draws nothing."""
+    """Returns the rows of all owners padded to a shape, and for each row with logits its output (None: padding)."""
     owner_rows = [owner.rows.each_alone(owner.whose) if shape.longest == 1 else owner.rows for owner in every]
     outputs = list[OutputOf | None]()
     for owner_id, owner in enumerate(every):
-        num_idle = shape.outputs // len(every) * owner_id - len(outputs)  # rows of the owner before that draw nothing
+        num_idle = shape.outputs // len(every) * owner_id - len(outputs)  # padding of the previous owner
         outputs += [*[None] * num_idle, *owner.outputs]
     return PackedRows.joined(owner_rows, shape), outputs

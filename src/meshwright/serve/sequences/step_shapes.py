@@ -1,4 +1,4 @@
-"""The compiled shapes of an engine's steps: which there are, and which one a step takes."""
+"""Chooses the shapes for which an engine compiles its steps, and the shape that a given step runs in."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,17 @@ from meshwright.serve.request import TokenRequest
 
 
 class StepShapes:
-    """The shapes of a packed step within ``limits``: `decode`, whose rows are sequences of their own, and `chunks`.
+    """The shapes of a packed step: `decode` (each row a sequence) and `chunks` (several rows of a sequence).
 
-    A step takes the smallest shape that holds it and is ``ready``, so that an engine answers before all shapes have
-    programs. Where none is, it takes the smallest, which is compiled then. Raises InputError for limits that are not
-    those of the step, or that it cannot keep, and CannotRunError for a mask that reads more than requests have.
+    A step runs in the smallest fitting shape that is ``ready`` (compiled), else in the smallest fitting one, compiled
+    then. Raises InputError if ``limits`` differ from the step's sizes or the policy does not suit its mask or batch
+    invariance, and CannotRunError for a mask that needs arrays which requests do not have.
     """
 
     def __init__(self, step: PackedStep, limits: SchedulerLimits) -> None:
         step_sizes = step.max_seqs, step.storage.page_len, step.cache_sizes["Pg"]
         if (limits.max_requests, limits.page_len, limits.num_pages) != step_sizes:
-            raise InputError(f"the step has {step_sizes} slots, positions of a page and pages. Give limits with these.")
+            raise InputError(f"the limits (max_requests, page_len, num_pages) must be the step's, {step_sizes}.")
         if step.mask_fields and (limits.prefix_cache or limits.policy == "chunked"):
             raise InputError(
                 f"attention_mask={step.model.attention_mask!r} lets positions of a prompt see later ones. Give limits "
@@ -36,7 +36,7 @@ class StepShapes:
         self.ready = set[PackedShape]()
         max_rows = {
             "chunked": limits.token_budget,
-            # one prompt alone may be above the budget
+            # a single prompt may exceed the budget
             "interleaved": max(limits.token_budget, step.num_owners * step.max_len),
             "static": step.max_seqs * step.max_len,
         }[limits.policy]
@@ -47,20 +47,20 @@ class StepShapes:
             return
         if max_rows > ALIKE_ROWS:
             raise InputError(
-                f"a batch-invariant engine has steps of at most {ALIKE_ROWS} tokens, and {max_rows:,} are asked for. "
+                f"a batch-invariant engine has steps of at most {ALIKE_ROWS} tokens, and the limits need {max_rows:,}. "
                 f"Give a token_budget and max_requests of at most {ALIKE_ROWS}, and the policy chunked."
             )
-        self.set_decode_sizes([ALIKE_ROWS])  # until the engine has found which others give the same bits
+        self.set_decode_sizes([ALIKE_ROWS])  # until the engine has found which other sizes give the same bits
         self._set_chunk_sizes([])
 
     def set_decode_sizes(self, sizes: Sequence[int]) -> None:
-        """Gives steps of single rows these numbers of rows, in order."""
+        """Sets the shapes of decode steps to these numbers of rows, in ascending order."""
         self.decode = [PackedShape(num_rows, num_rows, num_rows, 1) for num_rows in sizes]
 
     def _set_chunk_sizes(self, sizes: Sequence[int]) -> None:
         max_seqs = self._limits.max_requests
         rows_and_seqs = [(num_rows, min(max_seqs, num_rows)) for num_rows in sizes]
-        # the second of a size has logits of all rows, for log-probabilities of prompts
+        # the second shape of a size has logits of all rows, for log-probabilities of prompts
         self.chunks = [
             PackedShape(num_rows, num_seqs, num_outputs, num_rows // self._num_owners)
             for num_rows, num_seqs in rows_and_seqs
@@ -68,8 +68,8 @@ class StepShapes:
         ]
 
     def first(self, requests: Sequence[TokenRequest] = ()) -> list[PackedShape]:
-        """Returns the shapes of which every step fits one, but one with logits of all rows: the largest, or for some
-        ``requests`` alone the smallest."""
+        """Returns shapes, of chunks and decode, that fit every step without logits of all rows: the largest, or the
+        smallest that suffice if the engine runs only ``requests``."""
         plain_shapes = [shape for shape in self.chunks if shape.outputs == shape.sequences]
         if not requests or not plain_shapes:
             return [*plain_shapes[-1:], self.decode[-1]]
@@ -82,47 +82,47 @@ class StepShapes:
 
     @property
     def every(self) -> list[PackedShape]:
-        """All shapes, the small ones first, last those with logits of all rows."""
+        """All shapes in the order to compile them: small shapes first, shapes with logits of all rows last."""
         plain_shapes = [shape for shape in self.chunks if shape.outputs == shape.sequences]
         scoring_shapes = [shape for shape in self.chunks if shape.outputs > shape.sequences]
         return [*plain_shapes[:1], *self.decode, *plain_shapes[1:], *scoring_shapes]
 
     def fitting(self, rows: int, outputs: int, *, alone: bool) -> PackedShape:
-        """Returns the shape of a step with so many rows, and of these with logits; ``alone``: all of them decode."""
-        # a batch-invariant engine has no other shapes
+        """Returns the shape for a step of ``rows`` rows, ``outputs`` with logits; ``alone``: all rows decode."""
+        # a batch-invariant engine has decode shapes only
         holding_shapes = [shape for shape in self.decode if shape.rows >= rows] if alone or not self.chunks else []
         holding_shapes += [shape for shape in self.chunks if shape.rows >= rows and shape.outputs >= outputs]
         return next((shape for shape in holding_shapes if shape in self.ready), holding_shapes[0])
 
 
 MOST_SOURCES = 8
-"""Sources of each owner that are read at once, at most."""
+"""Maximum number of sources of each owner that the encoder reads in one batch."""
 
 
 class SourceShapes:
-    """The compiled shapes in which the sources of an engine are read: those of one request of each owner, or of as many
-    as the ``budget`` of tokens has room for, padded to powers of two."""
+    """The compiled shapes of encoder batches: one source of each owner, or as many as the token ``budget`` has room for
+    (at most 8). Source lengths are padded to powers of two; features have one length."""
 
     def __init__(self, step: PackedStep, budget: int) -> None:
         num_parts, position_parts = step.source_parts
         self._each, self._num_owners, self._budget = num_parts // step.num_owners, step.num_owners, budget
         most = source_len(step.model)
-        has_features = step.model.encoder is not None and step.model.encoder.features > 0  # all positions of a source
+        has_features = step.model.encoder is not None and step.model.encoder.features > 0  # features: one length
         self._lengths = [most] if has_features else _divisible(sizes_up_to(most, least=16), position_parts)
 
     def fitting(self, longest: int, most: int) -> tuple[int, int]:
-        """Returns how many sources of each owner a shape has, where any has at most so many, and their positions."""
+        """Returns (sources per owner, positions) of the shape for ``most`` sources of up to ``longest`` positions."""
         length = next(size for size in self._lengths if size >= longest)
         room = min(MOST_SOURCES, max(1, self._budget // length))
         return self._each * (1 if most == 1 else room), length
 
     def every(self, requests: Sequence[TokenRequest] = ()) -> list[tuple[int, int]]:
-        """Returns all shapes, or those that some requests alone need: sources of all owners, and positions."""
+        """Returns all shapes (sources of all owners, positions), or only the shapes that ``requests`` need."""
         lengths, counts = [len(request.source) for request in requests] or self._lengths, (1, 2)[: len(requests) or 2]
         shapes = {self.fitting(length, most) for length in lengths for most in counts}
         return sorted((num_each * self._num_owners, length) for num_each, length in shapes)
 
 
 def _divisible(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Returns sizes that devices can share, each at least one of the given."""
+    """Returns the sizes rounded up to multiples of ``num_parts``, ascending, without duplicates."""
     return sorted({-(-size // num_parts) * num_parts for size in sizes})
