@@ -82,11 +82,11 @@ class Given(Options):
         is_rare=True,
     )
     tricks: bool = option("What each trick gains by itself, and all together; drafts with --accept, by default 0.8.")
-    prefixes: int | None = CACHED(
-        "How many prompts are asked again and again.", type=click.IntRange(1, 10**7), needs={}
+    prefixes: int | None = CACHED("Number of prompts that repeat.", type=click.IntRange(1, 10**7), needs={})
+    prefix_cache: Bytes | None = CACHED(
+        "Size of the prefix cache [default: memory without weights].", "--cache", is_rare=True
     )
-    prefix_cache: Bytes | None = CACHED("Its size [default: memory without weights].", "--cache", is_rare=True)
-    zipf: float = CACHED("Their popularity: 1 / rank^Z.", type=click.FloatRange(0, 10), default=0.0, is_rare=True)
+    zipf: float = CACHED("Popularity of prompts: 1 / rank^Z.", type=click.FloatRange(0, 10), default=0.0, is_rare=True)
     png: Path | None = option("Draw the time of a step by batch, or --contexts, to this file (.png or .svg).")
 
     @property
@@ -312,11 +312,11 @@ def _text(facts: Facts) -> Iterator[Piece]:
     if not facts["requests"]["fits"]:
         yield Fact("does not fit", f"a batch of {facts['requests']['batch']:,}: what follows is as if it did")
     yield from _requests_text(facts["requests"], facts["mfu"])
-    yield Table.of(facts["memory"], MEMORY, first=3)
+    yield Table.of(facts["memory"], MEMORY)
     if facts["contexts"]:
         yield Table.of(facts["contexts"], CONTEXTS, "Latency against throughput: batch 1, and the largest that fits")
     if facts["tricks"]:
-        yield Table.of(facts["tricks"], TRICKS)
+        yield Table.of(facts["tricks"], TRICKS, "Tricks, each at the largest batch that fits")
         yield Condition(
             "none of these: a KV head per head (latent caches stay), full attention in every layer, bf16, each cache "
             "as long as the longest and read whole; window: of such layers; * without one KV head and int8 weights"

@@ -28,7 +28,7 @@ from meshwright.spec.chip import Chip, known, peak
 BLOCKS = tuple(2**power for power in range(6, 11))
 ROWS = 17
 """Steps that are listed: the first ones and the last two."""
-ROWS_SHOWN = 6
+ROWS_SHOWN = 10
 SUM = "accumulating"
 FLOPS = partial(format_flops, unit="FLOPs")
 

@@ -231,7 +231,8 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         """Yields the figures as a table or a grid, and why a point does not run."""
         yield f"{self.title}; {self.shared}"
         yield from filter(None, [self.changing])
-        yield Symbols(self.symbols)
+        if self.figure != "memory":
+            yield Symbols(self.symbols)
         if len(self.varied) > 1:
             yield from self.grid()
             return
