@@ -1,7 +1,7 @@
-"""Routes from one memory of a cluster to another, as legs: chip to chip, host memory to chip, all to one.
+"""Routes from one memory of a cluster to another, as legs: chip to chip, host memory to chip, all chips to one.
 
-A route uses the paths between two chips that share no link, as many as make the array arrive first.
-Source: How to Scale Your Model, exercises 2.5 and 2.6.
+Between two chips the array is split over paths that share no link, as many as give the shortest time. Source: How to
+Scale Your Model, exercises 2.5 and 2.6.
 """
 
 import itertools

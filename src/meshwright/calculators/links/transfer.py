@@ -75,14 +75,7 @@ _LEG = re.compile(r"(?:([^@]+)@)?([a-z]+)(?:\*(\d+))?(?::(\d+)\s*(?:hops?)?)?")
 
 
 def channel_leg(
-    chip: Chip,
-    channel: str,
-    amount: float,
-    *,
-    lanes: int = 1,
-    hops: int = 0,
-    dtype: str = "bf16",
-    name: str = "",
+    chip: Chip, channel: str, amount: float, *, lanes: int = 1, hops: int = 0, dtype: str = "bf16", name: str = ""
 ) -> TransferLeg:
     """Returns a leg over ``lanes`` of a channel of the chip; ``amount`` is FLOPs for "compute", else bytes. Raises
     InputError for an unknown channel and for fewer than one lane."""

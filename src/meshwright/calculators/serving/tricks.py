@@ -85,7 +85,7 @@ def _changes(model: Model) -> dict[str, tuple[Facts, Facts]]:
 
 
 def _figures(way: _Way, prompt_len: int, output_len: int, acceptance: float, draft_cost: float) -> Facts:
-    """Returns the figures of one row."""
+    """Returns a row of `tricks` for one replica: bytes of a token's cache, largest batch, drafts, and `FIGURES`."""
     max_positions = prompt_len + output_len
     # in the steady state a sequence has made half of its output, and its last page is half full
     kv_bytes = way.kv_bytes(prompt_len + output_len / 2 + PAGE_LEN / 2 if way.paged else max_positions)

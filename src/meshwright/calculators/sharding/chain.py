@@ -81,12 +81,7 @@ def shardings(array: ShardedArray, dims: Sizes, mesh: Mapping[str, int]) -> tupl
 
 
 def parse_chain(
-    texts: Sequence[str],
-    *,
-    dims: dict[str, int],
-    mesh: dict[str, int],
-    fixed: Sequence[str] = (),
-    dtype: str = "bf16",
+    texts: Sequence[str], *, dims: dict[str, int], mesh: dict[str, int], fixed: Sequence[str] = (), dtype: str = "bf16"
 ) -> Chain:
     """Returns the chain of products such as ``A[I,J] * B[J,K] -> C[I,K]``, each of which takes the previous result.
 

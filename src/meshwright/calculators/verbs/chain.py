@@ -66,35 +66,25 @@ def command(given: Given) -> Answer:
 
 
 def _row(chain: Chain, assignment: Assignment) -> Facts:
+    figure_names = ("time_s", "communication_s", "memory_bytes", "input_bytes", "bound_by")
     return {
-        "time_s": assignment.time_s,
-        "communication_s": assignment.communication_s,
-        "memory_bytes": assignment.memory_bytes,
-        "input_bytes": assignment.input_bytes,
-        "bound_by": assignment.bound_by,
+        **{name: getattr(assignment, name) for name in figure_names},
         "arrays": {
             name: {
-                "sharding": str(array),
-                "role": "input" if name in chain.inputs else "result",
-                "fixed": name in chain.fixed,
-                "block": list(local_shape(array, chain.dims, chain.mesh)),
+                "sharding": str(array), "role": "input" if name in chain.inputs else "result",
+                "fixed": name in chain.fixed, "block": list(local_shape(array, chain.dims, chain.mesh)),
             }
             for name, array in assignment.arrays.items()
         },
         "steps": [
             {
-                "step": str(step),
-                "op": step.op,
-                "result": str(step.result),
-                "axes": list(step.axes),
-                "flops": price.flops,
-                "bytes": price.num_bytes,
-                "time_s": price.time_s,
+                "step": str(step), "op": step.op, "result": str(step.result), "axes": list(step.axes),
+                "flops": price.flops, "bytes": price.num_bytes, "time_s": price.time_s,
                 "bound_by": price.bound_by or None,
             }
             for step, price in zip(assignment.steps, assignment.prices, strict=True)
         ],
-    }
+    }  # fmt: skip
 
 
 ARRAYS: TableColumns = {

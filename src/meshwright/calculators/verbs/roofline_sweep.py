@@ -34,10 +34,7 @@ def parse_sweep(text: str) -> Sweep:
 
 
 def sweep_points(
-    price: Callable[[SweptSizes], Roofline],
-    dims: Iterable[str],
-    sizes: SweptSizes,
-    sweeps: Sequence[Sweep],
+    price: Callable[[SweptSizes], Roofline], dims: Iterable[str], sizes: SweptSizes, sweeps: Sequence[Sweep]
 ) -> SweptLines:
     """Returns every combination of swept sizes with its roofline, the first sweep running fastest.
 

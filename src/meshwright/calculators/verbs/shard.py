@@ -10,15 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.algebra.blocks import (
-    bytes_per_device,
-    bytes_total,
-    execute,
-    join,
-    local_shape,
-    num_devices,
-    split,
-)
+from meshwright.algebra.blocks import bytes_per_device, bytes_total, execute, join, local_shape, num_devices, split
 from meshwright.algebra.notation import ShardedArray, check, product
 from meshwright.algebra.steps import BOOK_NAMES, Step
 from meshwright.api.rates import rates_for
@@ -133,39 +125,32 @@ def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict
 
 
 def _result(question: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None) -> Facts:
-    prices, scatter_steps = (
-        price_einsum(question.steps, dims, mesh, rates),
-        [s for s in question.steps if s.op == "reduce_scatter"],
-    )
+    prices = price_einsum(question.steps, dims, mesh, rates)
+    scatter_steps = [step for step in question.steps if step.op == "reduce_scatter"]
     mesh_size, device_flops = math.prod(mesh.values()), sum(p.flops for p in prices)
     array_names, all_dims = [a.name for a in question.arrays], {dim for a in question.factors for dim in a.dims}
     array_of = {a.name if array_names.count(a.name) == 1 else str(a): a for a in question.arrays}
+    facts_of = {
+        name: {
+            "local_shapes": list(local_shape(a, dims, mesh)),
+            "bytes_per_device": bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]),
+            "bytes_total": bytes_total(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]),
+            # of each block, over the axes that neither split the array nor hold addends (section 3.1)
+            "copies": math.prod(size for axis, size in mesh.items() if axis not in (*a.spread, *a.unreduced)),
+            "addends": math.prod(mesh[axis] for axis in a.unreduced),
+        }
+        for name, a in array_of.items()
+    }
     return {
         "steps": [
             {
-                "op": step.op,
-                "array": " * ".join(map(str, step.inputs)),
-                "result": str(step.result),
-                "axis": axes_text(step.axes),
-                "bytes": price.num_bytes,
-                "time_s": price.time_s,
+                "op": step.op, "array": " * ".join(map(str, step.inputs)), "result": str(step.result),
+                "axis": axes_text(step.axes), "bytes": price.num_bytes, "time_s": price.time_s,
                 "critical": step.is_collective,
             }
             for step, price in zip(question.steps, prices, strict=True)
         ],
-        "local_shapes": {name: list(local_shape(a, dims, mesh)) for name, a in array_of.items()},
-        "bytes_per_device": {
-            name: bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in array_of.items()
-        },
-        "bytes_total": {
-            name: bytes_total(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in array_of.items()
-        },
-        # of each block, over the axes that neither split the array nor hold addends (section 3.1)
-        "copies": {
-            name: math.prod(size for axis, size in mesh.items() if axis not in (*a.spread, *a.unreduced))
-            for name, a in array_of.items()
-        },
-        "addends": {name: math.prod(mesh[axis] for axis in a.unreduced) for name, a in array_of.items()},
+        **{key: {name: array_facts[key] for name, array_facts in facts_of.items()} for key in OF_ARRAYS},
         "devices": mesh_size,
         "flops_per_device": device_flops,
         "flops_total": device_flops * mesh_size,
@@ -175,7 +160,7 @@ def _result(question: ShardQuestion, dims: dict[str, int], mesh: dict[str, int],
         "placement": rates.laid.describe() if rates else None,
         "cheapest": {"way": "", "time_s": None},
         "turns": sorted({turns_text(rates.laid, s.axes) for s in scatter_steps} - {""}) if rates else [],
-    }
+    }  # fmt: skip
 
 
 def _ways(

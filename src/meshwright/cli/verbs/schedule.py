@@ -76,11 +76,7 @@ def command(given: Given) -> Answer:
             "weights": "weight_copies",
             "tick by tick": ("fused_step", times.cell),
         }
-        pieces += _rows_text(
-            "All schedules, same work per device:",
-            result["compare"],
-            columns,
-        )
+        pieces += _rows_text("All schedules, same work per device:", result["compare"], columns)
     if given.sweep_stages:
         result["sweep"] = _sweep(given, times)
         rows = [{**row, "name": f"{counted(row['stages'], 'stage')}"} for row in result["sweep"]]
@@ -236,11 +232,7 @@ def _build(name: str, sizes: tuple[int, int], chunks: int | None) -> Schedule:
 
 
 def _step(simulation: Simulation) -> dict[str, float]:
-    return {
-        "step": simulation.makespan_s,
-        "bubble": simulation.bubble_s,
-        "bubble_share": simulation.bubble_share,
-    }
+    return {"step": simulation.makespan_s, "bubble": simulation.bubble_s, "bubble_share": simulation.bubble_share}
 
 
 def _result(schedule: Schedule, simulation: Simulation, times: Times) -> Facts:

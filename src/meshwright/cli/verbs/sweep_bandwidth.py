@@ -51,17 +51,11 @@ def command(given: Given) -> Answer:
             subtitle=f"Bytes that every chip receives per second, in collectives of {size_text}.",
         )
 
+    rates_of_kind = {name: (kind, format_rate) for kind, name in NAMES.items()}
+    columns: Facts = {"shape": "shape", "chips": "chips", **rates_of_kind, "bound by": "bound by"}
     pieces: list[Piece] = [
         f"{chip_name}: what every chip receives per second in collectives of {size_text} over all chips",
-        Table.of(
-            _rows(points),
-            {
-                "shape": "shape",
-                "chips": "chips",
-                **{name: (kind, format_rate) for kind, name in NAMES.items()},
-                "bound by": "bound by",
-            },
-        ),
+        Table.of(_rows(points), columns),
         *map(Condition, filter(None, [
             f"rates: {rates.describe() if rates else 'the data sheet'}",
             "an all-reduce counts its bytes twice: as a reduce-scatter and as an all-gather",

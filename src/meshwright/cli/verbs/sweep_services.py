@@ -30,7 +30,7 @@ SERVED: dict[str, tuple[str, Callable[..., Any]]] = {
     "rate": ("requests_per_s", parse_load),
     "prefix_hits": ("prefix_share", lambda text, what: field_value(text)),
 }
-"""Field of a sweep -> the field of the service, and what reads its value."""
+"""Field of a sweep -> the field of `Service`, and the function that parses its value."""
 OWN = ("model", "on", *SERVED, "weights", "kv")
 
 FIGURES: dict[str, Figures] = {
@@ -56,12 +56,7 @@ MORE_COLUMNS: Facts = {
     "chips used": "num_chips",
     "bound by": "bound_by",
 }
-REFUSED = {
-    "does not fit": "does not fit",
-    "misses": "none meets",
-    "few chips": "need at least",
-    "too long": "longer",
-}
+REFUSED = {"does not fit": "does not fit", "misses": "none meets", "few chips": "need at least", "too long": "longer"}
 """Kind of a refusal -> words of its message."""
 
 

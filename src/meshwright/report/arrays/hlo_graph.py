@@ -9,13 +9,7 @@ from meshwright.report.arrays.canvas import Canvas, cell
 from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, panel, themed
 from meshwright.report.marks import color_by, plot
 
-COLORS = {
-    "collective": "#F4C766",
-    "matmul": "#A9D4EF",
-    "attention": "#CDEBDF",
-    "loop": "#E6D5E3",
-    "other": "#ECECEC",
-}
+COLORS = {"collective": "#F4C766", "matmul": "#A9D4EF", "attention": "#CDEBDF", "loop": "#E6D5E3", "other": "#ECECEC"}
 """Kind of node -> its colour."""
 
 BOX_PX = (202, 30)

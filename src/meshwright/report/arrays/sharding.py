@@ -63,12 +63,7 @@ def array_panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int],
     )
 
 
-def sharding_figure(
-    arrays: Sequence[ShardingPanel],
-    *,
-    title: str = "Who holds which block",
-    subtitle: str,
-) -> Figure:
+def sharding_figure(arrays: Sequence[ShardingPanel], *, title: str = "Who holds which block", subtitle: str) -> Figure:
     """Draws a panel per array; a block of one device has the device's colour in all panels, one of several is grey
     (copies) or white (partial sums), with a legend, and lists them.
 
