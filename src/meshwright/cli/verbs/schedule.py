@@ -18,7 +18,18 @@ from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import counted, format_seconds
-from meshwright.report.answer import Answer, Condition, Detail, Fact, Facts, Heading, Paragraph, Piece, Table
+from meshwright.report.answer import (
+    Answer,
+    Condition,
+    Detail,
+    Fact,
+    Facts,
+    Heading,
+    Paragraph,
+    Piece,
+    PlainPiece,
+    Table,
+)
 from meshwright.report.plans.timeline import timeline_figure, timeline_text
 
 MAX_SWEPT_STAGES = 64
@@ -329,7 +340,10 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, facts: Facts, tim
         key_text = (
             f"F forward, B backward{weights_text}{chunks_text * (schedule.num_chunks > 1)}; with the number of the"
         )
-        drawn = [Paragraph(timeline.rstrip("\n"), None), f"({key_text} microbatch where it fits; dots: idle)"]
+        drawn: list[PlainPiece] = [
+            Paragraph(timeline.rstrip("\n"), None),
+            f"({key_text} microbatch where it fits; dots: idle)",
+        ]
         yield from drawn if schedule.num_devices <= MAX_DEVICES_SHOWN else [Detail("the timeline", drawn)]
     else:
         yield "(The timeline is too long for this terminal: draw it with --png FILE.)"
@@ -360,7 +374,13 @@ def _devices_table(schedule: Schedule, facts: Facts, times: Times) -> Table:
         for stage, place in enumerate(route):
             stages_of_device[place.device].append(str(stage))
     per_device = zip(map(", ".join, stages_of_device), facts["busy"], facts["idle"], facts["peak_stash"], strict=True)
-    columns = ["device", "stages", Heading("busy", times.cell), Heading("idle", times.cell), "peak stash"]
+    columns: list[str | Heading] = [
+        "device",
+        "stages",
+        Heading("busy", times.cell),
+        Heading("idle", times.cell),
+        "peak stash",
+    ]
     return Table(columns, [[str(device), *row] for device, row in enumerate(per_device)], "devices", DEVICES_SHOWN)
 
 

@@ -21,7 +21,7 @@ from meshwright.cli.verb import CALIBRATION, PNG, Count, MeshSizes, Options, arg
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
 from meshwright.cost.network.legs import slice_turns_text
-from meshwright.report.answer import Answer, Condition, Facts, Heading, Piece, Symbols, Table, TableColumns
+from meshwright.report.answer import Answer, Condition, Facts, Heading, Piece, Symbols, Table
 from meshwright.report.figure import Figure
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
 from meshwright.spec.calibration import datasheet_calibration
@@ -125,7 +125,7 @@ def _text(work: SweptWork, cluster_text: str, curves: Sequence[Curve], crossings
         columns |= {"compute / comms": last_curve.ratio, "best mesh": last_curve.meshes, "shape": last_curve.shapes}
     headings = [Heading("tokens", format_count), *(Heading(name, SHOWS.get(name, format_seconds)) for name in columns)]
     yield Table(headings, list(zip(map(round, last_curve.tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE])
-    crossing_columns: TableColumns = {"mesh": "name", "compute-bound": _crossing_words}
+    crossing_columns: Facts = {"mesh": "name", "compute-bound": _crossing_words}
     if any(row["closed_form"] for row in crossings):
         crossing_columns["closed form"] = lambda row: (
             row["formula"] and "{} = {}".format(row["formula"], format_params(row["closed_form"]))

@@ -154,9 +154,9 @@ def command(given: Given) -> Answer:
         "clusters": [cluster.short_name for cluster in fields["on"].values()],
         "points" if len(varied_names) == 1 else "cells": rows,
     }
-    notes = [*map(Condition, (*map(describe, fields["model"].values()), *notes))]
+    texts = [*map(describe, fields["model"].values()), *notes]
     raw = [{"memory_bytes" if name == "memory" else name: value for name, value in row.items()} for row in rows]
-    return Answer(facts, [*sweep.text(), *filter(None, notes)], {given.png: sweep.picture}, [raw])
+    return Answer(facts, [*sweep.text(), *map(Condition, filter(None, texts))], {given.png: sweep.picture}, [raw])
 
 
 def varied_fields(fields: SweptFields) -> list[str]:
