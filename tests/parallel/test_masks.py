@@ -113,7 +113,7 @@ def test_what_a_mask_reads_must_be_in_the_batch():
     step = TrainStep(model_of("prefix"), strategy_of({}), optimizer=keep_gradients())
     params = jax.device_put(init_params(step.model, 0), step.state_shardings.params)
     given = {name: value for name, value in batch("prefix").items() if name != "prefix"}
-    with pytest.raises(InputError, match="reads prefix of each sequence, and the batch has none"):
+    with pytest.raises(InputError, match="reads prefix of each sequence, which the batch does not have"):
         step.gradients(params, given)
 
 

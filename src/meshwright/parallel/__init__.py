@@ -1,1 +1,1 @@
-"""Meshes of real or emulated devices, and the training step built from derived steps."""
+"""Meshes of real or emulated devices, and the training and generation steps that run derived steps on them."""

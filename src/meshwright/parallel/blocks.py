@@ -1,8 +1,8 @@
 """Runs one block of a program forward and backward.
 
-Where a schedule splits the backward pass, its first part runs the derived steps that the stream's cotangent needs, its
-second part all others (weight gradients). The first part hands operands to the second, gathered activations among them,
-so that no collective runs twice.
+If a schedule splits the backward pass, its first part runs the derived steps that the stream's cotangent needs, its
+second part all other steps (weight gradients). The first part passes operands to the second, gathered activations
+included, so that no collective runs twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,37 +36,37 @@ from meshwright.nn.weights import Params
 from meshwright.parallel.held import Tree
 
 Inputs = dict[str, Array]
-"""Inputs of the blocks of a microbatch by name: tokens, labels, positions, documents, results of earlier stacks and
-those that earlier layers share."""
+"""Inputs of a microbatch's blocks by name: tokens, labels, positions, documents, results of earlier stacks, and
+results that earlier layers share with later ones."""
 
 Saved = tuple[Array, ...]
-"""Forward results that the backward pass reads, in the order of the derivation."""
+"""Forward results saved for the backward pass, in the order of the derivation."""
 
 Ready = tuple[Array, ...]
-"""Gathered weights of a block, in the order of `BlockPasses.gathers`."""
+"""The gathered weights of a block, in the order of `BlockPasses.gathers`."""
 
 
 LayerIndex = int | Array
-"""Number of an iteration of a loop over layers."""
+"""Index of an iteration of a loop over layers."""
 
 
 class Cotangents(NamedTuple):
-    """Cotangents of the stream (None before the first block) and, summed over layers, of other results that later
-    layers read."""
+    """The cotangent of the stream (None before the first block), and the cotangents, summed over layers, of other
+    results that later layers read."""
 
     stream: Any
     further: Inputs
 
 
 def presence_of(block_name: str) -> str:
-    """Returns the name of a number that is 0 in a layer of zeros, which passes its stream on, and else 1. Only layers
-    that norm or scale the stream itself are given it: with weights of zeros the others add nothing to it."""
+    """Returns the name of the scalar that is 0 in a padding layer, which must not change the stream, else 1.
+    Only layers that norm or scale the stream need it; zero weights make any other padding layer add nothing."""
     return f"{block_name}_presence"
 
 
 @dataclass(frozen=True)
 class BlockPasses:
-    """The passes of a block under one derivation. Arrays are one device's shards."""
+    """The forward and backward passes of a block under one derivation. Arrays are one device's shards."""
 
     context: Context
     steps: BlockSteps
@@ -82,18 +82,18 @@ class BlockPasses:
 
     @cached_property
     def result(self) -> str:
-        """The result of the block: the stream, or the loss."""
+        """The name of the block's result: the stream or the loss."""
         return self.steps.block.result or self.steps.block.ops[-1].out
 
     @cached_property
     def entering(self) -> str:
-        """The stream that enters the block; "" for the first block."""
+        """The name of the stream that enters the block; "" for the first block."""
         stacks, block_name = self.derived.program.stacks, self.steps.block.name
         return next((stack.carry for stack in stacks if block_name in (*stack.layers, stack.last)), "")
 
     @cached_property
     def further(self) -> tuple[str, ...]:
-        """Results of earlier stacks and layers that the block reads, and those that it shares itself."""
+        """Names of the results of earlier stacks and layers that the block reads, and of results that it shares."""
         return (*self.derived.program.shared_inputs(self.steps.block.name), *self.steps.block.shares)
 
     @cached_property
@@ -103,12 +103,12 @@ class BlockPasses:
 
     @cached_property
     def presence(self) -> str:
-        """The name of the number of `presence_of`."""
+        """The name of the scalar that is 0 in padding layers, see `presence_of`."""
         return presence_of(self.steps.block.name)
 
     @cached_property
     def computes_again(self) -> bool:
-        """True if the backward pass computes activations again from those that are saved."""
+        """True if the backward pass recomputes activations (remat)."""
         return any(step.phase == "recompute" for step in self.steps.backward)
 
     @cached_property
@@ -141,14 +141,14 @@ class BlockPasses:
     def forward(
         self, weights: Params, inputs: Inputs, stream: Array | None, *, ready: Ready | None = None, again: bool = False
     ) -> tuple[Array, Saved]:
-        """Returns the block's result, and the activations that its backward pass reads; ``again`` during that pass."""
+        """Returns the block's result and saved activations. ``ready``: gathered weights; ``again``: recompute."""
         result, saved, _ = self.forward_shared(weights, inputs, stream, ready=ready, again=again)
         return result, saved
 
     def forward_shared(
         self, weights: Params, inputs: Inputs, stream: Array | None, *, ready: Ready | None = None, again: bool = False
     ) -> tuple[Array, Saved, Inputs]:
-        """Returns what `forward` does, and the results that the block shares with later layers."""
+        """Like `forward`, and also returns the results that the block shares with later layers."""
         env = self._environment(weights, inputs)
         if stream is not None:
             env[self.derived.declared[self.entering]] = stream
@@ -161,7 +161,7 @@ class BlockPasses:
         result = env[self.steps.forward[-1].result]
         if stream is not None and self.presence in weights:
             result = jnp.where(weights[self.presence] > 0, result, stream)
-        # what runs again is used at once
+        # recomputed activations are used at once
         saved = saved if again else self.moved(saved, jax.memory.Space.Host)
         return result, saved, shares
 
@@ -175,13 +175,13 @@ class BlockPasses:
         ready: Ready | None = None,
         split: bool = False,
     ) -> tuple[Cotangents, Tree]:
-        """Returns the cotangents of the block's inputs, and its gradients; with ``split`` the operands of
-        `weight_backward` instead of gradients."""
+        """Returns the cotangents of the block's inputs and its weight gradients; with ``split``, the operands of
+        `weight_backward` instead of the gradients."""
         steps, shared = self.steps, self.derived.shared
         env = self._environment(weights, inputs)
         saved = self.moved(saved, jax.memory.Space.Device)
         if self.computes_again and self.steps.block.carry:
-            # else compilers compute several layers again before the first runs backward, or keep what they computed
+            # else compilers recompute several layers before the first runs backward, or keep recomputed results
             saved = after(saved, [cotangents.stream])
         env |= zip(steps.kept, jax.tree.map(as_stored, saved) if _has_one_layout() else saved, strict=True)
         dresult = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
@@ -196,7 +196,7 @@ class BlockPasses:
         return Cotangents(dstream, {**cotangents.further, **dfurther_values}), grads_or_operands
 
     def _gradients(self, env: Environment) -> Params:
-        """Returns the gradients, as `gradient_arrays` has them, and `counts`, which microbatches sum like gradients."""
+        """Returns the gradients in ``env`` by weight name, and the router's `counts`, summed like gradients."""
         array_by_name = gradient_arrays(self.derived)
         gradients = {name: env[array_by_name[name]] for name in trained_of(self.derived, self.steps)}
         return gradients | {name: env[array] for name, array in self.counts.items()}
@@ -209,48 +209,47 @@ class BlockPasses:
         return self.steps.split
 
     def _backward_at(self, step_indices: Sequence[int]) -> tuple[Step, ...]:
-        """Returns the backward steps of these indices, without recomputation, which `SegmentLoop` runs."""
+        """Returns the backward steps of these indices, except recomputation, which `SegmentLoop` runs."""
         return tuple(self.steps.backward[index] for index in step_indices if index >= self.steps.num_again)
 
     @property
     def handed(self) -> tuple[ShardedArray, ...]:
-        """Operands of the second part that the first computes, and the router's counts, which the second returns."""
+        """Operands of `weight_backward` that the first part computes, and the router's counts."""
         count_arrays = (array for array in self.counts.values() if array not in self._split.handed)
         return (*self._split.handed, *count_arrays)
 
     def weight_backward(self, weights: Params, inputs: Inputs, handed: Sequence[Array]) -> Params:
-        """Returns the gradients from what `backward` returned with ``split``."""
+        """Returns the gradients, from the operands that `backward` returned with ``split``."""
         env = self._environment(weights, inputs) | dict(zip(self.handed, handed, strict=True))
         return self._gradients(self._run(self._backward_at(self._split.weights), env, None))
 
 
 def _has_one_layout() -> bool:
-    """True if saved activations keep the layout of stored arrays.
+    """True on GPUs, where saved activations are forced into the layout of stored arrays.
 
-    GPUs would transpose those of all layers where the two passes use them in other layouts. On TPUs one layout serves
-    both, in which fewer rows are padded.
+    GPUs would otherwise transpose the activations of all layers if the two passes use different layouts. On TPUs the
+    compiler's layout serves both passes and pads fewer rows.
     """
     return default_platform() in ("cuda", "rocm")
 
 
 def apply_collectives(steps: Sequence[Step], value: Array, *, leading: int = 0) -> Array:
-    """Returns a value after a sequence of collectives and slices."""
+    """Applies collectives and slices in order; ``leading`` dims of ``value`` precede the dims of the steps."""
     for step in steps:
         value = communicate(step, value, leading=leading)
     return value
 
 
 PIECES = 8
-"""Parts in which an updated matrix outside the layers is gathered."""
+"""Number of pieces in which an updated matrix outside the layers is gathered."""
 
 
 def moved_in_pieces(
     moves: Mapping[str, Sequence[Step]], shards: Params, into: Params, *, stacked: frozenset[str]
 ) -> Params:
-    """Returns shards of weights after their collectives, written ``into`` the old weights by layer or in `PIECES`.
-
-    Gathered at once, GPUs hold all of them beside the weights, once more in the layout of a gather, and libtpu copies
-    the old weights. The layout that a piece is gathered into does not reach the whole weight.
+    """Applies collectives to shards of weights and writes the results ``into`` the old weights: ``stacked`` weights one
+    layer at a time, others in `PIECES`. At once, GPUs would hold a second copy of all weights in the gather's layout,
+    and libtpu would copy the old weights; a piece's layout does not spread to the whole weight.
     """
     moved_params = {name: shard for name, shard in shards.items() if not moves[name]}
     cut_by_name = {
@@ -267,13 +266,13 @@ def moved_in_pieces(
                 piece = lax.dynamic_slice_in_dim(shards[name], number * piece_len, piece_len, dim)
                 part = as_stored(apply_collectives(moves[name], piece, leading=int(name in stacked)))
                 whole |= {name: as_stored(lax.dynamic_update_slice_in_dim(whole[name], part, number * piece_len, dim))}
-            return whole  # in the stored layout: else GPUs hold transposed copies of the weights
+            return whole  # stored layout: else GPUs keep transposed copies of the weights
 
         moved_params |= lax.fori_loop(0, count, one_piece, {name: as_stored(into[name]) for name in dim_by_name})
     return {name: moved_params[name] for name in shards}
 
 
 def cut(shard: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:
-    """Returns a dim that the collectives from one shape to the other leave alone, and the number of pieces along it."""
+    """Returns a dim of equal size in both shapes that `PIECES` divides, and `PIECES`; (0, 1) if there is none."""
     dims = list(zip(shard, whole, strict=True))
     return next(((dim, PIECES) for dim, (part, full) in enumerate(dims) if part == full and part % PIECES == 0), (0, 1))

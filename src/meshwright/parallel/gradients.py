@@ -1,7 +1,7 @@
 """Loss and gradients of one device's part of a batch: sums over microbatches, and collectives that run once per step.
 
-With ``gradient_sync`` "overlapped" these run in the backward pass of the last microbatch, else after it. The routers'
-counts go with the gradients, as `BlockPasses.counts` names them: stacked over layers and summed over microbatches like
+With ``gradient_sync`` "overlapped" these collectives run in the backward pass of the last microbatch, else after it.
+Gradients include the routers' counts (`BlockPasses.counts`): stacked over layers and summed over microbatches like
 gradients, but already summed over devices.
 """
 
@@ -28,7 +28,7 @@ from meshwright.parallel.passes import Passes
 from meshwright.spec.strategy import Strategy
 
 Losses = dict[str, Array]
-"""Scalars by the names of a program's losses: summed losses, or their cotangents."""
+"""Name of a loss of the program -> a scalar: the summed loss, or its cotangent."""
 
 LossAndGradients = tuple[Losses, Params]
 """Summed losses, and gradients by name."""
@@ -51,7 +51,7 @@ def microbatch_gradients(
     results, stack_saved = _forward(passes, params, inputs)
     cotangents, end_grads, layer_grads = dict(dloss), Params(), Params()
     num_uses = Counter(name for stack in passes.stacks for block in stack.ends for name in block.weights)
-    # gradients of embeddings come last, and those of weights that several ends use
+    # complete last: gradients of embeddings, and of weights that several embeddings or heads use
     embed_names = {name for stack in passes.stacks if stack.stack.first for name in stack.embed.weights}
     late_names = {name for name, uses in num_uses.items() if uses > 1} | embed_names
     for stack, (embed_saved, layers_saved, head_saved) in reversed(list(zip(passes.stacks, stack_saved, strict=True))):
@@ -63,7 +63,7 @@ def microbatch_gradients(
         if overlapped:
             ready_grads = {n: g for n, g in head_grads.items() if n not in late_names}
             head_grads |= once_per_step(passes.derived, _with_earlier(ready_grads, earlier), stacked=frozenset())
-        # else compilers put the products off until all layers have run, and hold the cotangent of the logits for them
+        # else compilers defer the products until all layers have run, and keep the cotangent of the logits
         cotangent = after(cotangent, head_grads.values())
         # Layers add to the cotangents of the results of earlier stacks.
         first_shares = stack.embed.steps.block.shares if stack.stack.first else ()
@@ -75,7 +75,7 @@ def microbatch_gradients(
             _, embed_grads = stack.embed.backward(params, results, embed_saved, Cotangents(cotangent, dresults))
             dresults = {name: dresults[name] for name in stack.stack.inputs}
         else:
-            # its stream is an earlier stack's result, if it has one
+            # the stack's input stream is an earlier stack's result, if it has one
             embed_grads, dresults = {}, {stack.stack.carry: cotangent} if stack.stack.carry else {}
         cotangents = summed(cotangents, dresults)
         end_grads, layer_grads = summed(end_grads, head_grads, embed_grads), layer_grads | stack_grads
@@ -90,7 +90,7 @@ def _with_earlier(grads: Params, earlier_grads: Params | None) -> Params:
 
 
 def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> Array:
-    """Returns the summed cross entropy of a microbatch."""
+    """Returns the cross entropy of a microbatch, summed over tokens."""
     return _forward(passes, params, inputs)[0]["loss"]
 
 
@@ -105,7 +105,7 @@ def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, li
             stream, embed_saved, shares = stack.embed.forward_shared(params, results, None)
             results |= shares
         stream, layers_saved = stack.layers_forward(params, results, stream)
-        # else compilers keep a table that both ends gather whole through all layers
+        # else compilers keep the gathered tied table through all layers
         tied_names = {step.result.name for step in head.gathers} & {*stack.embed.weights} if embeds else ()
         params = params | after({name: params[name] for name in tied_names}, [stream]) if tied_names else params
         results[head.result], head_saved = head.forward(params, results, stream)
@@ -114,7 +114,7 @@ def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, li
 
 
 def summed(*parts: Params) -> Params:
-    """Adds gradients by name: a weight that several parts of a program use (tied embeddings) gets the sum."""
+    """Merges gradients by name; adds the gradients of a weight that is in several ``parts`` (tied embeddings)."""
     grad_sums: Params = {}
     for part_grads in parts:
         for name, grad in part_grads.items():
@@ -125,8 +125,8 @@ def summed(*parts: Params) -> Params:
 def step_gradients(
     passes: Passes, params: Params, inputs: Inputs, dloss: Losses, *, strategy: Strategy, stacked: frozenset[str]
 ) -> LossAndGradients:
-    """Returns the summed losses of all microbatches, and the gradients of the sum of ``dloss`` times each, reduced over
-    devices.
+    """Returns the losses summed over all microbatches, and the gradients of the sum of ``dloss`` times each loss, after
+    the collectives of the strategy's ``gradient_sync``.
 
     Gradients are summed in float32 if there are several microbatches or the training state has float32 gradients.
     """
@@ -147,10 +147,10 @@ def _over_microbatches(
     passes: Passes, params: Params, inputs: Inputs, dloss: Losses, *, count: int, overlapped: bool
 ) -> LossAndGradients:
     """Runs ``count`` microbatches in sequence and sums losses and gradients; with ``overlapped`` the last microbatch
-    adds the sum of the others layer by layer."""
+    adds the sum of the earlier microbatches layer by layer."""
     gradients_of = partial(microbatch_gradients, passes, dloss=dloss)
     last_gradients_of = partial(gradients_of, overlapped=overlapped)
-    if count == 1:  # no loop, and so no float32 sum beside the gradients
+    if count == 1:  # no loop, so no separate float32 sum
         return last_gradients_of(params, inputs)
     microbatches = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
 
@@ -173,14 +173,14 @@ def _over_microbatches(
     # The last microbatch starts after the gradients exist. Compilers unroll a loop over one microbatch before the last,
     # and drop barriers before they schedule instructions. They would then allocate the last microbatch's activations
     # while those of the previous one are still live. No compiler unrolls this loop.
-    false = never(list(grads.values()))  # constant zeros would be made, and held, from the start
+    false = never(list(grads.values()))  # constant zeros would be allocated from the start
     empty_results = jax.tree.map(lambda s: jnp.full(s.shape, false, s.dtype), jax.eval_shape(run, last_operands))
     losses, grads = at_most_once(1 - false.astype(jnp.int32), run, last_operands, *empty_results)
     return summed(earlier_losses, losses), grads
 
 
 def barrier(grads: Tree) -> Tree:
-    """Puts an optimization barrier behind the gradients.
+    """Returns the gradients behind an optimization barrier.
 
     Without it libtpu tries to move a sum that follows an all-reduce out of the loop, and fails (RET_CHECK in
     while_loop_all_reduce_code_motion, 0.0.42).
@@ -189,20 +189,20 @@ def barrier(grads: Tree) -> Tree:
 
 
 def at_most_once(runs: Array, body: Callable[..., tuple[Tree, ...]], given: Tree, *values: Tree) -> tuple[Tree, ...]:
-    """Returns ``body(given, *values)`` if ``runs``, else the values: a loop of one iteration or none."""
+    """Returns ``body(given, *values)`` if ``runs``, else ``values``, by a loop of one iteration or none."""
 
     def once(number: Array, values: tuple[Tree, ...]) -> tuple[Tree, ...]:
         # Depends on the iteration: XLA moves loop invariants out of the loop, where they run in every tick.
         return body(lax.optimization_barrier((given, number))[0], *values)
 
-    with jax.named_scope(AT_MOST_ONCE):  # by which `hlo` knows that its products count once
+    with jax.named_scope(AT_MOST_ONCE):  # `hlo` counts the products of this scope once
         return lax.fori_loop(0, runs.astype(jnp.int32), once, values)  # GPUs copy buffers of `lax.cond`
 
 
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:
-    """Returns gradients after their derived steps of scope "step": summed over replicas, sharded for the optimizer."""
+    """Applies the derived steps of scope "step" to gradients: sums over replicas, shards for the optimizer."""
     steps_by_name = step_steps(derived)
-    end_of = {step.result.name.removeprefix("d"): step for step in derived.ends}  # all stages of a pipeline hold these
+    end_of = {step.result.name.removeprefix("d"): step for step in derived.ends}  # weights on all stages of a pipeline
     reduced_grads = {
         n: apply_collectives(steps_by_name.get(n, ()), grad, leading=int(n in stacked)) for n, grad in grads.items()
     }
@@ -210,7 +210,7 @@ def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -
 
 
 def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], bucket_bytes: int) -> Params:
-    """Returns what `once_per_step` does; gradients that need only an all-reduce share buckets of ``bucket_bytes``."""
+    """Like `once_per_step`, but gradients that need only an all-reduce share buckets of up to ``bucket_bytes``."""
     steps_by_name = step_steps(derived)
     names_by_axes: dict[tuple[str, ...], list[str]] = {}
     for name in grads:
@@ -220,7 +220,7 @@ def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], buck
     reduced_grads = once_per_step(derived, {n: g for n, g in grads.items() if n not in bucketed_names}, stacked=stacked)
     for names in names_by_axes.values():
         name_buckets, room_bytes = [list[str]()], bucket_bytes
-        for name in names:  # in order; a new bucket begins where the next array would not fit
+        for name in names:  # in order; a new bucket starts if the next array does not fit
             num_bytes = grads[name].size * grads[name].dtype.itemsize
             if name_buckets[-1] and num_bytes > room_bytes:
                 name_buckets, room_bytes = [*name_buckets, []], bucket_bytes
@@ -237,7 +237,7 @@ def squared_norm(
 ) -> Array:
     """Returns this device's share of the squared gradient norm: each shard's sum of squares / its number of replicas.
 
-    The weights of layers, ``stacked``, are not replicated over the pipeline.
+    ``stacked`` weights (of layers) are not replicated over the pipeline.
     """
     squared_total = jnp.zeros((), jnp.float32)
     for name, grad in grads.items():

@@ -1,7 +1,7 @@
-"""Arrays as devices hold them: the vocabulary and the layers are padded with zeros to equal parts.
+"""Shapes of arrays on devices: the vocabulary and the layers are padded with zeros so that shards are equal.
 
 The loss head gives padding no probability (`nn.ops.linear_cross_entropy`), and a layer of zeros adds nothing to the
-stream: both stay zero (`spec.strategy.held_dims`, `parallel.pipeline.stages`).
+stream, so both stay zero (`spec.strategy.held_dims`, `parallel.pipeline.stages`).
 """
 
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ from meshwright.nn.weights import Params
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 Tree = Any
-"""Arrays, or what describes them, in nested containers that `jax.tree` maps over."""
+"""A pytree of arrays, shapes or shardings."""
 
 OfWeight = TypeVar("OfWeight")
-"""What a table has for each weight: an array, its shape or its sharding."""
+"""The value of a table for each weight: an array, its shape or its sharding."""
 
 
 def without_split(shapes: Shapes, held: Shapes, specs: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-    """Returns the specs of arrays in the model's own ``shapes``: dims that are padded in ``held`` are not split."""
+    """Returns the specs of arrays of unpadded ``shapes``: a dim that is padded in ``held`` is not sharded."""
     return {
         name: PartitionSpec(
             *(
-                dim_axes if size == held_size else None  # the model's own size has other parts, or unequal ones
+                dim_axes if size == held_size else None  # the unpadded size would have unequal shards
                 for dim_axes, size, held_size in zip(specs[name], shapes[name].shape, held[name].shape, strict=True)
             )
         )
@@ -37,9 +37,9 @@ def without_split(shapes: Shapes, held: Shapes, specs: Mapping[str, PartitionSpe
 
 
 def resized(params: Params, before: Shapes, after: Shapes, specs: Mapping[str, PartitionSpec]) -> Params:
-    """Returns weights, or an optimizer's arrays by weight names, cut or padded with zeros from one shape to another.
+    """Returns weights, or an optimizer's arrays by weight name, cut or zero-padded from ``before`` to ``after``.
 
-    An array on devices keeps its sharding, except that dims that change are sharded as in ``specs``.
+    An array on devices keeps its sharding; dims that change size get the sharding of ``specs``.
     """
     changed_params = {
         name: _resized(array, before[name].shape, after[name].shape, specs[name])

@@ -1,4 +1,4 @@
-"""Device meshes, the notation turned into JAX's PartitionSpec, the compiler's options and cache of programs."""
+"""Device meshes, PartitionSpecs of sharded arrays, compiler options, and the cache of compiled programs."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,8 @@ def emulate_devices(count: int) -> None:
     if _DEVICES_FLAG not in flags:
         patience_flag = f" {_PATIENCE}=600" * (_PATIENCE not in flags)
         os.environ["XLA_FLAGS"] = f"{flags} {_DEVICES_FLAG}={count}{patience_flag}".strip()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX takes an accelerator that is there
-    # Before JAX starts its threads, which else get heaps of their own that give freed blocks back.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX uses an accelerator if there is one
+    # Before JAX starts its threads, which else get separate heaps that return freed blocks.
     keep_freed_memory()
     if len(jax.devices()) < count:
         raise CannotRunError(
@@ -45,7 +45,7 @@ def emulate_devices(count: int) -> None:
 
 
 def keep_compiled_programs(folder: Path) -> None:
-    """Lets JAX keep compiled programs in ``folder/xla``; an earlier setting stays.
+    """Sets JAX's cache of compiled programs to ``folder/xla``, unless a cache is set already.
 
     Programs on several CPU devices are not kept, see `device_mesh`. If the folder cannot be written, programs are
     compiled again in every process.
@@ -75,14 +75,14 @@ def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
         # XLA's CPU programs lose the order of their collectives when they are read from a cache. With jaxlib 0.10.2 a
         # pipeline aborted, hung or gave another loss, so programs on several CPU devices are always compiled.
         jax.config.update("jax_enable_compilation_cache", False)
-        reset_cache()  # JAX asks once, at its first program, whether there is a cache
+        reset_cache()  # JAX checks for a cache only once, at its first program
     device_grid = np.array(usable[:count]).reshape(tuple(axes.values()))
     return Mesh(device_grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def strategy_mesh(strategy: Strategy) -> Mesh:
-    """Returns the mesh of a strategy on the devices of all processes; on TPUs in the order of its placement, if it has
-    one."""
+    """Returns the mesh of a strategy on the devices of all processes; on TPUs in the order of the strategy's placement,
+    if it has one."""
     devices = jax.devices()
     chip_devices = in_order(devices)
     if chip_devices and len(chip_devices) == strategy.num_chips and any(strategy.placement.values()):
@@ -91,7 +91,7 @@ def strategy_mesh(strategy: Strategy) -> Mesh:
 
 
 def in_order(devices: Sequence[Any]) -> list[Any]:
-    """Returns one device of each TPU chip, row-major over slices and physical axes, last to first; none for others."""
+    """Returns one device per TPU chip, sorted by slice, then coordinates with the last axis major; [] for non-TPUs."""
     tpu_devices = [device for device in devices if device.platform == "tpu" and device.core_on_chip == 0]
     return sorted(tpu_devices, key=lambda device: (getattr(device, "slice_index", 0) or 0, *reversed(device.coords)))
 
@@ -102,9 +102,9 @@ def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
 
 
 def compiler_options(mesh: Mesh | AbstractMesh) -> GivenOptions:
-    """Returns the options that are recommended for the chips of a mesh (`spec.chip.options_of`).
+    """Returns the compiler options recommended for the chips of a mesh (`spec.chip.options_of`).
 
-    What the user sets in LIBTPU_INIT_ARGS or XLA_FLAGS is left out, and what the installed compiler refuses.
+    Leaves out options that the user sets in LIBTPU_INIT_ARGS or XLA_FLAGS, or that the installed compiler refuses.
     """
     if isinstance(mesh, AbstractMesh):
         return GivenOptions()
@@ -120,7 +120,7 @@ def compiler_options(mesh: Mesh | AbstractMesh) -> GivenOptions:
 
 @cache
 def _accepted(device: jax.Device, choices: tuple[tuple[str, OptionValue], ...]) -> GivenOptions:
-    """Tries the options on a program of one number."""
+    """Returns the options that the compiler accepts for a scalar program, and the names of refused ones."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
 
     def takes(options: Mapping[str, Any]) -> bool:
@@ -133,12 +133,12 @@ def _accepted(device: jax.Device, choices: tuple[tuple[str, OptionValue], ...]) 
 
     if not choices or takes(dict(choices)):
         return GivenOptions(dict(choices))
-    accepted_options = {name: value for name, value in choices if takes({name: value})}  # all are refused where one is
+    accepted_options = {name: value for name, value in choices if takes({name: value})}  # one bad option fails all
     return GivenOptions(accepted_options, tuple(name for name, _ in choices if name not in accepted_options))
 
 
 def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Tree, platform: str = "") -> jax.stages.Lowered:
-    """Lowers a jitted program for ``platform`` if given, else for that of its mesh, which then has devices."""
+    """Lowers a jitted program for ``platform``; "" means the platform of ``mesh``, which then needs devices."""
     device = None if platform else mesh.devices.flat[0]
     target_platform = platform or platform_of(device)
     with traced_for(target_platform, device):
@@ -158,5 +158,5 @@ def named_sharding(mesh: Mesh | AbstractMesh, array: ShardedArray) -> NamedShard
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs: Tree) -> Tree:
-    """Returns a tree of PartitionSpecs as NamedShardings on a mesh."""
+    """Returns a tree of NamedShardings on a mesh from a tree of PartitionSpecs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))

@@ -1,4 +1,4 @@
-"""The interface of an optimizer to a training step: an update of global arrays, and the sharding of its state."""
+"""The interface between an optimizer and a training step: an update of global arrays, and the state's sharding."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from meshwright.parallel.held import Shapes, Tree
 
 
 class UpdateLayout(NamedTuple):
-    """The derived steps that update each weight, the mesh that they run on, and the shardings of the weights, which
-    their gradients and the optimizer's state have too."""
+    """The derived steps that update each weight, the mesh that they run on, and the sharding of each weight during the
+    update, which its gradient and optimizer state share."""
 
     steps: Mapping[str, Sequence[Step]]
     mesh: Mesh | AbstractMesh
@@ -25,8 +25,8 @@ class UpdateLayout(NamedTuple):
 class Optimizer(NamedTuple):
     """``init(params) -> state`` and ``update(grads, state, params, layout) -> (new params, new state)``.
 
-    Without a layout the update is that of one device. In a state, an array belongs to the weight that its path names;
-    others are counters. ``kind`` is the op of `algebra.ops` whose steps the update runs.
+    Without a layout the update runs on one device. An array of the state belongs to the weight that its path names;
+    arrays without such a name are counters. ``kind`` is the op of `algebra.ops` whose steps the update runs.
     """
 
     init: Callable[[Params], Tree]
@@ -57,8 +57,8 @@ def state_specs(state: Tree, params: Params | Shapes, param_specs: Mapping[str, 
 
 
 def plain_optimizer(transformation: optax.GradientTransformation, kind: str = "adamw") -> Optimizer:
-    """Wraps an optax transformation. Its update is derived as that of ``kind`` is, AdamW's by default: elementwise,
-    without communication."""
+    """Wraps an optax transformation. ``kind`` is the op whose derivation describes its update, by default AdamW:
+    elementwise, without communication."""
 
     def update(grads: Params, state: Tree, params: Params, *layout: UpdateLayout) -> tuple[Params, Tree]:
         param_updates, state = transformation.update(grads, state, params)

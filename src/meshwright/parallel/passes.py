@@ -1,10 +1,10 @@
-"""The forward and the backward pass of a microbatch through a stack: first block, layers in loops, last block.
+"""Runs a microbatch forward and backward through a stack: first block, loops over layers, last block.
 
-Nothing here is differentiated: the backward pass runs the derived backward steps on what the forward pass saved.
-A loop over a span of layers has four forms. `LayerLoop` saves the activations of every iteration. `SegmentLoop` saves
-only the stream that enters a segment, and runs its layers again in the backward pass; `RerunLoop` runs them again for
-each of its layers. `AheadLoop` gathers the weights of the next iteration while one computes, and keeps those of the
-last iteration for its backward pass, which comes first. `SourceLoop` runs one layer that shares keys and values with
+JAX differentiates nothing here: the backward pass runs the derived backward steps on saved activations.
+A loop over a span of layers has five forms. `LayerLoop` saves the activations of every iteration. `SegmentLoop` saves
+only the stream that enters a segment, and recomputes its layers in the backward pass; `RerunLoop` recomputes them for
+each layer of the segment. `AheadLoop` gathers the weights of the next iteration while one computes, and keeps the last
+iteration's for its backward pass, which runs first. `SourceLoop` runs one layer that shares keys and values with
 later ones.
 """
 
@@ -33,24 +33,24 @@ from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, LayerInd
 from meshwright.parallel.held import Tree
 
 IterationParams = tuple[Params, ...]
-"""Weights or gradients of one iteration of a loop: a dict for each of its layers."""
+"""Weights or gradients of one iteration of a loop: a dict for each layer of the iteration."""
 
 LayerWeights = Callable[[LayerIndex], Tree]
-"""The weights of an iteration by its number, or gradients of earlier microbatches. They are read from the arrays of all
-layers where they are used: a loop over a part of these would need a copy of it."""
+"""Function of an iteration's index to its weights, or to gradients of earlier microbatches. It slices the arrays of all
+layers at the point of use: a loop over a slice of them would need a copy."""
 
 Carry = tuple[Cotangents, Params]
-"""What loops run backward hand on: cotangents, and gradients of all layers, stacked as the weights are. An iteration
-writes its own rows: gradients stacked by iteration would have to be copied into the order of the layers."""
+"""The carry of backward loops: cotangents, and gradients of all layers, stacked like the weights. Each iteration writes
+the rows of its layers: gradients stacked by iteration would have to be copied into layer order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoop:
     """Runs all iterations of a span and saves the activations of each, with iterations as the first dim.
 
-    The compiled loop has ``unroll`` iterations in its body. ``finish`` turns the gradients of a layer, and those of
-    earlier microbatches or None, into the gradients that the loop returns. With ``split``, `backward` writes no
-    gradients, and returns the operands of `weight_backward` with the carry.
+    The compiled loop has ``unroll`` iterations in its body. ``finish`` maps (gradients of a layer, its gradients of
+    earlier microbatches or None) to the gradients that the loop returns. With ``split``, `backward` writes no gradients
+    and returns the operands of `weight_backward` with the carry.
     """
 
     span: Span
@@ -67,7 +67,7 @@ class LayerLoop:
     def iteration(
         self, weights: IterationParams, stream: Array, ready: tuple[Ready, ...] | None = None, *, again: bool = False
     ) -> tuple[Array, tuple[Tree, ...]]:
-        """Returns the stream after one iteration, and its saved activations; ``again`` during its backward pass."""
+        """Returns the stream after one iteration, and its saved activations; ``again``: a recomputation."""
         saved_layers = []
         for position, kind in enumerate(self.span.pattern):
             params, layer_ready = weights[position], ready[position] if ready else None
@@ -84,13 +84,13 @@ class LayerLoop:
         earlier: LayerWeights,
         ready: tuple[Ready, ...] | None = None,
     ) -> tuple[Cotangents, IterationParams]:
-        """Returns the cotangents of the inputs of one iteration, and its gradients. Each of ``saved`` is what a layer
-        saved, or a function of the cotangents that computes it again."""
+        """Returns the cotangents of the inputs of one iteration, and its gradients. Each item of ``saved`` is a layer's
+        saved activations, or a function of the cotangents that recomputes them."""
         layer_grads: tuple[Tree, ...] = ()
         for position, kind in reversed(list(enumerate(self.span.pattern))):
             block = self.blocks[kind]
             if layer_grads:
-                # else they copy the weights of all layers of the iteration at its start
+                # else compilers copy the weights of all layers of the iteration at its start
                 number = after(jnp.asarray(number), [cotangent.stream])
             params, old_grads, gathered = weights(number)[position], earlier(number), ready[position] if ready else None
             results = saved[position](cotangent) if callable(saved[position]) else saved[position]
@@ -98,18 +98,18 @@ class LayerLoop:
             if not self.split:
                 grads = self.finish(grads, old_grads[position] if old_grads else None) if self.finish else grads
                 grads = jax.tree.map(as_stored, grads)
-            # else they hold what the gradients of several layers are computed from, and send them together
+            # else compilers keep the operands of several layers' gradients, and reduce these gradients together
             cotangent = cotangent._replace(stream=after(cotangent.stream, jax.tree.leaves(grads)))
             layer_grads = (grads, *layer_grads)
         return cotangent, layer_grads
 
     @property
     def numbers(self) -> Array:
-        """The numbers of all iterations."""
+        """The indices of all iterations."""
         return jnp.arange(self.span.repeats)
 
     def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Tree]:
-        """Returns the stream after the span, and what the backward pass needs."""
+        """Returns the stream after the span, and the arrays saved for the backward pass."""
         return lax.scan(lambda x, index: self.iteration(weights(index), x), stream, self.numbers, unroll=self.unroll)
 
     def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
@@ -119,7 +119,7 @@ class LayerLoop:
     def backward_over(
         self, numbers: Array, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights
     ) -> tuple[Carry, Tree]:
-        """Returns the carry after some iterations, and with ``split`` the operands of `weight_backward`."""
+        """Like `backward`, over the iterations ``numbers`` only, last to first."""
 
         def back(carry: Carry, index_and_saved: Tree) -> tuple[Carry, Tree]:
             index, iteration_saved = index_and_saved
@@ -142,14 +142,14 @@ class LayerLoop:
         return ((cotangent, stacks), grads) if self.split else ((cotangent, self.written(stacks, number, grads)), None)
 
     def written(self, grads: Params, number: LayerIndex, found: IterationParams) -> Params:
-        """Returns the gradients of all layers with those of one iteration."""
+        """Writes the gradients ``found`` of one iteration into the gradients of all layers."""
         for position, updates in enumerate(found):
             row = self.span.row(position, number)
             grads = grads | {n: lax.dynamic_update_index_in_dim(grads[n], grad, row, 0) for n, grad in updates.items()}
         return grads
 
     def weight_backward(self, weights: LayerWeights, handed: tuple[Tree, ...], grads: Params) -> Params:
-        """Returns the gradients of all layers with those of the span, from what `backward` returned with ``split``."""
+        """Writes the span's gradients into ``grads`` of all layers, from the operands that `backward` returned."""
 
         def iteration(grads: Params, index_and_operands: Tree) -> tuple[Params, None]:
             index, operands = index_and_operands
@@ -158,14 +158,14 @@ class LayerLoop:
         return lax.scan(iteration, grads, (self.numbers, handed))[0]
 
     def weights_back(self, weights: IterationParams, handed: tuple[Tree, ...]) -> IterationParams:
-        """Returns the gradients of one iteration from the operands that its backward pass left."""
+        """Returns the gradients of one iteration from the operands that its backward pass returned."""
         layers = zip(self.span.pattern, weights, handed, strict=True)
         return tuple(self.blocks[kind].weight_backward(params, self.inputs, saved) for kind, params, saved in layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentLoop(LayerLoop):
-    """Saves only the stream that enters each segment of at most ``layers`` layers (or one iteration), and reruns it."""
+    """Saves only the input stream of each segment of up to ``layers`` layers (or 1 iteration); recomputes the rest."""
 
     layers: int
 
@@ -204,7 +204,7 @@ class SegmentLoop(LayerLoop):
         return self.backward_over(numbers, weights, saved_stacks, carry, earlier)
 
     def _cut(self) -> list[Array]:
-        """Returns numbers of whole segments, [segments, iterations], and of a shorter last one for the remainder."""
+        """Returns the iteration indices of whole segments, [segments, iterations], and of a shorter last one if any."""
         num_iterations = self.span.iterations(self.layers)
         num_whole = self.span.repeats // num_iterations * num_iterations
         number_groups = self.numbers[:num_whole].reshape(-1, num_iterations), self.numbers[num_whole:].reshape(1, -1)
@@ -212,9 +212,8 @@ class SegmentLoop(LayerLoop):
 
 
 class RerunLoop(SegmentLoop):
-    """Runs the layers of a segment before each layer again for its backward pass, so that only their stream exists.
-
-    The layers of a segment are written out, since each has another number of layers before it.
+    """Recomputes, for each layer's backward pass, all layers of its segment before it, so that only one layer's
+    activations exist at a time. The layers of a segment are unrolled, since each has a different number before it.
     """
 
     def segment_back(
@@ -224,7 +223,7 @@ class RerunLoop(SegmentLoop):
             return self.iteration(weights(number), stream, again=True)[0], None
 
         def kept(offset: int, position: int, cotangents: Cotangents) -> Saved:
-            x, iteration_numbers = after((stream, numbers), [cotangents.stream])  # else all layers run again at once
+            x, iteration_numbers = after((stream, numbers), [cotangents.stream])  # else all layers rerun at once
             if offset:
                 x, _ = lax.scan(again, x, iteration_numbers[:offset])
             for kind, params in zip(self.span.pattern[:position], weights(iteration_numbers[offset]), strict=False):
@@ -234,7 +233,7 @@ class RerunLoop(SegmentLoop):
         iteration_operands = list[Tree]()
         for index in reversed(range(len(numbers))):
             saved_functions = tuple(partial(kept, index, position) for position in range(len(self.span.pattern)))
-            # else gathers of a layer's weights are shared with those of an earlier rerun, and held until then
+            # else one gather of a layer's weights serves several reruns, and its result is kept between them
             iteration_number = after(numbers[index], [carry[0].stream])
             carry, operands = self.carried_back(iteration_number, weights, saved_functions, carry, earlier)
             iteration_operands.insert(0, operands)
@@ -242,7 +241,7 @@ class RerunLoop(SegmentLoop):
 
 
 class AheadLoop(LayerLoop):
-    """Gathers weights one iteration ahead, and keeps those of the last iteration until its backward pass."""
+    """Gathers weights one iteration ahead, and keeps the last iteration's until its backward pass."""
 
     def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Tree]:
         def iteration(carry: Tree, number: Array) -> tuple[Tree, Tree]:
@@ -279,8 +278,8 @@ class AheadLoop(LayerLoop):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceLoop(LayerLoop):
-    """Runs one layer that shares results with later ones, and saves these too. With ``reruns`` it saves the stream that
-    enters it in place of its activations, with ``ahead`` its gathered weights besides."""
+    """Runs one layer that shares results with later layers, and saves the shared results. ``reruns`` saves the layer's
+    input stream instead of its activations; ``ahead`` saves its gathered weights too."""
 
     reruns: bool = False
     ahead: bool = False
@@ -302,22 +301,22 @@ class SourceLoop(LayerLoop):
     def _again(self, weights: LayerWeights, entry: tuple[Array, ...], cotangents: Cotangents) -> Saved:
         block = self.blocks[self.span.pattern[0]]
         (stream,) = after(block.moved(entry, jax.memory.Space.Device), [cotangents.stream])
-        if block.steps.rerun is not None:  # the backward pass itself computes all that it needs
+        if block.steps.rerun is not None:  # the backward pass recomputes all that it needs
             return tuple(stream for _ in block.steps.kept)
         return block.forward(weights(0)[0], self.inputs, stream, again=True)[1]
 
 
 def _at(tree: Tree, index: int | slice | None) -> Tree:
-    """Returns one iteration of every array, or a slice of several; None adds a first dim of size 1."""
+    """Indexes the first dim of every array: one iteration, a slice, or None, which adds a dim of size 1."""
     return jax.tree.map(lambda a: a[index], tree)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward of one derivation, over all layers of a stack or over those of a pipeline stage.
+    """The forward and backward pass of one derivation through the layers of a stack, or of a pipeline stage.
 
-    ``names`` are the blocks of the layers in order; None stands for all layers of the stack. With ``ahead`` the weights
-    of the next iteration are gathered while one computes. ``number`` is the index of the stack.
+    ``names`` are the blocks of the layers in order (None: all layers of the stack). With ``ahead`` the weights of the
+    next iteration are gathered while one computes. ``number`` is the index of the stack.
     """
 
     context: Context
@@ -345,12 +344,12 @@ class Passes:
 
     @property
     def embed(self) -> BlockPasses:
-        """The first block: tokens to the stream. Only a stack with ``first`` has one."""
+        """The first block, from tokens to the stream. Only a stack with ``first`` has one."""
         return self._blocks[self.stack.first]
 
     @property
     def head(self) -> BlockPasses:
-        """The last block: the stream to the loss, or to what later stacks read."""
+        """The last block, from the stream to the loss, or to the result that later stacks read."""
         return self._blocks[self.stack.last]
 
     @property
@@ -360,7 +359,7 @@ class Passes:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The layers as spans, one loop each."""
+        """The spans of the layers; each runs as one loop."""
         return spans(self.names if self.names is not None else self.stack.layers)
 
     def _loop(self, span: Span, inputs: Inputs, **choices: Any) -> LayerLoop:
@@ -375,7 +374,7 @@ class Passes:
             return (SegmentLoop if rerun is None else RerunLoop)(layers=int(segment), **loop_options)
         if self.ahead:
             return AheadLoop(**loop_options)
-        # On one CPU device copies cost compute time, and there are no collectives to count in loops. Where layers are
+        # On one CPU device copies cost compute time, and there are no collectives to count in loops. If layers are
         # recomputed, the compiler merges both computations in an unrolled loop, and a program of ten layers needs four
         # times the memory of the loop.
         has_recompute = any(block.computes_again for block in self._blocks.values())
@@ -403,10 +402,10 @@ class Passes:
         earlier: Params | None = None,
         overlapped: bool = False,
     ) -> tuple[Cotangents, Params]:
-        """Returns the cotangents of the stream that entered the first layer and, summed over layers, of the results of
-        earlier stacks; and gradients stacked as the weights are.
+        """Returns the cotangents of the first layer's input stream and, summed over layers, of results of earlier
+        stacks; and gradients stacked like the weights.
 
-        With ``overlapped`` each layer adds its gradients to those of ``earlier`` microbatches and runs their
+        With ``overlapped`` each layer adds its gradients to the gradients of ``earlier`` microbatches and runs their
         collectives of scope "step" as soon as it has computed them.
         """
 
@@ -421,7 +420,7 @@ class Passes:
         inputs, further = inputs | shares, cotangents.further
         cotangents = Cotangents(cotangents.stream, {**further, **{n: jnp.zeros_like(x) for n, x in shares.items()}})
 
-        def iteration(_: int, loop: LayerLoop) -> IterationParams:  # only its shapes are needed, by `_zeros`
+        def iteration(_: int, loop: LayerLoop) -> IterationParams:  # evaluated for shapes only, by `_zeros`
             weights, earlier_grads = self._iterations(loop.span, params), self._earlier(loop.span, earlier)
             saved_arrays = loop.iteration(weights(0), cotangents.stream)[1]
             return loop.iteration_back(0, weights, saved_arrays, cotangents, earlier_grads)[1]
@@ -433,12 +432,12 @@ class Passes:
     def input_backward(
         self, params: Params, inputs: Inputs, saved: Sequence[Tree], cotangents: Cotangents
     ) -> tuple[Cotangents, tuple[Tree, ...]]:
-        """Returns the cotangents of the stream that entered the first layer, and the operands of `weight_backward`."""
+        """Returns the cotangents of the first layer's input stream, and each span's operands of `weight_backward`."""
         (cotangents, _), operands_by_span = self._backward(params, inputs, saved, (cotangents, {}), None, split=True)
         return cotangents, operands_by_span
 
     def weight_backward(self, params: Params, inputs: Inputs, handed: Sequence[Tree]) -> Params:
-        """Returns gradients stacked as the weights are."""
+        """Returns the gradients, stacked like the weights, from the operands that `input_backward` returned."""
 
         def iteration(number: int, loop: LayerLoop) -> IterationParams:
             return loop.weights_back(self._iterations(loop.span, params)(0), _at(handed[number], 0))
@@ -468,10 +467,10 @@ class Passes:
     def _zeros(
         self, inputs: Inputs, iteration: Callable[[int, LayerLoop], IterationParams], array: Array, **choices: Any
     ) -> Params:
-        """Returns zeros for the gradients of all layers, made after an array. ``iteration`` returns those of one
-        iteration of the loop over a span, by the span's number."""
+        """Returns zeros for the gradients of all layers, created after ``array``. ``iteration`` maps (index of a span,
+        its loop) to the gradients of one iteration, for their shapes."""
         num_rows = Counter(kind for span in self.spans for kind in span.pattern * span.repeats)
-        zero_grads = Params()  # constant ones are made early, and held through all layers
+        zero_grads = Params()  # constants would be allocated early and kept through all layers
         for span_index, span in enumerate(self.spans):
             layer_shapes = jax.eval_shape(partial(iteration, span_index, self._loop(span, inputs, **choices)))
             for kind, structs in zip(span.pattern, layer_shapes, strict=True):
@@ -482,7 +481,7 @@ class Passes:
         return (lambda number: None) if earlier_grads is None else self._iterations(span, earlier_grads)
 
     def _iterations(self, span: Span, params: Params) -> LayerWeights:
-        """Returns the weights of a span by iteration, a dict for each layer of its pattern."""
+        """Returns a function of an iteration's index to the weights of its layers, a dict for each layer."""
 
         def of_layer(position: int, kind: str, number: LayerIndex) -> Params:
             row, block = span.row(position, number), self._blocks[kind]

@@ -1,4 +1,4 @@
-"""Finds this process among the processes of a run, from the variables that launchers set. Does not import JAX."""
+"""Finds the index and number of processes of a run from launchers' environment variables, without importing JAX."""
 
 import zlib
 from collections.abc import Mapping
@@ -18,10 +18,9 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 
 
 class Processes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """This process is number ``index`` of ``count``; process 0 listens at ``coordinator``, host:port.
-
-    ``coordinator`` is None where JAX finds it by itself (SLURM). ``local_devices`` are the numbers of this process's
-    accelerators on this host, None for all that it sees.
+    """The processes of a run, of which this one has ``index`` of ``count``; process 0 listens at ``coordinator``,
+    host:port (None if JAX detects it, under SLURM). ``local_devices`` are the indices of this process's accelerators on
+    its host (None: all visible ones).
     """
 
     source: Launcher
@@ -32,10 +31,10 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def find_processes(env: Mapping[str, str]) -> Processes | None:
-    """Returns the processes that a launcher has set; None for a single process.
+    """Returns this run's processes as set by a launcher; None for a single process.
 
-    Reads, in this order, our own variables (on Kubernetes the index is the Job's), RANK and WORLD_SIZE as torchrun sets
-    them, the variables of Open MPI 5, and of SLURM. Raises InputError that names a missing or wrong variable.
+    Reads the first of: MESHWRIGHT_* variables (on Kubernetes the index is the Job's), RANK and WORLD_SIZE as torchrun
+    sets them, the variables of Open MPI 5, of SLURM. Raises InputError that names a missing or wrong variable.
     """
     if any(name in env for name in (COORDINATOR, PROCESSES, PROCESS)):
         processes = _own(env)
@@ -66,7 +65,7 @@ def _rank(env: Mapping[str, str]) -> Processes:
     host = env.get("MASTER_ADDR", "")
     if env["WORLD_SIZE"] != "1" and not host:
         raise InputError("RANK and WORLD_SIZE are set and MASTER_ADDR is not. Set it to the host of process 0.")
-    # The agent of torchrun keeps a store of its own at MASTER_PORT.
+    # torchrun's agent uses MASTER_PORT for its store, so take the next port.
     coordinator = f"{host}:{_number(env, 'MASTER_PORT', DEFAULT_PORT) + ('TORCHELASTIC_RUN_ID' in env)}"
     local_names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return _processes(
@@ -75,7 +74,7 @@ def _rank(env: Mapping[str, str]) -> Processes:
 
 
 def _open_mpi(env: Mapping[str, str]) -> Processes:
-    """Reads the variables of Open MPI 5, which no longer names the address of mpirun, as JAX's own detection needs."""
+    """Reads the variables of Open MPI 5, which JAX cannot detect, as mpirun's address is no longer among them."""
     size_name, index_name, local_size_name, local_index_name = (
         f"OMPI_COMM_WORLD_{suffix}" for suffix in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
     )
@@ -98,7 +97,7 @@ def _processes(
     coordinator: str | None,
     local: tuple[str, str] | None = None,
 ) -> Processes:
-    """Returns the processes from these variables; each has one accelerator if its host has several processes."""
+    """Returns the processes from the named variables; each gets one accelerator if its host has several processes."""
     num_processes, own_index = _number(env, count), _number(env, index)
     if own_index >= num_processes:
         raise InputError(f"{index}={own_index} must be less than {count}={num_processes}. Number processes from 0.")

@@ -1,4 +1,4 @@
-"""Many processes as one: they join through `jax.distributed`, and agree on what only one of them may do."""
+"""Joins the processes of a run through `jax.distributed`, and shares values and errors among them."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -12,12 +12,12 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.parallel.process_env import find_processes
 
 SHUTDOWN_TIMEOUT_S = 15
-"""How long a failed process waits at its exit for the others, which may hang in a collective that it left."""
+"""How long a failed process waits at exit for the other processes, which may hang in a collective."""
 LONGEST_SHARED_BYTES = 4096
 
 
 def start_processes(env: Mapping[str, str] = os.environ) -> int:
-    """Joins the processes that `find_processes` names, once, and returns their number.
+    """Joins the processes that `find_processes` finds, once, and returns their number (1 if it finds none).
 
     Must be called before JAX makes its first array. Raises InputError for wrong variables, CannotRunError if the
     processes cannot connect.
@@ -49,7 +49,7 @@ def start_processes(env: Mapping[str, str] = os.environ) -> int:
 
 
 def is_first() -> bool:
-    """True for process 0, which alone prints and writes the files of a run."""
+    """True in process 0, the only one that prints and writes the files of a run."""
     return jax.process_index() == 0
 
 
@@ -67,7 +67,7 @@ def shared(make: Callable[[], str]) -> str:
     if is_first():
         try:
             answer_text = "=" + make()  # the first character tells answers from errors
-        except (InputError, CannotRunError) as error:  # raised after the broadcast: the others wait for it
+        except (InputError, CannotRunError) as error:  # raised after the broadcast, which the other processes wait for
             answer_text = type(error).__name__[0] + str(error)
     answer_text = _broadcast(answer_text)
     for error_type in (InputError, CannotRunError):
@@ -77,7 +77,7 @@ def shared(make: Callable[[], str]) -> str:
 
 
 def first_error(check: Callable[[], object]) -> str:
-    """Returns, in all processes, the message of the first whose ``check`` raises CannotRunError; "" if none does."""
+    """Runs ``check`` in every process. Returns, in all, the first failing process's CannotRunError message, or ""."""
     message = ""
     try:
         check()
@@ -88,13 +88,13 @@ def first_error(check: Callable[[], object]) -> str:
     failed_processes = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(message))))
     if not failed_processes.size:
         return ""
-    return _broadcast(message, source=int(failed_processes[0]))  # one sender, the same in all processes
+    return _broadcast(message, source=int(failed_processes[0]))  # one sender, which all processes agree on
 
 
 def _broadcast(text: str, *, source: int = 0) -> str:
     text_bytes = text.encode() if jax.process_index() == source else b""
     assert len(text_bytes) <= LONGEST_SHARED_BYTES, len(text_bytes)
-    buffer = np.zeros(LONGEST_SHARED_BYTES, np.uint8)  # the others do not know how long the text is
+    buffer = np.zeros(LONGEST_SHARED_BYTES, np.uint8)  # receivers do not know the length
     buffer[: len(text_bytes)] = np.frombuffer(text_bytes, np.uint8)
     received_bytes = np.asarray(
         multihost_utils.broadcast_one_to_all(buffer, is_source=jax.process_index() == source)
@@ -103,7 +103,7 @@ def _broadcast(text: str, *, source: int = 0) -> str:
 
 
 def stop_is_agreed(step: int) -> bool:
-    """True if all processes stop after this step, since one of them received SIGTERM; all agree on the step.
+    """True if all processes must stop after this step because one received SIGTERM; all get the same answer.
 
     Every process calls it once a step, in order. Always False for a single process.
     """

@@ -1,4 +1,4 @@
-"""The training step of a strategy: derived steps inside `shard_map`, or the GSPMD form for comparison."""
+"""The training step of a strategy: derived steps inside `shard_map`, or a GSPMD form for comparison."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -46,13 +46,13 @@ from meshwright.spec.strategy import Form, Strategy, held_dims
 from meshwright.spec.weights import has_frozen_matrices
 
 Batch = dict[str, Array]
-"""tokens and labels, both [B, T] int32 (a label of -1 does not count); positions, and documents if rows hold several;
-num_labels, a float32 scalar: the number of labels of the whole batch that count (if 0, the loss is 0). A model with
-``mtp_weight`` has also mtp_tokens, mtp_labels and num_mtp_labels (`second_labels`)."""
+"""tokens and labels, both [B, T] int32 (a label of -1 is ignored); positions, and documents if rows have several;
+num_labels, a float32 scalar: the counted labels of the whole batch (0 makes the loss 0). A model with ``mtp_weight``
+also needs mtp_tokens, mtp_labels and num_mtp_labels (`second_labels`)."""
 
 
 StepGradients = tuple[Losses, Params, Array, FromCounts]
-"""Mean losses of the global batch, reduced gradients, their squared norm, and what follows from the routers' counts."""
+"""Mean losses of the global batch, reduced gradients, their squared norm, and results of the routers' counts."""
 
 
 class State(NamedTuple):
@@ -65,10 +65,10 @@ class State(NamedTuple):
 class Metrics(NamedTuple):
     """Mean loss per counted label of the global batch, and the norm of the whole gradient before clipping.
 
-    ``extras`` are `routing_metrics` of the step's batch, [layers with experts] each, in the order in which devices hold
-    the layers: split over the stages of a pipeline, else replicated. Empty for dense models, and if nothing needs the
-    router's counts: no loss on the router, no bound on slots, no correction rate. A model with ``mtp_weight`` adds
-    ``mtp_loss``, the mean loss per counted label of its layer for the token after the next.
+    ``extras`` are the `routing_metrics` of the batch, each [layers with experts] in the devices' layer order: sharded
+    over pipeline stages, else replicated. They are absent for dense models, and without a router loss, a bound on
+    slots or a correction rate. A model with ``mtp_weight`` adds ``mtp_loss``, the mean loss per counted label of its
+    layer for the token after the next.
     """
 
     loss: Array
@@ -103,7 +103,7 @@ class TrainStep:
         self.model, self.strategy, self.form, self.options = model, strategy, form, options
         if form == "gspmd" and strategy.mesh.get("pipeline", 1) > 1:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
-        executed = strategy_of_heads(strategy, model.common_kv_heads)  # the strategy stays as it is written
+        executed = strategy_of_heads(strategy, model.common_kv_heads)  # self.strategy stays as given
         if form == "gspmd" and (held_dims(model.dims, strategy.mesh)["V"] != model.vocab_size or executed != strategy):
             raise CannotRunError(
                 f"in the GSPMD form tensor must divide the vocabulary of {model.vocab_size} and the "
@@ -129,7 +129,7 @@ class TrainStep:
             self._step,
             in_shardings=(self.state_shardings, self.batch_shardings),
             out_shardings=(self.state_shardings, None),
-            donate_argnums=0,  # else the old state and the new one are there at once
+            donate_argnums=0,  # else the old and the new state both take memory
             compiler_options=self.compiler.used,
         )
 
@@ -137,7 +137,7 @@ class TrainStep:
 
     @cached_property
     def stacked(self) -> frozenset[str]:
-        """Weights of layers, whose first dim is the layers of their kind."""
+        """Names of the weights of layers, whose first dim is the layers of their kind."""
         return frozenset(name for name, (weight, _) in weight_variables(self.model).items() if weight.layers)
 
     def _specs(self, arrays: Mapping[str, ShardedArray]) -> dict[str, PartitionSpec]:
@@ -150,7 +150,7 @@ class TrainStep:
         return {name: value for name, value in params.items() if name in self.shards}
 
     def saved(self, params: Mapping[str, OfWeight]) -> dict[str, OfWeight]:
-        """Returns the weights that a checkpoint holds: all, or the trained ones where others never change."""
+        """Returns the entries of weights that a checkpoint saves: all, or only trained ones if matrices are frozen."""
         return self.trained(params) if has_frozen_matrices(self.model) else dict(params)
 
     @cached_property
@@ -160,12 +160,12 @@ class TrainStep:
 
     @cached_property
     def shard_specs(self) -> dict[str, PartitionSpec]:
-        """Shardings of the optimizer's state, and of the gradients given to it."""
+        """Shardings of the optimizer's state by weight, and of the gradients passed to the optimizer."""
         return self._specs(self.shards)
 
     @property
     def update_layout(self) -> UpdateLayout:
-        """The derived steps that update the shards of the weights."""
+        """The derived steps that update the shards of the weights, with mesh and shardings."""
         steps_by_name = {name: weight_steps.update for name, weight_steps in weight_updates(self.declared).items()}
         return UpdateLayout(steps_by_name, self.mesh, self.shard_specs)
 
@@ -178,18 +178,18 @@ class TrainStep:
 
     @property
     def counts(self) -> dict[str, str]:
-        """Maps each loss of the program to the scalar of a batch that counts its labels."""
+        """Name of each loss of the program -> name of the batch's scalar that counts its labels."""
         return {name: f"num_{name.replace('loss', 'labels')}" for name in LOSSES if name in self.program.variables}
 
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of the weights, with the vocabulary and the stages padded."""
+        """Global shapes and dtypes of the weights, with vocabulary and layers padded for the mesh."""
         shapes = param_shapes(self.model, dtype=self.dtype, mesh=self.strategy.mesh)
         return self.pipeline.held(shapes) if self.pipeline else shapes
 
     @cached_property
     def canonical(self) -> tuple[State, State]:
-        """Shapes and shardings of the state in the form that `to_canonical` returns, the same on every mesh."""
+        """(Shapes, shardings) of the state in the form of `to_canonical`; the shapes are the same on every mesh."""
         shapes = param_shapes(self.model, dtype=self.dtype)
         param_specs, shard_specs = (
             without_split(shapes, self.param_shapes, held_specs) for held_specs in (self.param_specs, self.shard_specs)
@@ -221,10 +221,10 @@ class TrainStep:
         return shardings(self.mesh, self.batch_specs)
 
     def token_order(self, seq_len: int) -> np.ndarray | None:
-        """Returns the position at each index of a row; None if all positions are in order.
+        """Returns the position at each index of a row; None if in order. Raises InputError for an indivisible length.
 
         Ring attention shards positions in zigzag, so that causal attention gives each device equal work. With windows
-        positions stay in order, since a block of keys then visits only some of the devices.
+        positions stay in order, since a block of keys then visits only some devices.
         """
         if not self._in_zigzag:
             return None
@@ -242,7 +242,7 @@ class TrainStep:
         return is_ring and not self.model.sliding_layers
 
     def place(self, batch: Mapping[str, ArrayLike]) -> Batch:
-        """Puts a global batch on the devices in `token_order`; adds what is missing beside tokens and labels."""
+        """Puts a global batch on devices in `token_order`; adds default arrays. Raises InputError for bad mask data."""
         arrays = {n: np.asarray(a) for n, a in batch.items()}
         shape = arrays["tokens"].shape
         if FEATURES in arrays:
@@ -259,8 +259,8 @@ class TrainStep:
         missing = [name for name in mask_data(self.model, self.options) if name not in arrays]
         if missing:
             raise InputError(
-                f"attention_mask={self.model.attention_mask!r} reads {missing[0]} of each sequence, and the batch has "
-                f"none. Give the batch {missing[0]}, or use another mask."
+                f"attention_mask={self.model.attention_mask!r} reads {missing[0]} of each sequence, which the batch "
+                f"does not have. Add {missing[0]} to the batch, or use another mask."
             )
         for name in mask_data(self.model, self.options):
             expected, dtype = shape[: len(MASK_DATA[name])], arrays[name].dtype
@@ -282,9 +282,9 @@ class TrainStep:
     # -- what a user calls -------------------------------------------------------------------------
 
     def init(self, seed: int, given: Params | None = None) -> State:
-        """Returns the sharded initial state: the same weights for one seed on every mesh, made shard by shard.
+        """Returns the sharded initial state, made shard by shard; a seed gives the same weights on every mesh.
 
-        Weights that are ``given``, in the order and the shapes of the model, replace drawn ones.
+        ``given`` weights, in the canonical form of the model, replace random ones.
         """
         sharding_by_name = self.canonical[1].params
         given_params = jax.device_put(given or {}, {name: sharding_by_name[name] for name in given or {}})
@@ -300,13 +300,13 @@ class TrainStep:
         return jax.jit(make, out_shardings=self.state_shardings.params)
 
     def from_canonical(self, params: Params) -> Params:
-        """Returns weights, or arrays like them, as this mesh holds them: with layers in the order of a pipeline's
-        stages, and the stages and the vocabulary padded with zeros."""
+        """Returns weights, or arrays like them, in this mesh's form: layers in the order of pipeline stages, and layers
+        and vocabulary padded with zeros."""
         padded_params = resized(params, self.canonical[0].params, self.param_shapes, self.param_specs)
         return self.pipeline.in_stage_order(padded_params) if self.pipeline else padded_params
 
     def to_canonical(self, params: Params) -> Params:
-        """Returns weights, or arrays like them, in the order and the shapes of the model."""
+        """Returns weights, or arrays like them, in the model's order of layers and without padding."""
         ordered = self.pipeline.in_model_order(params) if self.pipeline else params
         shapes = self.canonical[0].params
         return resized(ordered, self.param_shapes, shapes, without_split(shapes, self.param_shapes, self.param_specs))
@@ -316,7 +316,7 @@ class TrainStep:
         return jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)(self.trained(params))
 
     def step(self, state: State, batch: Mapping[str, ArrayLike]) -> tuple[State, Metrics]:
-        """Returns the state after one step on a global batch, and its metrics; consumes the given state."""
+        """Returns the state after one step on a global batch, and its metrics; donates the given state."""
         return self.compile(state, self.placed(batch))
 
     def placed(self, batch: Mapping[str, Any]) -> Batch:
@@ -332,7 +332,7 @@ class TrainStep:
         return structs | dict.fromkeys(self.counts.values(), jax.ShapeDtypeStruct((), jnp.float32))
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
-        """Lowers the step for a batch size without data; on an abstract mesh for ``platform``."""
+        """Lowers the step for a batch size, without data; an abstract mesh needs a ``platform``."""
         argument_shapes = self.state_shapes, self.batch_shapes(batch_seqs, seq_len)
         return lower(self.compile, self.mesh, *argument_shapes, platform=platform)
 
@@ -343,8 +343,8 @@ class TrainStep:
 
     @cached_property
     def loss_sum(self) -> Callable[[Params, Batch], Array]:
-        """The jitted function (params, placed batch) -> cross entropy summed over the counted labels, without further
-        losses; it saves nothing for a backward pass."""
+        """The jitted function (params, placed batch) -> cross entropy summed over counted labels, without z-loss or
+        other losses; it saves nothing for a backward pass."""
         if self.options.z_loss:
             options = msgspec.structs.replace(self.options, z_loss=0.0)
             model, strategy = self.model, self.strategy
@@ -370,7 +370,7 @@ class TrainStep:
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
-        """The pipeline, None if the strategy has one stage."""
+        """The pipeline of the strategy; None if it has one stage."""
         if self.strategy.mesh.get("pipeline", 1) == 1:
             return None
         return Pipeline(context=self._context, schedule=strategy_schedule(self.strategy), stacked=self.stacked)
@@ -390,15 +390,15 @@ class TrainStep:
 
     @cached_property
     def summands(self) -> Callable[[Params, Batch], tuple[Losses, Params]]:
-        """The jitted function (params, placed batch) -> losses and gradients, which add up over islands to those of
-        `finish`: the batch's counts of labels are those of all islands."""
+        """The jitted function (params, placed batch) -> this island's losses and gradients. Their sums over islands are
+        the arguments of `finish`; the batch's label counts must be of all islands."""
         specs = (PartitionSpec(), self._summand_specs)
         body = self._mapped(self._local_summands, (self.param_specs, self.batch_specs), specs)
         return jax.jit(body, compiler_options=self.compiler.used)
 
     @cached_property
     def finish(self) -> Callable[[State, Losses, Params], tuple[State, Metrics]]:
-        """The jitted function (state, losses, gradients) -> what a step returns; consumes the state."""
+        """The jitted function (state, summed losses and gradients) -> (new state, metrics); donates the state."""
 
         def run(state: State, losses: Losses, grads: Params) -> tuple[State, Metrics]:
             extras_spec = PartitionSpec("pipeline") if self.pipeline else PartitionSpec()
@@ -435,7 +435,7 @@ class TrainStep:
         if self.pipeline:
             loss_sum, grads = self.pipeline.gradients(params, _inputs(batch), mean_factors["loss"])
             losses = {"loss": loss_sum}
-            grads = once_per_step(self.declared, grads, stacked=self.stacked)  # whatever `gradient_sync` says
+            grads = once_per_step(self.declared, grads, stacked=self.stacked)  # for any `gradient_sync`
         else:
             losses, grads = self._summed(self._passes, params, batch, mean_factors)
         return {name: self._over_devices(name, loss) * mean_factors[name] for name, loss in losses.items()}, grads
@@ -445,11 +445,11 @@ class TrainStep:
         return step_gradients(passes, params, _inputs(batch), dloss, strategy=self.strategy, stacked=self.stacked)
 
     def _means(self, batch: Batch) -> Losses:
-        """Returns the factor from each summed loss to its mean; without any label the loss and its gradients are 0."""
+        """Returns for each loss 1 / (its counted labels), or 1 if there are none (the loss is then 0)."""
         return {name: 1.0 / jnp.maximum(batch[count_name], 1.0) for name, count_name in self.counts.items()}
 
     def _over_devices(self, name: str, scalar: Array) -> Array:
-        """Sums a scalar over the devices that have a part of it, as derived."""
+        """Applies the derived collectives that sum a scalar over devices."""
         steps = [step for step in self.declared.update if step.is_collective and step.result.name == name]
         return apply_collectives(steps, scalar)
 
@@ -469,7 +469,7 @@ class TrainStep:
         grad_norm = jnp.sqrt(squared_total)
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (grad_norm + 1e-6))
-            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)  # else they become float32
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)  # else gradients become float32
         trained_params = self.trained(state.params)
         shards = self._moved(trained_params)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -480,10 +480,10 @@ class TrainStep:
         return State(params, opt_state), Metrics(loss, grad_norm, extras)
 
     def _updated(self, grads: Params, opt_state: Tree, shards: Params, finite: Array) -> tuple[Params, Tree]:
-        """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
+        """Runs the optimizer's update; keeps its state in host memory between steps if the strategy offloads it.
 
-        Nothing changes unless ``finite``: clipping would spread one bad gradient to every weight, and nobody could
-        inspect the weights before the step.
+        Nothing changes unless ``finite``: clipping would spread one bad gradient to every weight, and the weights
+        before the step could not be inspected.
         """
         is_offloaded = "optimizer" in self.strategy.offload
         old_state = jax.device_put(opt_state, jax.memory.Space.Device) if is_offloaded else opt_state
@@ -491,14 +491,14 @@ class TrainStep:
             results = self.optimizer.update(grads, old_state, shards, self.update_layout)
             shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), results, (shards, old_state))
             if default_platform() == "cpu" and self.form == "shard_map":
-                # else CPUs compute new weights from copies of the old moments, to write the new ones into these
+                # else CPUs copy the old moments to write the new ones in place before the weights read them
                 specs = self.optimizer.specs(self.trained(self.param_shapes), self.shard_specs)
                 ordered = self._mapped(lambda state, new: after(state, new.values()), (specs, self.shard_specs), specs)
-                opt_state = ordered(opt_state, shards)  # mapped: else arrays are gathered to read one number
+                opt_state = ordered(opt_state, shards)  # in shard_map: else arrays are gathered to read one scalar
         return shards, jax.device_put(opt_state, jax.memory.Space.Host) if is_offloaded else opt_state
 
     def _moved(self, params: Params, *, into: Params | None = None) -> Params:
-        """Reshards weights as the optimizer's state before its update, or back ``into`` the old ones after it."""
+        """Reshards weights to the sharding of the update, or, given ``into`` (the old weights), back after it."""
         specs = self.trained(self.param_specs)
         if specs == self.shard_specs or self.form == "gspmd":
             return params

@@ -1,1 +1,1 @@
-"""The step of a server on a mesh: rows of any sequences, weights and pages on their devices."""
+"""The generation step on a mesh: rows of any sequences, with weights and cache pages on the devices."""

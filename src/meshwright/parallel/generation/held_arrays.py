@@ -1,4 +1,4 @@
-"""Weights and caches of generation as they lie on devices: shapes, shardings, orders in memory; how they get there."""
+"""Shapes, shardings and memory layouts of weights and caches on devices during generation, and their placement."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -32,12 +32,13 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
 
 Cache = dict[str, Tree]
-"""Row of the cache table -> its array, whose first dim is the layers of its kind, or a tuple of arrays of layers."""
+"""Name of a row of the cache table -> an array with a first dim of layers, or a tuple with an array per layer."""
 
 
 class HeldArrays:
-    """Weights and caches of a step of generation on a mesh: ``declared`` are the arrays of its programs by name,
-    ``table`` the rows of the cache. On CPUs they are tuples of layers, and the loops over layers are unrolled."""
+    """Weights and caches of a generation step on a mesh. ``declared``: array name -> sharded array of its programs;
+    ``table``: the arrays of the cache. On CPUs arrays are tuples with an item per layer, and layer loops are
+    unrolled."""
 
     model: Model
     strategy: Strategy
@@ -49,7 +50,7 @@ class HeldArrays:
 
     @cached_property
     def mesh(self) -> Mesh | AbstractMesh:
-        """The mesh of the strategy, on the devices of all processes unless `PackedStep.on` has given others."""
+        """The mesh of the strategy, on the devices of all processes, or the mesh that `PackedStep.on` has set."""
         return strategy_mesh(self.strategy)
 
     @cached_property
@@ -59,19 +60,19 @@ class HeldArrays:
 
     @cached_property
     def unrolled(self) -> bool:
-        """True on CPUs."""
-        return self.platform == "cpu"  # whose loops copy what they take from a stack of layers
+        """True on CPUs, where loops over layers are unrolled."""
+        return self.platform == "cpu"  # CPU loops copy each slice of a stack of layers
 
     # -- shapes and shardings ----------------------------------------------------------------------
 
     @cached_property
     def quantised(self) -> quantisation.Quantised:
-        """The weights that are stored in the dtype of the storage, and their scales."""
+        """Name of a quantised weight -> the arrays (narrow values, scales) that store it."""
         return quantised_weights(self.model, self.storage.weights)
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
-        """Shardings of the weights, and of the scales of quantised ones."""
+        """Shardings of the weights; for quantised weights, of their values and scales."""
         return {
             key: partition_spec(self.declared[key], stacked=bool(weight.layers))
             for name, (weight, _) in weight_variables(self.model).items()
@@ -88,24 +89,24 @@ class HeldArrays:
 
     @cached_property
     def _whole_specs(self) -> dict[str, PartitionSpec]:
-        """Shardings of the cache if no page were in parts."""
+        """Shardings of the cache with pages as one dim (not in parts)."""
         return {row.name: partition_spec(self.declared[row.name], stacked=True) for row in self.table}
 
     @cached_property
     def _page_parts(self) -> dict[str, int]:
-        """Parts of the pages of each array of the cache, see `page_parts`; 1 where devices have some slots of each."""
+        """Number of parts of a page for each cache array, see `page_parts`; 1 if devices split the slots of a page."""
         return {
             r.name: 1 if self.declared[r.name].axes[1] else page_parts(self.platform, r.dims, self._shard(r), r.dtype)
             for r in self.table
         }
 
     def _shard(self, row: CacheArray) -> tuple[int, ...]:
-        """Returns a device's shape of an array of the cache, if no page were in parts."""
+        """Returns the per-device shape of a cache array, with pages as one dim (not in parts)."""
         return NamedSharding(self.mesh, self._whole_specs[row.name]).shard_shape(row.stacked_shape)
 
     @cached_property
     def param_shardings(self) -> dict[str, NamedSharding]:
-        """The sharding of each weight, and scale, on the mesh."""
+        """The sharding of each weight and scale on the mesh."""
         return shardings(self.mesh, self.param_specs)
 
     @cached_property
@@ -115,7 +116,7 @@ class HeldArrays:
 
     @cached_property
     def cache_layouts(self) -> dict[str, Layout]:
-        """The order in memory of each array of the cache whose order is not the platform's own, see `cache_layout`."""
+        """The memory layout of each cache array that does not use the platform's default, see `cache_layout`."""
         if isinstance(self.mesh, AbstractMesh):
             return {}
         layouts = {
@@ -133,32 +134,32 @@ class HeldArrays:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the weights that are not quantised, and of the stream."""
+        """The dtype of unquantised weights and of the stream."""
         return DTYPES[self.strategy.state_dtype]
 
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of the weights."""
+        """Global shapes and dtypes of the weights as stored, scales included."""
         shapes = self._loaded_shapes[1]
         return quantisation.param_shapes(self.model, shapes, self.storage.weights) if self.quantises else dict(shapes)
 
     @property
     def _loaded_shapes(self) -> tuple[Shapes, Shapes]:
-        """Shapes of weights that are floats, or as a folder stores them: the model's own, and with the vocabulary
-        padded."""
+        """Shapes of the weights that `place` receives (floats, or as a folder stores them): without padding, and with
+        the vocabulary padded."""
         pair: Any = (param_shapes(self.model, dtype=self.dtype, mesh=mesh) for mesh in ({}, self.strategy.mesh))
         plain, held = pair if self.quantises else (quantisation.param_shapes(self.model, shapes, "") for shapes in pair)
         return plain, held
 
     @property
     def quantises(self) -> bool:
-        """True if `place` makes the narrow weights from wide ones."""
+        """True if `place` quantises float weights."""
         return bool(self.storage.weights)
 
     @property
     def loaded_shardings(self) -> dict[str, Tree]:
-        """The sharding of each weight of a checkpoint, before `place` pads the vocabulary; if unrolled of layers one by
-        one in their order in memory."""
+        """The sharding of each weight to load, before `place` pads the vocabulary; if unrolled and not quantised, a
+        tuple with an item per layer, which includes the memory order."""
         shapes, padded = self._loaded_shapes
         specs = without_split(shapes, padded, self.param_specs)
         if not self.unrolled or self.quantises:
@@ -167,7 +168,7 @@ class HeldArrays:
         for name, spec in specs.items():
             layer_index = 0 if name in self._num_layers else None
             sharding: Tree = NamedSharding(self.mesh, spec if layer_index is None else PartitionSpec(*spec[1:]))
-            if name in self.outputs_first and shapes[name].shape == padded[name].shape:  # padding comes before turning
+            if name in self.outputs_first and shapes[name].shape == padded[name].shape:  # pad before transposing
                 ordered_sharding = NamedSharding(self.mesh, self._in_order(name, spec, layer_index))
                 sharding = OutputsFirst(sharding, ordered_sharding, self.outputs_first[name])
             sharding_by_name[name] = sharding if layer_index is None else (sharding,) * self._num_layers[name]
@@ -175,7 +176,7 @@ class HeldArrays:
 
     @cached_property
     def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of the cache, on CPUs of the bits of floats; see `nn.contract.FLOATS`."""
+        """Global shapes and dtypes of the cache; CPUs store narrow floats as integer bits (`nn.contract.FLOATS`)."""
         bits_of = {floats: bits for bits, floats in FLOATS.items()} if self.unrolled else {}
         dtype_of = {row.name: jnp.dtype(DTYPES[row.dtype]) for row in self.table}
 
@@ -190,20 +191,19 @@ class HeldArrays:
             for row in self.table
         }
 
-    # -- orders in memory --------------------------------------------------------------------------
+    # -- memory orders --------------------------------------------------------------------------
 
     @property
     def heads_first(self) -> Collection[str]:
-        """Caches, in tuples of layers, whose pages have heads before slots."""
+        """Names of caches whose per-layer arrays have heads before slots; none unless unrolled."""
         names_with_heads = (row.name for row in self.table if row.dims[2:3] and row.dims[2][0] == "K")
-        return frozenset(names_with_heads) if self.unrolled else ()  # products on CPUs read them so, in place
+        return frozenset(names_with_heads) if self.unrolled else ()  # the order that CPU products read without a copy
 
     @cached_property
     def outputs_first(self) -> dict[str, int]:
-        """Maps weights that are in memory as matrices [outputs, inputs], if unrolled, to the number of their dims that
-        are inputs.
+        """Name -> number of input dims, for weights stored as matrices [outputs, inputs]; empty unless unrolled.
 
-        Products on CPUs read them up to twice as fast as [inputs, outputs] (bf16, 2 to 16 rows, jaxlib 0.10.2).
+        CPU products read this order up to twice as fast as [inputs, outputs] (bf16, 2 to 16 rows, jaxlib 0.10.2).
         """
         turned_parts = "attention", "mlp", "shared_experts", "unembedding"
         weight_items = rows(self.model).items() if self.unrolled else ()
@@ -215,14 +215,14 @@ class HeldArrays:
 
     @cached_property
     def _num_layers(self) -> dict[str, int]:
-        """Maps caches, and weights of layers with their scales, to the number of layers in their first dim."""
+        """Name -> layers in the first dim, for caches, weights of layers and their scales."""
         layers_by_cache = {row.name: row.num_layers for row in self.table}
         repeats = {name: repeat for name, (weight, repeat) in weight_variables(self.model).items() if weight.layers}
         return layers_by_cache | repeats | {scale_name(name): repeat for name, repeat in repeats.items()}
 
     def by_layer(self, given: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Returns stacked arrays, or their shardings, by name: if unrolled tuples of layers, in their order in
-        memory."""
+        """Returns stacked arrays, or their PartitionSpecs, in memory order; if unrolled, as tuples with an item per
+        layer."""
         num_layers_of = self._num_layers if self.unrolled else {}
         return {
             name: tuple(self._in_order(name, array, layer_index) for layer_index in range(num_layers_of[name]))
@@ -232,8 +232,8 @@ class HeldArrays:
         }
 
     def _in_order(self, name: str, stacked: Any, layer_index: int | None) -> Any:
-        """Returns an array, or that layer of it, in its order in memory: caches with heads before slots, matrices as
-        `outputs_first` says; or the sharding of this."""
+        """Returns an array (one layer of it, given ``layer_index``) in memory order, see `heads_first` and
+        `outputs_first`; given a PartitionSpec, returns the result's PartitionSpec."""
         num_inputs = self.outputs_first.get(name)
         if not isinstance(stacked, PartitionSpec):
             array = stacked if layer_index is None else stacked[layer_index]
@@ -251,9 +251,9 @@ class HeldArrays:
 
     def place(self, params: Mapping[str, Tree]) -> Params:
         """Puts weights on their devices in the step's dtype, with the vocabulary padded; quantises float weights there
-        if the step stores them so."""
+        if the storage is quantised."""
         params = resized(dict(params), *self._loaded_shapes, self.param_specs)
-        if "embed_scale" in params or not self.quantises:  # with scales they come quantised
+        if "embed_scale" in params or not self.quantises:  # weights with scales are quantised already
             arrays = {name: self._on_devices(name, array) for name, array in params.items()}
         else:
             float_params = jax.device_put(dict(params), {name: self.param_shardings[name] for name in params})
@@ -274,7 +274,7 @@ class HeldArrays:
         return layer_arrays | jax.jit(self.by_layer, out_shardings=shardings(self.mesh, specs))(stacked_arrays)
 
     def _on_devices(self, name: str, array: Tree) -> Tree:
-        """Puts an array, or what was loaded as a tuple, on its devices."""
+        """Puts an array, or a tuple of layers in memory order, on its devices."""
         dtype = self.param_shapes[name].dtype
         if not isinstance(array, tuple):
             return jax.device_put(jnp.asarray(array, dtype), self.param_shardings[name])
@@ -283,15 +283,15 @@ class HeldArrays:
         return tuple(jax.device_put(jnp.asarray(layer, dtype), sharding) for layer in array)
 
     def init_cache(self) -> Cache:
-        """Returns empty pages, made on their devices."""
+        """Returns a cache of zeros, allocated on its devices."""
         shapes = jax.eval_shape(self.by_layer, self.cache_shapes)
         make_zeros = partial(jax.tree.map, lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         return jax.jit(make_zeros, out_shardings=self.held_formats)()
 
     @property
     def held_formats(self) -> Tree:
-        """The sharding of each array of the cache as it is held, with its order in memory if that is not the platform's
-        own."""
+        """The sharding of each cache array on devices, with its memory layout if that is not the platform's
+        default."""
         if self.unrolled:
             return shardings(self.mesh, self.by_layer(self.cache_specs))
         held = self.cache_shardings
@@ -300,10 +300,10 @@ class HeldArrays:
     def run(
         self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Array], *, longest: int = 1
     ) -> tuple[Array, Cache]:
-        """Returns the result of the last stack, as logits, and the next cache, on one device's shards; ``given`` are
-        the other inputs by name.
+        """Runs a derived program on one device's shards. Returns the last stack's result (such as logits) and the
+        updated cache; ``given`` are further inputs by name.
 
-        Loops over layers carry caches whole, so that a step changes what it writes and copies nothing.
+        Loops over layers carry whole caches, so that a step writes in place and copies nothing.
         """
 
         def turned(name: str) -> Tree:
@@ -319,12 +319,12 @@ class HeldArrays:
             seq_len=self.max_len,
             longest=longest,
             alike=self.batch_invariant,
-            dtype=self.strategy.state_dtype,  # int8 weights do not determine it
+            dtype=self.strategy.state_dtype,  # quantised weights do not imply it
         )
 
         def layer(steps: BlockSteps, number: Any, values: Mapping[str, Tree], cache: Cache) -> tuple[Array, Cache]:
             written_names = {step.inputs[0].name for step in steps.forward if "Pl" in step.result.dims}
-            # the caches of an earlier layer are of that layer alone
+            # a cache that this layer only reads belongs to one earlier layer
             number_of = {name: number if name in written_names else jnp.zeros_like(number) for name in cache}
             cache_by_name = {
                 name: LayerCache(array[number if name in written_names else 0], None, name in self.heads_first)
@@ -339,7 +339,7 @@ class HeldArrays:
             for name, new_array in new_arrays.items():
                 if isinstance(cache[name], tuple):
                     new_arrays[name] = (*cache[name][:number], new_array, *cache[name][number + 1 :])
-                elif name in self.cache_layouts:  # also inside loops XLA then keeps the order of a layout
+                elif name in self.cache_layouts:  # XLA then keeps the layout inside loops too
                     new_arrays[name] = with_layout_constraint(new_array, self.cache_layouts[name])
             return stream, {**cache, **new_arrays}
 

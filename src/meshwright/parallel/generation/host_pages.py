@@ -1,4 +1,4 @@
-"""Copies of a cache's pages in the host's memory: programs that read and write some pages at a time."""
+"""Moves cache pages between devices and host memory, a few pages at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -14,17 +14,17 @@ from meshwright.parallel.generation.held_arrays import Cache
 from meshwright.parallel.generation.program_store import ProgramStore
 
 AT_ONCE = 8
-"""Pages that a program copies; if there are fewer, others are read or nothing is written for the rest."""
+"""Pages that one run of a program copies; unused entries read page 0, or write nowhere."""
 
 
 class Copied(Protocol):
-    """Something that has the copy of a page: an array for each of the cache's, None while there is none."""
+    """The owner of a page's copy on the host: an array for each array of the cache; None if there is no copy."""
 
     copy: Sequence[np.ndarray] | None
 
 
 class HostPages:
-    """Moves pages of a cache like this one, which has pages in the first dim of layers or the second of stacks."""
+    """Moves pages of caches shaped like ``cache``; pages are dim 0 of per-layer arrays, dim 1 of stacked ones."""
 
     def __init__(self, cache: Cache, programs: ProgramStore) -> None:
         self._shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.format), cache)
@@ -35,13 +35,12 @@ class HostPages:
         self._reading: tuple[Sequence[Copied], list[Array]] = [], []
 
     def warm_up(self) -> None:
-        """Compiles both programs."""
+        """Compiles the programs that read and write pages."""
         _ = self._read, self._write
 
     def move(self, cache: Cache, out: Mapping[Copied, int], back: Mapping[Copied, int]) -> Cache:
-        """Copies pages ``out`` of a cache, then copies of others ``back`` to pages, and returns the cache.
-
-        Keys are `Copied`. Copies of the last pages that went out are there after the next call.
+        """Copies pages ``out`` (owner -> page) to the host, then copies ``back`` (owner -> page) to the cache, and
+        returns the cache. The last pages that went out have their ``copy`` set only in the next call.
         """
         self._finish()
         for batch_items in _parts(out):
@@ -49,13 +48,13 @@ class HostPages:
             page_ids[: len(batch_items)] = [page for _, page in batch_items]
             device_arrays = jax.tree.leaves(self._read(cache, page_ids))
             for array in device_arrays:
-                array.copy_to_host_async()  # while the part before this one is kept
+                array.copy_to_host_async()  # overlaps with storing the previous batch
             self._finish()
             self._reading = [copied for copied, _ in batch_items], device_arrays
-        if back:  # what comes back may be among the copies still on their way
+        if back:  # a page to copy back may still be in flight to the host
             self._finish()
         for batch_items in _parts(back):
-            page_ids = np.full(AT_ONCE, self._num_pages, np.int32)  # beyond all pages: what is written there is dropped
+            page_ids = np.full(AT_ONCE, self._num_pages, np.int32)  # an index beyond all pages: its writes are dropped
             page_ids[: len(batch_items)] = [page for _, page in batch_items]
             filler_copies = [batch_items[0][0].copy] * (AT_ONCE - len(batch_items))
             pieces_by_array = zip(*(copied.copy for copied, _ in batch_items), *filler_copies, strict=True)
@@ -66,11 +65,11 @@ class HostPages:
         return cache
 
     def _finish(self) -> None:
-        """Keeps what is being read, each page in arrays of its own."""
+        """Waits for the pages in flight and stores each in separate arrays as its owner's ``copy``."""
         (copied_pages, device_arrays), self._reading = self._reading, ([], [])
         host_arrays = [np.asarray(array) for array in device_arrays]
         for index, copied in enumerate(copied_pages):
-            copied.copy = [array[(*self._before, index)].copy() for array in host_arrays]  # a view keeps all of them
+            copied.copy = [array[(*self._before, index)].copy() for array in host_arrays]  # a view keeps all pages
 
     @cached_property
     def _read(self) -> jax.stages.Compiled:
@@ -89,7 +88,7 @@ class HostPages:
         format_tree = jax.tree.map(lambda shape: shape.format, self._shapes)
         pages_struct = jax.ShapeDtypeStruct((AT_ONCE,), jnp.int32)
         copy_structs = jax.tree.map(self._some, self._shapes)
-        jitted_write = jax.jit(write, donate_argnums=0, out_shardings=format_tree)  # else the cache is there twice
+        jitted_write = jax.jit(write, donate_argnums=0, out_shardings=format_tree)  # else the cache exists twice
         return self._programs.get("pages-write", lambda: jitted_write.lower(self._shapes, pages_struct, copy_structs))
 
     def _some(self, array_struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""The step of a server: rows of any sequences on caches in pages, in few compiled shapes."""
+"""The generation step: rows of any sequences on a paged cache, in few compiled shapes."""
 
 import math
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ from meshwright.spec.strategy import Strategy, held_dims
 from meshwright.spec.weights import without_mtp
 
 ALIKE_ROWS = 32
-"""Rows of a batch-invariant step at most. Steps of fewer rows are used where they sum in the order of this one: XLA's
-programs for CPUs split the sums of some products by the number of rows, the same way for all rows of a step."""
+"""Maximum rows of a batch-invariant step. Smaller steps are used only if they sum in the same order as a step of this
+size: on CPUs, XLA splits the sums of some products depending on the number of rows."""
 
 
 class PackedShape(NamedTuple):
-    """A compiled shape: rows, sequences, rows with logits, and at most how many rows of one sequence."""
+    """A compiled shape: numbers of rows, sequences and rows with logits, and the maximum rows of one sequence."""
 
     rows: int
     sequences: int
@@ -50,7 +50,7 @@ class PackedShape(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """Arrays that a step reads, on the host; see `PackedStep.step`. The last ones are there if the step has them."""
+    """Host arrays that a step reads, see `PackedStep.step`; optional fields are None unless the step has them."""
 
     tokens: Any
     sources: Any
@@ -74,7 +74,7 @@ class PackedRows(NamedTuple):
     spans: Any = None
 
     def each_alone(self, whose: Sequence[int] | np.ndarray) -> "PackedRows":
-        """Returns the rows as sequences of their own; ``whose`` [R] are the present ones."""
+        """Returns the rows as separate sequences of one row; ``whose`` [R] are their present sequences' indices."""
         row_ids, lengths = np.arange(len(self.tokens)), np.asarray(self.positions) + 1
         names = [name for name in (*TABLES, *OF_MASKS, "source_lengths") if getattr(self, name) is not None]
         fields = {name: getattr(self, name)[whose] for name in names}
@@ -82,8 +82,8 @@ class PackedRows(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["PackedRows"], shape: PackedShape) -> "PackedRows":
-        """Returns the rows of the owners of sequences in order, each with others that change nothing up to its share of
-        a shape; see `PackedStep.num_owners`."""
+        """Concatenates the rows of all owners of sequences (`PackedStep.num_owners`), each padded to its equal share
+        of ``shape`` with rows that change nothing."""
         num_owners, filler_of = len(parts), {"sources": -1, "adapters": -1, "slots": NO_SLOT, "window_slots": NO_SLOT}
         arrays = dict[str, np.ndarray]()
         for name in (name for name, value in zip(cls._fields, parts[0], strict=True) if value is not None):
@@ -92,42 +92,42 @@ class PackedRows(NamedTuple):
             for owner_array, part in zip(arrays[name], parts, strict=True):
                 owner_array[: len(getattr(part, name))] = getattr(part, name)
             if name in ("first", "last"):
-                arrays[name] += shape.rows // num_owners * np.arange(num_owners)[:, None]  # after rows of owners before
+                arrays[name] += shape.rows // num_owners * np.arange(num_owners)[:, None]  # after earlier owners' rows
             arrays[name] = arrays[name].reshape(-1, *field_shape[1:])
         return cls(**arrays)
 
 
 TABLES = ("pages", "window_pages", "source_pages")
-"""Fields of `PackedRows` that have a row of pages for each sequence."""
+"""Fields of `PackedRows` that are page tables, a row per sequence."""
 OF_MASKS = tuple(name for name in MASK_DATA if name != "lengths")
-"""Fields that masks read of each sequence: an entry for each position, but ``prefix``."""
+"""Fields of mask data per sequence: an entry per position, or (``prefix``) a number."""
 OF_SEQUENCES = ("first", "counts", "lengths", "source_lengths", *TABLES, *OF_MASKS)
-"""Fields of `PackedRows` that have an entry or a row for each sequence."""
+"""Fields of `PackedRows` whose first dim is sequences."""
 NO_SLOT = 2**30
-"""A slot beyond every pool: what goes there is dropped."""
+"""A slot index beyond every pool, whose writes are dropped."""
 
 
 def length_of(name: str, shape: PackedShape) -> int:
-    """Returns the length of a field of `PackedRows`."""
+    """Returns the length of the first dim of a field of `PackedRows` in a shape."""
     return shape.outputs if name == "last" else shape.sequences if name in OF_SEQUENCES else shape.rows
 
 
 def slots_of(positions: np.ndarray, tables: np.ndarray, owner: Sequence[int] | np.ndarray, page_len: int) -> np.ndarray:
-    """Returns the slots of positions [R] of sequences ``owner`` [R], whose pages are ``tables`` [Q, Bp]."""
+    """Returns the cache slots of ``positions`` [R] of the sequences ``owner`` [R], given page tables [Q, Bp]."""
     return tables[owner, positions // page_len] * page_len + positions % page_len
 
 
 class PackedStep(SourceStep):
     """Steps of a model under a strategy, of up to ``max_seqs`` sequences of at most ``max_len`` positions.
 
-    Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots; those of layers with a window in
-    ``window_pages``, if the storage has any. On CPUs weights and caches are tuples of layers and the loops over layers
-    are unrolled.
+    Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots; for layers with a window they are
+    in ``window_pages``, if the storage has any. On CPUs weights and caches are tuples with an item per layer and the
+    loops over layers are unrolled. The mesh has ``num_owners`` shards of sequences: each sequence belongs to one owner,
+    and its rows, pages and rows with logits are in that owner's equal share of each array.
 
-    A sequence has one of ``num_owners``, places of the mesh: its rows, its pages and its rows with logits are in that
-    owner's share of all, in the order of owners. With ``batch_invariant`` what is computed of a row depends, to the
-    last bit, on its own sequence and the number of rows alone, in steps of 2 to `ALIKE_ROWS` rows that are sequences of
-    their own for attention (``longest`` is 1); float32 on one CPU device.
+    With ``batch_invariant`` (float32 on one CPU device) the results of a row depend bit for bit only on its sequence
+    and the number of rows, in steps of 2 to `ALIKE_ROWS` rows that attention treats as separate sequences (``longest``
+    is 1). Raises InputError or CannotRunError for sizes, models or strategies that cannot run.
     """
 
     @checked
@@ -150,7 +150,7 @@ class PackedStep(SourceStep):
             raise InputError(
                 f"{model.name} has {model.max_positions} learned positions; give at most that, not max_len={max_len}."
             )
-        _ = storage.executed  # refuses what is planned alone
+        _ = storage.executed  # raises for dtypes that can be planned but not run
         storage = replace(storage, page_len=storage.page_len or max_len)  # contiguous: pages as long as a sequence
         self.strategy = strategy_of_heads(generation_strategy(strategy), model.common_kv_heads)
         self.model, self.max_len, self.max_seqs, self.storage = model, max_len, max_seqs, storage
@@ -175,27 +175,27 @@ class PackedStep(SourceStep):
         if any(size % self.num_owners for size in (max_seqs, self.cache_sizes["Pg"], storage.window_pages)):
             raise InputError(
                 f"max_seqs={max_seqs} and num_pages={self.cache_sizes['Pg']} must divide over the {self.num_owners} "
-                f"places that have sequences of their own. Give multiples of {self.num_owners}."
+                f"shards of sequences. Give multiples of {self.num_owners}."
             )
         self.batch_invariant = batch_invariant
         if batch_invariant and not (self.unrolled and strategy.num_chips == 1 and self.dtype == jnp.float32):
             raise CannotRunError(
-                "this version keeps the bits of a row in any batch in float32 on one CPU device alone. Turn "
-                "batch_invariant off, or serve float32 weights on one device."
+                "batch_invariant runs only in float32 on one CPU device in this version. Turn batch_invariant off, "
+                "or serve float32 weights on one CPU device."
             )
         if batch_invariant and model.moe_layers:
             raise CannotRunError(
-                f"{model.name} has experts: the rows of their products, and so their bits, depend on the batch in this "
-                "version. Turn batch_invariant off."
+                f"{model.name} has experts, whose results depend bit for bit on the batch in this version. Turn "
+                "batch_invariant off."
             )
         self.programs = ProgramStore(None, None)
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
 
     def row_parts(self, longest: int) -> int:
-        """Returns what divides the rows, sequences and rows with logits of a step whose sequences have up to so many
-        rows."""
+        """Returns the number that must divide the rows, sequences and rows with logits of a step with up to ``longest``
+        rows per sequence."""
         declared_arrays = self._derived(longest).declared
-        names = ("x", "tokens", "q" if "q" in declared_arrays else "qr")  # the second has neither bias nor rope
+        names = ("x", "tokens", "q" if "q" in declared_arrays else "qr")  # "qr": the name without bias and rope
         num_parts = [self._parts_of(declared_arrays[name], "B") for name in names]
         return math.lcm(self.num_owners, *num_parts)
 
@@ -205,17 +205,17 @@ class PackedStep(SourceStep):
     # -- what a user calls -------------------------------------------------------------------------
 
     def on(self, mesh: Mesh | AbstractMesh, platform: str = "") -> "PackedStep":
-        """Returns the same step on a mesh of other devices, with programs of its own. Devices may be absent; a mesh
-        without any is of a ``platform``, for which programs can be lowered alone."""
+        """Returns a copy of this step on another mesh, which compiles its programs anew. For a mesh without devices
+        give its ``platform``: its programs can then be lowered, not compiled."""
         step = copy(self)
         for name in [name for name in vars(self) if isinstance(getattr(type(self), name, None), cached_property)]:
-            del vars(step)[name]  # computed for the devices of the other mesh
+            del vars(step)[name]  # recomputed for the new mesh
         step.mesh, step._compiled = mesh, {}
         step.platform = platform or platform_of(mesh.devices.flat[0])
         return step
 
     def keep_programs(self, folder: Path) -> None:
-        """Keeps compiled programs in files under a folder, and reads those that are there."""
+        """Saves compiled programs in files under a folder from now on, and loads programs that have files there."""
         key_sizes = self.max_len, self.max_seqs, self.batch_invariant, [device.id for device in self.mesh.devices.flat]
         key_facts = [replace(self.model, name=""), self.strategy, self.storage, key_sizes, self.compiler.used]
         self.programs = ProgramStore(folder, key_facts)
@@ -223,39 +223,39 @@ class PackedStep(SourceStep):
     def step(self, params: Params, cache: Cache, latest: Array, rows: PackedRows, longest: int) -> tuple[Array, Cache]:
         """Returns logits [O, V] of rows ``last``, and the cache.
 
-        A row is a token at a position of its sequence: ``tokens``[R], or with ``sources``[R] >= 0 that entry of
-        ``latest``[max_seqs], which is on the devices. Its key goes to ``slots``[R] of all pages, beyond them for
-        padding. Sequences have ``counts``[Q] rows from ``first``[Q] on, at most ``longest``, their last ones of
-        ``lengths``[Q] positions, in ``pages``[Q, Bp]; layers with pages of their own have ``window_slots`` and
-        ``window_pages``. If the storage has adapters, a row has that of ``adapters``[R], -1: none. Each shape is
+        A row is a token at a position of its sequence: ``tokens``[R], or if ``sources``[R] >= 0 that entry of
+        ``latest``[max_seqs], which is on the devices. Its key is written to cache slot ``slots``[R] (`NO_SLOT`:
+        padding). Sequence q has ``counts``[q] rows, at most ``longest``, from row ``first``[q] on; after them it has
+        ``lengths``[q] positions, in ``pages``[q, Bp]. Layers with separate window pages use ``window_slots`` and
+        ``window_pages``. If the storage has adapters, a row uses adapter ``adapters``[R] (-1: none). Each shape is
         compiled once.
         """
         shape = PackedShape(len(rows.tokens), len(rows.first), len(rows.last), longest)
         return self.compiled(shape)(params, cache, latest, self.flat(rows))
 
     def flat(self, rows: PackedRows) -> np.ndarray:
-        """Returns the fields that the step reads one after the other, as its programs take them. Raises InputError for
-        rows without one of them."""
+        """Returns the fields that the step reads, concatenated to one int32 array, as its programs take them. Raises
+        InputError if the rows lack a field."""
         if missing := [name for name in self.fields if getattr(rows, name) is None]:
-            raise InputError(f"the step of {self.model.name} reads {', '.join(missing)}, which these rows have not.")
+            raise InputError(f"the step of {self.model.name} reads {', '.join(missing)}, which these rows lack.")
         return np.concatenate([getattr(rows, name).ravel() for name in self.fields], dtype=np.int32)
 
     def shape_of(self, job: Job) -> PackedShape:
-        """Returns the shape of the step of a job: all rows of its sequences, with logits of the last ones."""
+        """Returns the shape of a job's step: all rows of its sequences, with logits of each sequence's last row."""
         return PackedShape(job.tokens_per_step, job.batch_seqs, job.batch_seqs, job.step_len)
 
     def compiled(self, shape: PackedShape) -> jax.stages.Compiled:
-        """Returns the program of a shape; compiles it once."""
+        """Returns the program of a shape, compiled or loaded at the first call."""
         if shape not in self._compiled:
             self._compiled[shape] = self.programs.get(self.program_name(shape), partial(self.lower, shape))
         return self._compiled[shape]
 
     def program_name(self, shape: PackedShape) -> str:
-        """Returns the name of the program of a shape in ``programs``."""
+        """Returns the name under which ``programs`` stores the program of a shape."""
         return "step-" + "-".join(map(str, shape))
 
     def lower_job(self, job: Job) -> jax.stages.Lowered:
-        """Lowers the step of a job without data; prompts beside an encoder are sources, padded to equal parts."""
+        """Lowers a job's step without data. With an encoder, prompts are its sources, padded to equal shards."""
         if not (self.model.encoder and job.has_prompts):
             return self.lower(self.shape_of(job))
         _, position_parts = self.source_parts
@@ -278,11 +278,11 @@ class PackedStep(SourceStep):
 
     @property
     def has_windows(self) -> bool:
-        """True if layers with a window have pages of their own."""
+        """True if layers with a window have separate pages."""
         return WINDOW_PAGES in self.declared
 
     def _parts(self, shape: PackedShape) -> list[tuple[int, ...]]:
-        """Returns the shapes of the fields."""
+        """Returns the array shape of each of `fields`."""
         dims_by_field = {**dict.fromkeys(TABLES, (self.cache_sizes["Bp"],)), "prefix": ()}
         dims_by_field["source_pages"] = (self.cache_sizes["Bx"],)
         dims_by_field |= {name: (self.max_len,) for name in OF_MASKS if name != "prefix"}
@@ -290,7 +290,7 @@ class PackedStep(SourceStep):
 
     @cached_property
     def mask_fields(self) -> list[str]:
-        """The fields that the model's mask reads of each sequence."""
+        """The fields of `PackedRows` that the model's mask reads."""
         return [name for name in self.fields if name in OF_MASKS]
 
     def _program(self, shape: PackedShape) -> jax.stages.Wrapped:
@@ -316,7 +316,7 @@ class PackedStep(SourceStep):
             latest_slots = inputs.pop("sources")
             inputs["tokens"] = jnp.where(latest_slots >= 0, latest[jnp.maximum(latest_slots, 0)], inputs["tokens"])
             inputs |= {name: inputs[name][:, None] for name in input_names if declared_arrays[name].dims == ("B", "T")}
-            # else XLA splits ``flat`` as some fields are split, and sends parts of others
+            # else XLA shards ``flat`` like some of its fields, and must reshard the others
             inputs = {name: lax.with_sharding_constraint(array, replication) for name, array in inputs.items()}
             logits, cache = mapped_run(params, cache, inputs)
             return logits[:, : self.model.vocab_size], cache  # the vocabulary is padded to equal parts
@@ -325,14 +325,14 @@ class PackedStep(SourceStep):
             step,
             in_shardings=(shardings(self.mesh, param_specs), self.held_formats, replication, replication),
             out_shardings=(self.logits_sharding, self.held_formats),
-            donate_argnums=1,  # else every step copies the pages to write a few of their slots
-            keep_unused=bool(self.model.encoder),  # its weights are on the devices too
+            donate_argnums=1,  # donated: else every step copies all pages
+            keep_unused=bool(self.model.encoder),  # the encoder's weights are unused here
             compiler_options=self.compiler.used,
         )
 
 
 def sizes_up_to(most: int, *, least: int = 1, halves_from: int = 0) -> list[int]:
-    """Returns numbers of rows up to ``most``: powers of two, and if asked also those halfway to the next one."""
+    """Returns ``least``, doubled up to ``most``, which ends the list; from ``halves_from`` on also 1.5 times each."""
     sizes, size = list[int](), least
     while size < most:
         sizes += [size, size * 3 // 2] if halves_from and size >= halves_from else [size]

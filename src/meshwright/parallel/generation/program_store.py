@@ -1,4 +1,4 @@
-"""Compiled programs in files, so that a process that has them starts without tracing or compiling.
+"""Stores compiled programs in files, so that later processes start without tracing or compiling.
 
 JAX's own cache of compiled programs saves compiling, not tracing, which takes a second or more of a large step.
 """
@@ -26,11 +26,11 @@ from meshwright.nn.attention.platform import processor
 
 
 class ProgramStore:
-    """Programs of this machine, this version and ``about``, what else they depend on, under ``folder``.
+    """Programs in files under ``folder``, keyed by machine, versions and ``about`` (all else that they depend on).
 
-    A program that cannot be read is compiled again. Programs on several CPU devices are not kept (see `device_mesh`),
-    nor those of CPUs while JAX keeps compiled programs: what it has read from its own files lacks its functions when it
-    is written once more (jaxlib 0.10.2).
+    A program that cannot be read is compiled again. Nothing is stored without a folder, for several CPU devices (see
+    `device_mesh`), or on a CPU with JAX's own cache enabled: a program loaded from that cache cannot be serialised
+    again (jaxlib 0.10.2).
     """
 
     def __init__(self, folder: Path | None, about: Any) -> None:
@@ -49,12 +49,12 @@ class ProgramStore:
         self._locks: dict[str, Lock] = {}
 
     def has(self, names: Iterable[str]) -> bool:
-        """True if there are files for all of these programs."""
+        """True if all of these programs have files."""
         return self.folder is not None and all(_is_own(self.folder / f"{name}.program") for name in names)
 
     def get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        """Returns the program ``name`` from its file, or compiles and keeps it."""
-        with self._locks.setdefault(name, Lock()):  # a thread reads programs while first requests run
+        """Returns the program ``name`` from its file, or compiles the result of ``lower`` and stores it."""
+        with self._locks.setdefault(name, Lock()):  # a thread loads programs while the first requests run
             return self._get(name, lower)
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
@@ -70,7 +70,7 @@ class ProgramStore:
 
 
 def _is_own(path: Path) -> bool:
-    """True for a file that this user wrote where not everyone may write: reading a program runs what it holds."""
+    """True for a file of this user that others cannot write, in such a folder: loading a program runs code from it."""
     return path.exists() and all(
         entry.stat().st_uid == os.getuid() and not entry.stat().st_mode & 0o002 for entry in (path, path.parent)
     )
@@ -81,7 +81,7 @@ def _read(path: Path) -> jax.stages.Compiled | None:
         file_bytes = path.read_bytes() if _is_own(path) else b""
         if hashlib.sha256(file_bytes[32:]).digest() == file_bytes[:32]:  # else cut or damaged
             return deserialize_and_load(*pickle.loads(file_bytes[32:]))
-    except Exception:  # a file of another compiler: compiled again
+    except Exception:  # such as a file of another compiler: compile again
         return None
     return None
 
@@ -89,7 +89,7 @@ def _read(path: Path) -> jax.stages.Compiled | None:
 def _write(path: Path, compiled: jax.stages.Compiled) -> None:
     payload = pickle.dumps(serialize(compiled))
     file_bytes = hashlib.sha256(payload).digest() + payload
-    with suppress(OSError):  # without room, or the right to write, the next process compiles again
+    with suppress(OSError):  # without disk space or permission, the next process compiles again
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda part: part.write_bytes(file_bytes))  # other processes may read it meanwhile
 

@@ -1,4 +1,4 @@
-"""The step of a server that reads sources: an encoder, and what cross-attention has of its result, into pages."""
+"""The step that runs an encoder on sources and writes the keys and values of cross-attention to cache pages."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from meshwright.parallel.mesh import GivenOptions, compiler_options, lower, part
 
 
 class SourceRows(NamedTuple):
-    """Arrays of sources that `SourceStep.encode` reads, on the host."""
+    """Host arrays of sources, read by `SourceStep.encode`."""
 
     contents: Any
     lengths: Any
@@ -29,11 +29,11 @@ class SourceRows(NamedTuple):
 
 
 SOURCE_INPUTS = ("encoder_lengths", "encoder_slots", "encoder_positions")
-"""Inputs of the program that reads sources, beside their tokens or features."""
+"""Inputs of the encoder's program besides tokens or features."""
 
 
 class SourceStep(HeldArrays):
-    """Programs that read sources, of a model with an encoder: ``derived_sources`` are their steps."""
+    """The encoder's programs of a model with an encoder; ``derived_sources`` are their derived steps."""
 
     derived_sources: Derived
     num_owners: int
@@ -42,7 +42,7 @@ class SourceStep(HeldArrays):
 
     @cached_property
     def compiler(self) -> GivenOptions:
-        """The options of the compiler."""
+        """The compiler options for the mesh."""
         return compiler_options(self.mesh)
 
     def _parts_of(self, array: ShardedArray, dim: str) -> int:
@@ -50,27 +50,27 @@ class SourceStep(HeldArrays):
 
     @property
     def source_parts(self) -> tuple[int, int]:
-        """What divides the sources that are read at once, and the positions that each has with its padding."""
+        """Numbers that must divide the sources of a batch, and the padded positions of each source."""
         names = "encoder_x", self.source_name, "encoder_o"
         arrays = [self.derived_sources.declared[name] for name in names]
         num_parts, position_parts = (math.lcm(*(self._parts_of(array, dim) for array in arrays)) for dim in "BS")
         return math.lcm(self.num_owners, num_parts), position_parts
 
     def encode(self, params: Params, cache: Cache, rows: SourceRows) -> Cache:
-        """Returns the cache with keys and values of sources: ``contents`` as `empty_sources` has them, of which each
-        has the first ``lengths``[B], in ``slots``[B, S] of all pages, beyond them for padding. Each shape is compiled
-        once."""
+        """Writes the keys and values of sources to the cache and returns it. ``contents`` have the form of
+        `empty_sources`, with ``lengths``[B] valid positions each; ``slots``[B, S] are cache slots (`NO_SLOT`:
+        padding). Each shape is compiled once."""
         return self.compiled_sources(*rows.slots.shape)(params, cache, list(rows))
 
     def empty_sources(self, num_sources: int, length: int) -> np.ndarray:
-        """Returns tokens [B, S], or features [B, M, 2 S] in the dtype of the stream, all 0."""
+        """Returns zeros: tokens [B, S], or if the encoder reads features [B, M, 2 S] in the stream's dtype."""
         num_features = self.model.encoder.features if self.model.encoder else 0
         if num_features:
             return np.zeros((num_sources, num_features, 2 * length), self.dtype)
         return np.zeros((num_sources, length), np.int32)
 
     def compiled_sources(self, num_sources: int, length: int) -> jax.stages.Compiled:
-        """Returns the program that reads so many sources of so many positions; compiles it once."""
+        """Returns the encoder's program for ``num_sources`` of ``length`` positions, compiled at the first call."""
         shape = num_sources, length
         if shape not in self._compiled:
             lower_shape = partial(self.lower_sources, num_sources, length)
@@ -78,7 +78,7 @@ class SourceStep(HeldArrays):
         return self._compiled[shape]
 
     def lower_sources(self, num_sources: int, length: int) -> jax.stages.Lowered:
-        """Lowers the program that reads so many sources of so many positions, without data."""
+        """Lowers the encoder's program for ``num_sources`` of ``length`` positions, without data."""
         params, cache = (jax.eval_shape(self.by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))
         contents = self.empty_sources(num_sources, length)
         shapes = (num_sources,), (num_sources, length)
@@ -104,7 +104,7 @@ class SourceStep(HeldArrays):
             in_shardings=(shardings(self.mesh, param_specs), self.held_formats, replication),
             out_shardings=self.held_formats,
             donate_argnums=1,
-            keep_unused=True,  # the decoder's weights are on the devices too
+            keep_unused=True,  # the decoder's weights are unused here
             compiler_options=self.compiler.used,
         )
         platform = self.platform if isinstance(self.mesh, AbstractMesh) else ""
@@ -112,10 +112,10 @@ class SourceStep(HeldArrays):
 
     @property
     def source_inputs(self) -> list[str]:
-        """The inputs of the program that reads sources."""
+        """Names of the inputs of the encoder's program."""
         return [name for name in (self.source_name, *SOURCE_INPUTS) if name in self.derived_sources.declared]
 
     @property
     def source_name(self) -> str:
-        """The input that has what is read."""
+        """Name of the input with the sources: features or tokens."""
         return FEATURES if FEATURES in self.derived_sources.declared else "encoder_tokens"

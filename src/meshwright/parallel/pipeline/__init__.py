@@ -1,1 +1,1 @@
-"""One executor for every pipeline schedule."""
+"""Runs any pipeline schedule with one executor."""

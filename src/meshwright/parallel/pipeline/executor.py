@@ -1,9 +1,9 @@
 """One executor for every pipeline schedule: a scan over the ticks of its table, inside `shard_map`.
 
 In a tick each device runs a forward (F), a backward (B) and a weight-gradient pass (W) if its row of the table names
-them, then sends. Sends are outside of every branch: all devices take part in each, and a message that no device needs
-is dropped. Code that writes to a large buffer in some ticks only is in a loop of zero or one iteration
-(`at_most_once`): XLA updates buffers of loops in place, and on GPUs copies buffers of branches.
+them, then sends. Sends are outside of every branch: all devices take part in each send, and a message that no device
+needs is dropped. Code that writes to a large buffer in only some ticks is in a loop of zero or one iteration
+(`at_most_once`): XLA updates buffers of loops in place, but on GPUs copies buffers of branches.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from meshwright.parallel.held import Tree
 
 AXIS = "pipeline"
 Stream = Tree
-"""The activations that one virtual stage sends to the next, [B, T, D] on a device for each stack; or the cotangents."""
+"""The activations that one virtual stage sends to the next, [B, T, D] per device and stack; or their cotangents."""
 
 
 def as_it_is(value: Tree) -> Tree:
-    """Returns the value."""
+    """Returns its argument: the default of `StageFunctions` hooks."""
     return value
 
 
@@ -41,10 +41,10 @@ class StageFunctions:
         forward(layers, inputs, stream) -> stream, saved  backward(layers, inputs, saved, dy) -> dx, gradients
         head_forward(ends, inputs, stream) -> sums, saved head_backward(ends, inputs, saved) -> dy, gradients
 
-    A B without a W of its own runs ``backward``. Another runs ``input_backward`` -> dx, handed, and its W runs
+    A B without a separate W runs ``backward``. A split B runs ``input_backward`` -> dx, handed, and its W runs
     ``weight_backward(layers, inputs, handed)`` -> gradients. The sums over the microbatch are a pytree with the loss.
-    Of the last stage's stream ``to_head`` is what the head reads. Where devices of a group have the same stream,
-    ``send`` takes a part and ``receive`` gathers it; ``send_back`` and ``receive_back`` do so with cotangents.
+    ``to_head`` extracts from the last stage's stream what the head reads. If devices of a group have equal streams,
+    ``send`` takes a part and ``receive`` gathers it; ``send_back`` and ``receive_back`` do so for cotangents.
     """
 
     embed: Callable[..., Tree]
@@ -63,7 +63,7 @@ class StageFunctions:
 
 
 class StageWeights(NamedTuple):
-    """Weights of a device, or gradients: ``layers`` with the device's layers as first dim, ``ends`` by name."""
+    """A device's weights or gradients: ``layers``, with layers as first dim, and ``ends``, outside the layers."""
 
     layers: Tree
     ends: dict[str, Array]
@@ -72,16 +72,16 @@ class StageWeights(NamedTuple):
 def run_schedule(
     tables: ticks.TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree
 ) -> tuple[Tree, StageWeights]:
-    """Returns sums over this device's microbatches (the loss among them), and gradients of its weights in float32.
+    """Runs a schedule. Returns this device's sums over microbatches (with the loss), and its gradients in float32.
 
-    With `forward_tables` it returns no gradients, and keeps nothing for a backward pass. The first dim of ``inputs`` is
+    With `forward_tables` it returns no gradients, and saves nothing for a backward pass. The first dim of ``inputs`` is
     the microbatches, of ``weights.layers`` this device's layers, chunk by chunk (see `stages.layer_rows`). Sums
     and gradients of ``ends`` are this device's part, zero if it runs neither embedding nor head: sum them over the
     pipeline once per step.
     """
     has_mirror = tables.schedule.weight_copies > 1
     if has_mirror:
-        # microbatches enter at both ends: the layers of the device at the other end come after its own
+        # microbatches enter at both ends: the layers of the mirror device follow the device's layers
         mirrored_layers = _mirror(tables, weights.layers)
         all_layers = jax.tree.map(lambda mine, theirs: jnp.concatenate([mine, theirs]), weights.layers, mirrored_layers)
         weights = weights._replace(layers=all_layers)
@@ -95,7 +95,7 @@ def run_schedule(
         return executor.tick(state, jax.tree.unflatten(structure, [row[i] for i in range(len(column_leaves))])), None
 
     state, _ = lax.scan(tick, executor.start(), tick_rows)
-    if not has_mirror:  # else layers are held twice, and their weights are stored once
+    if not has_mirror:  # else each layer is on two devices, and its weights are stored once
         return state.sums, state.grads
     my_grads, their_grads = (jax.tree.map(lambda a, n=half: part_of(a, n, 2), state.grads.layers) for half in (0, 1))
     return state.sums, state.grads._replace(layers=add(my_grads, _mirror(tables, their_grads)))
@@ -122,7 +122,7 @@ class TickState(NamedTuple):
 
 
 class TickExecutor:
-    """Runs one tick on one device."""
+    """Runs the ticks of a schedule on one device."""
 
     def __init__(self, tables: ticks.TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree) -> None:
         self.tables, self.stages, self.weights, self.inputs = tables, stages, weights, inputs
@@ -156,7 +156,7 @@ class TickExecutor:
             lambda a: jnp.zeros((self.num_chunks * a.shape[0], *a.shape[1:]), jnp.float32), self.grads.layers
         )
         return TickState(
-            x=zeros(self.sent, max(slots.x, 1)),  # every tick writes a slot, if only what is in it
+            x=zeros(self.sent, max(slots.x, 1)),  # every tick rewrites a slot, if only with its old value
             dx=zeros(self.sent_back, max(slots.dx, 1)),
             head=zeros(self.head_stream, slots.head),
             stash=zeros(self.saved, slots.stash),
@@ -183,16 +183,15 @@ class TickExecutor:
         return [lax.ppermute(stream, AXIS, channel.pairs) if channel.offset else stream for channel in channels]
 
     def _piece(self, weights: Tree, chunk: Array) -> Tree:
-        """Returns the weights of one virtual stage of this device."""
+        """Returns the weights of this device's virtual stage number ``chunk``."""
         if self.num_chunks == 1:
             return weights
         return jax.tree.map(lambda a: part_of(a, chunk, self.num_chunks), weights)
 
     def _ends_and_inputs(self, microbatch: Array) -> tuple[dict[str, Array], Tree]:
-        """Returns the weights outside the layers and a microbatch.
+        """Returns the weights outside the layers and a microbatch, tied by an optimization barrier.
 
-        They are tied to each other: otherwise XLA takes gathers of the weights out of the loop over ticks, and holds
-        whole weights for the step.
+        Otherwise XLA moves gathers of the weights out of the loop over ticks, and keeps whole weights for the step.
         """
         return lax.optimization_barrier((self.weights.ends, read(self.inputs, microbatch)))
 
@@ -221,7 +220,7 @@ class TickExecutor:
         )
         sums = state.sums
         if not self.tables.has_backward:
-            # Where no backward pass follows, the loss head runs in F of the last virtual stage.
+            # Without a backward pass, the loss head runs in F of the last virtual stage.
             sums = lax.cond(
                 row.is_last > 0,
                 lambda total: add(total, stages.head_forward(ends, inputs, stages.to_head(y))[0]),
@@ -247,7 +246,7 @@ class TickExecutor:
             return dx, write(handed_buffer, row.handed_slot, new_handed)
 
         def embed(args: Tree, grads: dict[str, Array]) -> tuple[dict[str, Array]]:
-            return (add_named(grads, barrier(stages.embed_backward(*args))),)  # libtpu moves its sum out, and fails
+            return (add_named(grads, barrier(stages.embed_backward(*args))),)  # else libtpu hoists the sum and fails
 
         dx, layer_grads, handed_buffer = zeros(self.stream), state.grads.layers, state.handed
         is_split, invariants = row.handed_slot >= 0, (self.weights.layers, inputs, dy, row.stash_slot)
@@ -261,7 +260,7 @@ class TickExecutor:
     def _cotangent(
         self, state: TickState, row: ticks.BackwardColumns, ends: dict[str, Array], inputs: Tree
     ) -> tuple[TickState, Stream]:
-        """Returns the cotangent of a stage's result: received, or from the loss head, whose two passes run here."""
+        """Returns the cotangent of a stage's result: received, or from the loss head, run forward and backward here."""
         stages = self.stages
 
         def from_head(
@@ -273,7 +272,7 @@ class TickExecutor:
             return dy, add_named(grads, barrier(head_grads)), add(sums, new_sums)
 
         is_busy, has_dy = row.microbatch >= 0, row.dx_slot >= 0
-        dy = lax.cond(  # writes to no large buffer, of which GPUs would make a copy
+        dy = lax.cond(  # a branch is fine: it writes to no large buffer
             is_busy & has_dy, lambda: stages.receive_back(read(state.dx, row.dx_slot)), lambda: zeros(self.stream)
         )
         invariants = (ends, inputs, row.head_slot)
@@ -294,7 +293,7 @@ class TickExecutor:
         return state._replace(grads=state.grads._replace(layers=layer_grads))
 
     def _added(self, grads: Tree, chunk: Array, new_grads: Tree) -> Tree:
-        new_grads = barrier(new_grads)  # libtpu would move the sum that follows out of the loop, and fail
+        new_grads = barrier(new_grads)  # else libtpu hoists the next sum out of the loop and fails
         if self.num_chunks == 1:
             return add(grads, new_grads)
 
@@ -326,7 +325,7 @@ def write_if_named(buffer: Tree, slot: Array, value: Tree) -> Tree:
 
 
 def zeros(like: Tree, *slots: int, dtype: jnp.dtype | None = None) -> Tree:
-    """Returns zeros of the shapes of a tree: the result of an idle pass, or empty slots."""
+    """Returns zeros of the shapes of a tree, with leading dims ``slots``, in its dtypes or ``dtype``."""
     return jax.tree.map(lambda a: jnp.zeros((*slots, *a.shape), dtype or a.dtype), like)
 
 
@@ -341,6 +340,6 @@ def add_named(total: dict[str, Array], part: dict[str, Array]) -> dict[str, Arra
 
 
 def part_of(array: Array, number: Array, count: int) -> Array:
-    """Returns one of ``count`` equal parts along the first dim."""
+    """Returns part ``number`` of ``count`` equal parts along the first dim."""
     part_len = array.shape[0] // count
     return lax.dynamic_slice_in_dim(array, number * part_len, part_len)

@@ -1,8 +1,8 @@
-"""The passes of one stage of a pipeline: its layers of every stack, between which the results of stacks are computed.
+"""The passes of one pipeline stage over a program of several stacks (such as encoder and decoder).
 
-A stage runs the layers of all stacks that it has, on one stream for each stack. What ends a stack before the last is
-computed by every stage, from the stream that arrives: where the stack goes on in later stages, nobody reads it, as the
-layers of zeros in place of those of the next stack add nothing.
+A stage runs its layers of every stack, on one stream per stack. Every stage also computes the last block of each stack
+but the last, from the stream that arrives. If that stack continues in later stages, the result has no effect, as the
+stage's layers of the next stack are then zeros, which add nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,30 +21,30 @@ from meshwright.parallel.held import Tree
 from meshwright.parallel.passes import Passes
 
 Streams = dict[str, Array]
-"""The stream of each stack, by its name, or its cotangent."""
+"""Name of a stack's stream -> the stream, or its cotangent."""
 
 
 @dataclass(frozen=True)
 class StagePasses:
-    """The passes of a stage over ``stacks``, which have the layers of the stage. ``layers`` in the arguments are its
-    weights, with those of `between` among them, in arrays with a first dim of 1."""
+    """The passes of a stage over ``stacks``, each restricted to the stage's layers. The argument ``layers`` has the
+    stage's weights, and the weights of `between` with a first dim of 1."""
 
     stacks: tuple[Passes, ...]
 
     @cached_property
     def between(self) -> tuple[str, ...]:
-        """Weights of what ends stacks before the last."""
+        """Names of the weights of the last blocks of all stacks but the last."""
         return tuple(dict.fromkeys(name for stack in self.stacks[:-1] for name in stack.head.weights))
 
     @cached_property
     def _streams(self) -> tuple[Passes, ...]:
-        """The stacks that have a stream; others only prepare weights."""
+        """The stacks with a stream; other stacks only prepare weights."""
         return tuple(stack for stack in self.stacks if stack.stack.first)
 
     # -- the ends ----------------------------------------------------------------------------------
 
     def embed(self, ends: Params, inputs: Inputs) -> Streams:
-        """Returns the streams that enter the first stage."""
+        """Returns the input streams of the first stage, from the first block of each stack."""
         return {stack.stack.carry: stack.embed.forward(ends, inputs, None)[0] for stack in self._streams}
 
     def embed_backward(self, ends: Params, inputs: Inputs, dstreams: Streams) -> Params:
@@ -61,11 +61,11 @@ class StagePasses:
         return streams[self.stacks[-1].stack.carry]
 
     def head_forward(self, ends: Params, inputs: Inputs, stream: Array) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the summed loss, and what the backward pass of the loss head reads."""
+        """Returns the summed loss, and the arrays saved for the loss head's backward pass."""
         return self.stacks[-1].head.forward(ends, inputs, stream)
 
     def head_backward(self, dloss: Array) -> Callable[..., tuple[Streams, Params]]:
-        """Returns the backward pass of the loss head for the cotangent of the summed loss."""
+        """Returns a function that runs the loss head backward, given the cotangent ``dloss`` of the summed loss."""
 
         def run(ends: Params, inputs: Inputs, saved: tuple[Array, ...]) -> tuple[Streams, Params]:
             dy, saved = lax.optimization_barrier((dloss, saved))  # else exponentials are kept for both passes
@@ -79,7 +79,7 @@ class StagePasses:
     # -- the layers --------------------------------------------------------------------------------
 
     def forward(self, layers: Params, inputs: Inputs, streams: Streams) -> tuple[Streams, Tree]:
-        """Returns the streams after the stage, and what its backward pass reads."""
+        """Returns the streams after the stage, and the arrays saved for its backward pass."""
         results, streams, saved = dict(inputs), dict(streams), []
         for stack in self.stacks:
             name, layers_saved = stack.stack.carry, ()
@@ -92,17 +92,17 @@ class StagePasses:
         return streams, tuple(saved)
 
     def backward(self, layers: Params, inputs: Inputs, saved: Tree, dstreams: Streams) -> tuple[Streams, Params]:
-        """Returns the cotangents of the streams that entered the stage, and its gradients."""
+        """Returns the cotangents of the stage's input streams, and the stage's gradients."""
         dstreams, grads_by_stack, head_grads = self._backward(layers, inputs, saved, dstreams, split=False)
         return dstreams, {name: grad for grads in grads_by_stack for name, grad in grads.items()} | head_grads
 
     def input_backward(self, layers: Params, inputs: Inputs, saved: Tree, dstreams: Streams) -> tuple[Streams, Tree]:
-        """Returns the cotangents of the streams that entered the stage, and the operands of `weight_backward`."""
+        """Returns the cotangents of the stage's input streams, and the operands of `weight_backward`."""
         dstreams, operands_by_stack, head_grads = self._backward(layers, inputs, saved, dstreams, split=True)
         return dstreams, (operands_by_stack, head_grads, tuple(ended_stream for _, ended_stream in saved))
 
     def weight_backward(self, layers: Params, inputs: Inputs, handed: Tree) -> Params:
-        """Returns the gradients from what `input_backward` handed on."""
+        """Returns the stage's gradients, from the operands that `input_backward` returned."""
         operands_by_stack, grads, ended_streams = handed
         results, _ = self._results(layers, inputs, ended_streams)
         for stack, operands in zip(self._streams, operands_by_stack, strict=True):
@@ -112,8 +112,8 @@ class StagePasses:
     def _backward(
         self, layers: Params, inputs: Inputs, saved: Tree, dstreams: Streams, *, split: bool
     ) -> tuple[Streams, tuple[Tree, ...], Params]:
-        """Returns the cotangents of the streams, for each stack with a stream the gradients of its layers, with
-        ``split`` their operands, and the gradients of the weights of `between`."""
+        """Returns the cotangents of the streams; for each stack with a stream the gradients of its layers (with
+        ``split``, their operands); and the gradients of the weights of `between`."""
         results, saved_by_head = self._results(layers, inputs, [ended_stream for _, ended_stream in saved])
         dstreams, dresults, head_grads, results_by_stack = dict(dstreams), Inputs(), Params(), list[Tree]()
         for stack, (layers_saved, _), head_saved in reversed(list(zip(self.stacks, saved, saved_by_head, strict=True))):
@@ -132,8 +132,8 @@ class StagePasses:
         return dstreams, tuple(results_by_stack), head_grads
 
     def _results(self, layers: Params, inputs: Inputs, ended: Sequence[Array | None]) -> tuple[Inputs, list[Tree]]:
-        """Returns the inputs with the results of the stacks whose streams have ``ended``, and what each stack's last
-        block saves, () for the loss head."""
+        """Returns the inputs plus the results of all stacks but the last, from their final streams ``ended``, and the
+        saved activations of each stack's last block, () for the loss head."""
         results, saved_by_head = dict(inputs), list[Tree]()
         for stack, ended_stream in zip(self.stacks[:-1], ended, strict=False):
             weights = self._of_heads(layers)

@@ -1,4 +1,4 @@
-"""A derived model as stages of a pipeline: loss and gradients of one device's part of a batch, under any schedule."""
+"""Runs a derived model as pipeline stages: loss and gradients of one device's part of a batch, for any schedule."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,14 +30,14 @@ from meshwright.spec.strategy import Strategy
 
 
 def strategy_schedule(strategy: Strategy) -> Schedule:
-    """Returns the schedule that a strategy names: a built-in one, or one read from a file."""
+    """Returns the schedule that a strategy names: a built-in schedule, or one read from a file."""
     num_stages = strategy.mesh.get("pipeline", 1)
     return build(strategy.schedule, stages=num_stages, microbatches=strategy.num_microbatches, chunks=strategy.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """One model on one pipeline. ``stacked`` are the weights of layers; the others are replicated over stages.
+    """One model on one pipeline. ``stacked`` are the weights of layers; other weights are replicated over stages.
 
     Raises CannotRunError for more stages than layers, and for options that do not run in stages.
     """
@@ -61,12 +61,12 @@ class Pipeline:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """The blocks of the model's layers, in order."""
+        """The block names of the model's layers, in order."""
         return tuple(name for stack in self.context.derived.program.stacks for name in stack.layers)
 
     @cached_property
     def _rows_of(self) -> dict[str, np.ndarray]:
-        """`layer_rows` by the name of a weight, or of a router's counts."""
+        """Name of a weight or router count -> `layer_rows` of its block."""
         block_rows = layer_rows(self.schedule, self._names)
         block_steps = [steps for steps in self.context.derived.blocks if steps.block.name in block_rows]
         block_by_weight = {n: steps.block.name for steps in block_steps for op in steps.block.ops for n in op.inputs}
@@ -75,25 +75,25 @@ class Pipeline:
         return {name: block_rows[block] for name, block in (block_by_weight | block_by_count).items() if name in names}
 
     def held(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes with as many layers as devices hold, those of zeros among them."""
+        """Returns the shapes with the number of layers on all devices, padding layers included."""
         return {
             name: shape.update(shape=(len(self._rows_of[name]), *shape.shape[1:])) if name in self.stacked else shape
             for name, shape in shapes.items()
         }
 
     def in_stage_order(self, params: Params) -> Params:
-        """Reorders `held` arrays from the order of the model, layers of zeros last, to the order of the stages."""
+        """Reorders `held` arrays from the model's order, padding layers last, to the order of stages."""
         return self._reordered(params, lambda order: order)
 
     def in_model_order(self, params: Params) -> Params:
-        """Reorders weights or gradients from the order of the stages to that of the model, layers of zeros last."""
+        """Reorders weights or gradients from the order of stages to the model's order, padding layers last."""
         return self._reordered(params, np.argsort)
 
     def _reordered(self, params: Params, order_of: Callable[[np.ndarray], np.ndarray]) -> Params:
         orders = {}
         for name in (name for name in params if name in self.stacked):
             rows = self._rows_of[name]
-            # layers of zeros have rows after those of the model
+            # padding layers have rows after the model's layers
             row_order = order_of(np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows))
             if (row_order != np.arange(len(row_order))).any():
                 orders[name] = row_order
@@ -102,27 +102,27 @@ class Pipeline:
         def take(arrays: Params) -> Params:
             return {name: array[orders[name]] for name, array in arrays.items()}
 
-        # Arrays on devices keep their shardings, which traced and NumPy arrays do not have.
+        # Arrays on devices keep their shardings; traced and NumPy arrays have none.
         if not orders or not all(isinstance(a, Array) and not isinstance(a, jax.core.Tracer) for a in arrays.values()):
             return params | take(arrays)
         return params | jax.jit(take, out_shardings={n: a.sharding for n, a in arrays.items()})(arrays)
 
     def counted(self, extras: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the metrics without the rows of layers of zeros; ``extras`` have a row of each layer with experts."""
+        """Returns ``extras``, metrics with a row for each layer with experts, without the rows of padding layers."""
         router_names = sorted(name for steps in self.context.derived.blocks for name in counts_of(steps))
         rows_by_router = [self._rows_of[name].reshape(self.schedule.num_devices, -1) for name in router_names]
-        # rows taken from an array that is split over stages are gathered
+        # indexing an array that is sharded over stages would gather it
         if all((rows >= 0).all() for rows in rows_by_router):
             return dict(extras)
         present_rows = np.flatnonzero(np.concatenate(rows_by_router, axis=1) >= 0)
         return {name: metric[present_rows] for name, metric in extras.items()}
 
     def _of_device(self, rows: np.ndarray) -> Array:
-        """Returns this device's part of rows of all devices."""
+        """Returns this device's equal share of ``rows``, which are in order of devices."""
         return jnp.asarray(rows.reshape(self.schedule.num_devices, -1))[lax.axis_index(AXIS)]
 
     def _of_layers(self, grads: Params) -> Params:
-        """Returns the gradients of a device, zero for layers of zeros, which stay so."""
+        """Returns a device's gradients, set to zero for padding layers, so that these stay zero."""
 
         def own(name: str, grad: Array) -> Array:
             if (self._rows_of[name] >= 0).all():
@@ -133,9 +133,9 @@ class Pipeline:
         return {name: own(name, grad) for name, grad in grads.items()}
 
     def gradients(self, params: Params, inputs: Inputs, dloss: Array) -> tuple[Array, Params]:
-        """Returns the summed loss of this device's rows, and gradients of ``dloss`` times it, summed over microbatches.
+        """Returns the summed loss of this device's rows, and gradients of ``dloss`` times loss over all microbatches.
 
-        The loss is 0 without the head. Collectives of scope "step" have not run. Router counts are among the gradients.
+        The loss is 0 without the head. Collectives of scope "step" have not run. Gradients include router counts.
         """
         loss, grads = self._run(tick_tables(self.schedule), params, inputs, dloss)
         between = {name: grads.layers[name].sum(0) for name in self._passes.between}
@@ -143,14 +143,14 @@ class Pipeline:
         return loss, self._of_layers(layer_grads) | grads.ends | between
 
     def loss(self, params: Params, inputs: Inputs) -> Array:
-        """Returns the summed loss alone; 0 on stages without the loss head."""
+        """Returns the summed loss without gradients; 0 on stages without the loss head."""
         return self._run(forward_tables(self.schedule), params, inputs, jnp.ones(()))[0]
 
     def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: Array) -> tuple[Array, StageWeights]:
         layer_params = {name: array for name, array in params.items() if name in self.stacked}
         end_params = {name: array for name, array in params.items() if name not in self.stacked}
         num_runs = self.schedule.num_chunks // self.schedule.weight_copies
-        for name in self._passes.between:  # every run of layers has them
+        for name in self._passes.between:  # one copy per chunk
             layer_params[name] = jnp.broadcast_to(params[name], (num_runs, *params[name].shape))
         for block_name, rows in layer_rows(self.schedule, self._names).items():
             if (rows < 0).any() and (self.context.model.sum_norms or self.context.model.layer_scale):
@@ -191,10 +191,10 @@ class Pipeline:
 
 
 def layer_rows(schedule: Schedule, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Returns, for every block of layers, the model's row at each row that devices hold of its weights, -1 for zeros.
+    """Returns, for each block of layers, its weights' rows on devices as rows of the model, -1 for padding layers.
 
-    ``names`` are the blocks of the model's layers. Rows are in the order of devices, then chunks; with two routes they
-    are those of the first, as the second copy of the weights is not stored.
+    ``names`` are the blocks of the model's layers. Rows are in the order of devices, then chunks; of two routes only
+    the first counts, as the second copy of the weights is not stored.
     """
     pattern, layers = stage_layers(names, schedule.num_virtual_stages)
     stages = sorted((pos.device, pos.chunk, stage) for stage, pos in enumerate(schedule.routes[0]))
@@ -208,7 +208,7 @@ def layer_rows(schedule: Schedule, names: tuple[str, ...]) -> dict[str, np.ndarr
 
 def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream], Callable[[Stream], Stream]]:
     """Returns (send, receive) for the streams of all stacks: ``send`` takes a device's part of a stream if devices of
-    its group hold copies of it, ``receive`` restores the stream from the part."""
+    its group have copies of the stream, ``receive`` gathers the stream from the parts."""
     steps_by_stream: dict[str, list[Step]] = {}
     for step in (step for step in derived.boundary if step.phase == phase):
         steps_by_stream.setdefault(step.result.name.removeprefix("d" if phase == "backward" else ""), []).append(step)
