@@ -167,7 +167,7 @@ def load_trace(path: Path) -> RequestTraffic:
     """Reads traffic from a JSONL file of objects, or a CSV file with a header.
 
     Columns: ``arrival_s``, ``prompt`` and ``output`` in tokens; ``prefix`` (a whole number) and ``prefix_len`` if
-    prompts share prefixes. Raises InputError that names the file, and the line that is wrong.
+    prompts share prefixes. Raises InputError that names the file and the wrong line.
     """
     text = read_text(path, "Name a trace in JSONL or CSV.", most=MOST_TRACE_BYTES)
     values_by_name: dict[str, list[float]] = {name: [] for name in COLUMNS}

@@ -68,8 +68,8 @@ SCORES: dict[str, NamedMask] = {
 class Rule(NamedTuple):
     """A parsed mask or score rule: ``make(*arrays)`` returns its function, given the arrays that ``data`` names.
 
-    ``terms``: name -> parameters of masks whose conjunction is the mask; empty if the expression has a |.
-    ``page_len`` is the parameter of `paged`, 0 without it.
+    ``terms``: name -> parameters of masks whose conjunction is the mask; empty if the expression has a | or repeats a
+    name. ``page_len`` is the parameter of `paged`, 0 without it.
     """
 
     data: tuple[str, ...]

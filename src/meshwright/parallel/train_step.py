@@ -449,7 +449,7 @@ class TrainStep:
         return {name: 1.0 / jnp.maximum(batch[count_name], 1.0) for name, count_name in self.counts.items()}
 
     def _over_devices(self, name: str, scalar: Array) -> Array:
-        """Applies the derived collectives that sum a scalar over devices."""
+        """Sums the scalar ``name`` over devices by its derived collectives."""
         steps = [step for step in self.declared.update if step.is_collective and step.result.name == name]
         return apply_collectives(steps, scalar)
 

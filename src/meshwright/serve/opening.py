@@ -243,7 +243,7 @@ class _FoundPages(NamedTuple):
 
 
 def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storage: Storage) -> _FoundPages:
-    """Returns the number of pages and the longest request that memory allows. Raises InputError if too little."""
+    """Returns the number of pages and the longest request that fits. Raises InputError if memory is too small."""
     options = layout.options
     if options.host_cache_bytes > (memory_bytes := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
         raise InputError(

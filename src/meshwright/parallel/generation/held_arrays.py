@@ -81,7 +81,7 @@ class HeldArrays:
 
     @cached_property
     def cache_specs(self) -> dict[str, PartitionSpec]:
-        """Shardings of the cache."""
+        """Shardings of the cache arrays by name, with pages in parts where `page_parts` splits them."""
         return {
             name: spec if self._page_parts[name] == 1 else PartitionSpec(*spec[:2], None, *spec[2:])
             for name, spec in self._whole_specs.items()

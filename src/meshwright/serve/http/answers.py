@@ -119,7 +119,7 @@ class Writer:
         self._heads: dict[int, bytes] = {}
 
     def event(self, choice: GrowingText, usage: Usage | None = None) -> bytes:
-        """Returns the event with a choice's text and tokens that are not sent yet; b"" if there are none."""
+        """Returns the event with a choice's unsent text, tokens and finish reason; b"" without text and finish."""
         if not choice.piece and not choice.finish:
             return b""  # nothing yet: an incomplete character, or the start of a stop string
         piece, reported_tokens = choice.take()

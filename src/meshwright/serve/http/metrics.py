@@ -54,7 +54,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class _Histogram:
-    """Counts values up to each bound, and their sum."""
+    """Counts values per bucket between ``bounds``, and adds them up."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0

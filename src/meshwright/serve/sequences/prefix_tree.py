@@ -3,7 +3,7 @@
 A node is a full page; its tokens follow its parent's. A running request pins the nodes of its prompt from the root on.
 Nodes that no request pins are idle: they stay until pages are needed, and the longest idle is evicted first. A node
 becomes idle before its parent does, so the evicted node is always a leaf of the pages on the devices. It moves to host
-memory if there is room; the page longest on the host, a leaf of the whole tree, is then dropped.
+memory; if that is full, the page longest there, a leaf of the whole tree, is dropped.
 """
 
 from collections import OrderedDict
