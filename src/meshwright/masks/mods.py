@@ -283,8 +283,8 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def tree_walk(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns preorder numbers on entering and leaving each token's subtree, [B, T] each, given ``parents`` [B, T]
-    (earlier positions, -1 for a root). Raises InputError for a parent that is not earlier."""
+    """Returns (enter, leave), [B, T] each: a token's preorder number and the first one after its subtree. ``parents``
+    [B, T] are earlier positions, -1 for a root. Raises InputError for a parent that is not earlier."""
     parents = np.asarray(parents)
     num_positions = parents.shape[1]
     if (parents >= np.arange(num_positions)).any():

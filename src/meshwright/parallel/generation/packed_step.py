@@ -74,7 +74,7 @@ class PackedRows(NamedTuple):
     spans: Any = None
 
     def each_alone(self, whose: Sequence[int] | np.ndarray) -> "PackedRows":
-        """Returns the rows as separate sequences of one row; ``whose`` [R] are their present sequences' indices."""
+        """Returns the rows as separate sequences of one row; ``whose`` [R] is the present sequence of each row."""
         row_ids, lengths = np.arange(len(self.tokens)), np.asarray(self.positions) + 1
         names = [name for name in (*TABLES, *OF_MASKS, "source_lengths") if getattr(self, name) is not None]
         fields = {name: getattr(self, name)[whose] for name in names}
