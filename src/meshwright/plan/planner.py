@@ -197,6 +197,10 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
         notes.append(f"sequences are longer than the {setting.model.max_positions:,} positions of the model's config")
     notes += power_notes(cluster.chip, setting.rates)
     notes.append(f"the training state is {space.template.state}{optimizer_words(setting.job)}")
+    if not setting.rates.is_datasheet:
+        notes.append(
+            "P10-P90: of ten published steps one took less and one more; bounds: all overlaps, or nothing does"
+        )
     return tuple(notes)
 
 

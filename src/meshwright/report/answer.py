@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
-from itertools import accumulate
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -277,10 +276,13 @@ def _occurs(symbol: str, texts: Sequence[str]) -> bool:
     return any(pattern.search(text) for text in texts)
 
 
-def _within(texts: Sequence[str], num_lines: int) -> Sequence[str]:
-    """Returns the first texts that together have at most ``num_lines`` lines."""
-    ends = accumulate(text.count("\n") + 1 for text in texts)
-    return texts[: sum(end <= num_lines for end in ends)]
+def _within(texts: Sequence[str], num_lines: int) -> list[str]:
+    """Returns the texts, in order, that still fit into ``num_lines`` lines in all."""
+    chosen = list[str]()
+    for text in texts:
+        if sum(each.count("\n") + 1 for each in (*chosen, text)) <= num_lines:
+            chosen.append(text)
+    return chosen
 
 
 # Matches text that core.units prints: a number, with a unit or a percent sign after it.

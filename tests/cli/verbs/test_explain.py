@@ -204,7 +204,7 @@ def test_the_best_single_change_is_told(explained):
     changes = found["changes"]
     assert changes["best"]["words"] in " ".join(lead_of(said).split())
     assert changes["gain_s"] == pytest.approx(found["estimate"]["step_s"] - changes["best"]["estimate"]["step_s"])
-    assert f"the best of the {changes['num_tried']} changes tried" in " ".join(lead_of(said).split())
+    assert f"the best of {changes['num_tried']} single changes" in " ".join(lead_of(said).split())
 
 
 def test_stages_have_sends_and_a_bubble(explained):

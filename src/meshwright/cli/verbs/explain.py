@@ -117,7 +117,10 @@ def _text(told: Explanation) -> Iterator[Piece]:
         f"{plan.job.seq_len:,} in {microbatch_words(plan.strategy)}"
     )
     lower_text, upper_text = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
-    step_text = f"{format_seconds(estimate.step_s)}; {lower_text} with perfect overlap, {upper_text} with none"
+    step_text = (
+        f"{format_seconds(estimate.step_s)}; {lower_text} if compute, memory and network overlap perfectly, "
+        f"{upper_text} if none of them does"
+    )
     yield Fact("step", step_text)
     yield from _matters_text(told)
     memory_text = memory_words(estimate.memory, estimate.hbm_bytes_per_chip, plan.setting.memory_limit)
@@ -126,7 +129,7 @@ def _text(told: Explanation) -> Iterator[Piece]:
     unmasked_text = f", {unmasked_mfu:.1%} without masked scores" if unmasked_mfu else ""
     yield Fact(
         "MFU",
-        f"{estimate.mfu:.1%} of the {plan.strategy.matmul_dtype} peak{unmasked_text}; HFU, with recomputation, "
+        f"{estimate.mfu:.1%} of the {plan.strategy.matmul_dtype} peak{unmasked_text}; HFU, with all recomputation, "
         f"{estimate.hfu:.1%}. MFU counts {mfu_words(plan.model)}",
     )
     yield ""
@@ -153,7 +156,7 @@ def _matters_text(told: Explanation) -> Iterator[Piece]:
         yield Fact(
             "exposed",
             f"{format_seconds(overlap.alone_s - overlap.hidden_s)} of {format_seconds(overlap.alone_s)} of "
-            f"communication{split_text}; with no overlap a step takes "
+            f"communication{split_text}; with all of it exposed a step takes "
             f"{format_seconds(overlap.exposed_step_s)} (MFU {overlap.exposed_mfu:.0%})",
         )
     yield Fact("what would help", _change_words(told))
@@ -274,13 +277,16 @@ def limit_words(limit: Limit, sheet_bound: float | None = None) -> str:
 def _change_words(explanation: Explanation) -> str:
     """Returns the best single change and its gain, or says that none helps."""
     changes, step_s = explanation.changes, explanation.estimate.step_s
-    tried_text = f"{counted(changes.num_tried, 'change')} tried ({changes.num_legal} of them run)"
+    refused_text = f" ({changes.num_tried - changes.num_legal} of them would not run)"
+    tried_text = (
+        f"{counted(changes.num_tried, 'single change')}{refused_text * (changes.num_tried > changes.num_legal)}"
+    )
     if changes.best is None:
-        return f"none of the {tried_text} makes it faster"
+        return f"none of {tried_text} makes it faster"
     estimate = changes.best.estimate
     return (
         f"{changes.best.words}: {format_seconds(estimate.step_s)} a step, {changes.gain_s / step_s:.1%} less, "
-        f"{format_bytes(estimate.hbm_bytes_per_chip)} per chip; the best of the {tried_text}"
+        f"{format_bytes(estimate.hbm_bytes_per_chip)} per chip; the best of {tried_text}"
     )
 
 

@@ -62,7 +62,7 @@ def service_explanation(plan: ServicePlan, name: str) -> Answer:
 
 
 def _text(explanation: ServiceExplanation) -> Iterator[Piece]:
-    plan, service, figures = explanation.plan, explanation.plan.service, explanation.plan.predicted
+    plan, service = explanation.plan, explanation.plan.service
     decode = explanation.phases[0]
     engines_text = ", ".join(line.strip() for line in engine_lines(plan))
     yield f"serving {plan.model.name} on {plan.cluster.short_name}: {engines_text}; {service_words(service)}"
@@ -71,14 +71,11 @@ def _text(explanation: ServiceExplanation) -> Iterator[Piece]:
     # where engines prefill too, a token also waits for prompts of others
     wait_text = f", {format_seconds(tpot_s - step_s)} of it prefills of other requests" * (not plan.has_pools)
     yield Fact("TPOT", f"{format_seconds(tpot_s)}{wait_text}; TTFT {format_seconds(ttft_s)}")
-    usd_text = ""
-    if figures.usd_per_m_input is not None and figures.usd_per_m_output is not None:
-        usd_text = f"; ${figures.usd_per_m_input:.3g} a million tokens in, ${figures.usd_per_m_output:.3g} out"
-    yield Fact(
-        "throughput",
-        f"{three_digits(figures.requests_per_s)} requests/s, {three_digits(figures.tokens_per_s_per_chip)} tokens/s a "
-        f"chip{usd_text}",
-    )
+    usd_text, value = "", explanation.value
+    if plan.predicted.usd_per_m_output is not None:
+        usd_text = f"; ${value('$/M in'):.3g} a million tokens in, ${value('$/M out'):.3g} out"
+    rate_text = f"{three_digits(value('requests/s'))} requests/s, {three_digits(value('tok/s/chip'))} tokens/s a chip"
+    yield Fact("throughput", f"{rate_text}{usd_text}")
     for phase in explanation.phases:
         parts = sorted(phase.parts, key=lambda part: -part.alone_s)
         parts_text = ", ".join(f"{part.name} {format_seconds(part.alone_s)}" for part in parts[:3])

@@ -35,6 +35,8 @@ from meshwright.spec.cluster import parse_clusters
 from meshwright.spec.job import require_training
 from meshwright.spec.strategy import COLLECTIVE_MATMULS, Strategy, mesh_words
 
+MFU_LETTERS = ("B", "T", "N", "H", "Hv", "Hf", "L")
+"""Letters of the formula of MFU."""
 NUMBERS_WIDTH = 46
 """Columns that the numbers of the table need beside the strategy."""
 
@@ -177,7 +179,7 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     budget = run_budget(result.plans[0], step_s=best_plan.predicted.step_s)
     if budget is not None:
         yield from plan_words.budget_text(budget, best_plan.num_chips)
-    yield Symbols({letter: LETTERS[letter] for letter in ("B", "T", "N", "H", "Hv", "Hf", "L")})
+    yield Symbols({letter: LETTERS[letter] for letter in ("B", "T", *best_plan.model.dims) if letter in MFU_LETTERS})
     yield from map(Condition, result.notes)
     if "unmasked" in columns:
         yield Condition("unmasked: MFU without the scores that the mask leaves out; MFU counts them")

@@ -1,5 +1,6 @@
 """Plans of services in words, tables and figures."""
 
+import math
 from collections.abc import Iterator
 
 from meshwright.batching.record import ServingRecord
@@ -57,9 +58,9 @@ def service_columns(first: str, service: Service) -> TableColumns:
         first: lambda plan: "\n".join(engine_lines(plan)),
         "TTFT": ("predicted.ttft_s", format_seconds),
         "TPOT": ("predicted.tpot_s", format_seconds),
-        "chips" if has_load else "tok/s": ("predicted.num_chips", "{:,}".format) if has_load else speed_column,
-        "$/M in": ("predicted.usd_per_m_input", _usd, "usd_per_m_input"),
-        "$/M out": ("predicted.usd_per_m_output", _usd, "usd_per_m_output"),
+        "chips" if has_load else "tok/s/chip": ("predicted.num_chips", "{:,}".format) if has_load else speed_column,
+        "$/M input": ("predicted.usd_per_m_input", _usd, "usd_per_m_input"),
+        "$/M output": ("predicted.usd_per_m_output", _usd, "usd_per_m_output"),
         "bound by": "generate.bound_by",
     }
 
@@ -90,16 +91,25 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
     prompts_text = counted(best.prefill.batch_seqs, "prompt")
     yield Fact("its prefill", f"of {prompts_text}: {_step_words(best.prefill)}{transfer_text}")
     memory_text = ", ".join(f"{_MEMORY[name]} {format_bytes(size)}" for name, size in best.generate.memory.items())
-    yield Fact("memory of a chip", f"{memory_text}; {format_bytes(figures.free_bytes)} left")
+    yield Fact("memory of a chip", f"{memory_text}; {_free_words(best)}")
     if result.as_written and (best.weights, best.cache) != ("bf16", "bf16"):
         as_written, prediction = result.as_written, result.as_written.predicted
         text = f"makes {three_digits(prediction.tokens_per_s_per_chip)} tok/s"
         text = text if service.requests_per_s is None else f"needs {counted(prediction.num_chips, 'chip')}"
         yield Fact(
             "all in bf16",
-            f"the best {text} at TPOT {format_seconds(prediction.tpot_s)}: "
+            f"the best {text} at TPOT {format_seconds(prediction.tpot_s)}{_price_words(prediction.usd_per_m_output)}: "
             f"{', '.join(line.strip() for line in engine_lines(as_written))}",
         )
+
+
+def _free_words(plan: ServicePlan) -> str:
+    """Returns the free memory of a chip, of which a margin stays free; "" if a chip's memory is not known."""
+    limit_bytes, margin = plan.setting.memory_limit, plan.setting.memory_margin
+    if not math.isfinite(limit_bytes):
+        return "the memory of a chip is not known"
+    free_text = format_bytes(plan.predicted.free_bytes + margin * limit_bytes)
+    return f"{free_text} of {format_bytes(limit_bytes)} free, {format_bytes(margin * limit_bytes)} of it on purpose"
 
 
 def _gap_words(plan: ServicePlan) -> str:
@@ -139,6 +149,10 @@ def frontier_figure(result: ServiceResult) -> Figure:
         title=f"{result.setting.model.name} on {cluster.short_name}: services that nothing beats",
         subtitle=service_words(result.service),
     )
+
+
+def _price_words(dollars: float | None) -> str:
+    return "" if dollars is None else f", ${_usd(dollars)} a million output tokens"
 
 
 def _usd(dollars: float) -> str:

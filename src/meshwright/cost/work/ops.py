@@ -117,7 +117,9 @@ def mfu_words(model: Model) -> str:
     experts_text = "of chosen experts, " * bool(model.num_experts)
     scores += " and the encoder" * bool(model.encoder)
     suffix = ", with both unembeddings" * bool(model.mtp_layers)
-    return f"{products_text} + {scores}, parameters {experts_text}without the look-up{suffix}, no causal discount"
+    tied_text = " (the tied table counts as the unembedding)" * model.tied_embeddings
+    scores += f", parameters {experts_text}without the look-up{tied_text}{suffix}"
+    return f"{products_text} + {scores}, no causal discount"
 
 
 def _encoder_flops(model: Model, job: Job, head_widths: int) -> float:

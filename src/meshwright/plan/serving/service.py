@@ -118,8 +118,10 @@ def parse_load(text: str, *, what: str = "rate") -> float:
 
 
 def parse_target(text: str, *, what: str = "target") -> float:
-    """Returns the seconds in text such as ``"20ms"``. Raises InputError for a time of 0 and for other text."""
+    """Returns the seconds in text such as ``"20ms"``. Raises InputError for 0, a number without a unit and other text."""
     seconds = parse_seconds(text, what=what)
+    if text.strip()[-1:].isdigit() or text.strip().endswith("."):
+        raise InputError(f"{what} {text!r} has no unit. Write {text.strip()}ms or {text.strip()}s.")
     if not seconds > 0:
         raise InputError(f"{what} {text!r} must be above 0. Leave it out if the target is open.")
     return seconds
