@@ -5,6 +5,7 @@ import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_seconds
+from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.islands import PERIODS, exchange_words, plan_of_island, result_of_island
@@ -12,7 +13,7 @@ from meshwright.plan.legal import legal
 from meshwright.plan.pareto import pareto
 from meshwright.plan.plan_file import load_plan, save_plan
 from meshwright.plan.planner import rank_plans
-from meshwright.plan.why.explain import explain
+from meshwright.plan.why.explain import explain, largest_steps
 from meshwright.plan.why.setup_changes import parse_what_if
 from meshwright.plan.why.what_if import what_if
 from meshwright.plan.why.why_not import why_not
@@ -160,6 +161,11 @@ def test_an_explanation_lists_what_islands_exchange(diloco):
     assert sum(line.time_s for line in told.islands.lines) == pytest.approx(300 * exchange.serial_s)
     assert sum(line.num_bytes for line in told.islands.lines) == pytest.approx(exchange.num_values / 2)
     assert sum(term.added_s for term in told.terms) == pytest.approx(plan.predicted.step_s)
+    # of all parts, so of islands too; the sums share what the exchange adds to a step
+    largest = largest_steps(Breakdown(price_strategy(plan.setting, plan.strategy)), count=1000)
+    sums = [step for step in largest if step.block == "islands"]
+    assert sum(step.added_s for step in sums) == pytest.approx(exchange.exposed_s)
+    assert {step.runs for step in sums} == {1 / 300}
     # all else is of an island
     alone = explain(plan_of_island(plan))
     assert (told.blocks, told.once, told.batch, told.fsdp) == (alone.blocks, alone.once, alone.batch, alone.fsdp)

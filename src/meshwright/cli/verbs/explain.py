@@ -107,13 +107,13 @@ def _facts(explanation: Explanation) -> Facts:
 
 
 def _text(told: Explanation) -> Iterator[Piece]:
-    plan, estimate, batch = told.plan, told.estimate, told.batch
+    plan, estimate = told.plan, told.estimate
     words_of_choice = (sharding_words, remat_words, schedule_words, collective_matmul_words, exchange_words)
     choice_texts = (mesh_words(plan.strategy.mesh), *(words_of(plan.strategy) for words_of in words_of_choice))
     yield (
         f"{plan.model.name} on {plan.cluster.short_name}: {', '.join(filter(None, choice_texts))}, "
         f"state {plan.strategy.state}{optimizer_words(plan.job)}; "
-        f"{format_count(plan.job.tokens_per_step)} tokens a step = {counted(batch.sequences, 'sequence')} of "
+        f"{format_count(plan.job.tokens_per_step)} tokens a step = {counted(plan.job.batch_seqs, 'sequence')} of "
         f"{plan.job.seq_len:,} in {microbatch_words(plan.strategy)}"
     )
     lower_text, upper_text = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
@@ -149,7 +149,7 @@ def _matters_text(told: Explanation) -> Iterator[Piece]:
     yield Fact("what matters", "; ".join(term_texts))
     limit_texts = [limit_words(limit, told.sheet_bounds.get(limit.name)) for limit in _binding_limits(told)]
     yield Fact("what binds", "; ".join([told.estimate.bound_by, *limit_texts]))
-    overlap, links = told.overlap, [term for term in told.terms if term.name not in WORDS or term.name == "pipeline"]
+    overlap, links = told.overlap, [t for t in told.terms if t.name not in WORDS or t.name in ("pipeline", "islands")]
     if overlap.alone_s > 0:
         texts = [f"{format_seconds(t.added_s)} {t.words.removeprefix('collectives ')}" for t in links if t.added_s > 0]
         split_text = f" ({', '.join(texts[:3])})" * bool(texts)

@@ -47,7 +47,7 @@ class ListedStep(msgspec.Struct, frozen=True, kw_only=True):
     times: float = 1.0
 
 
-class LargestStep(msgspec.Struct, frozen=True, kw_only=True):
+class LargestStep(msgspec.Struct, frozen=True):
     """A derived step that runs ``runs`` times on the busiest device: ``alone_s`` are the seconds of all runs without
     overlap, ``added_s`` the seconds by which the training step would be shorter if it took no time."""
 
@@ -241,21 +241,19 @@ def _limits_of(name: str) -> Iterator[str]:
 
 def largest_steps(breakdown: Breakdown, count: int = 10) -> tuple[LargestStep, ...]:
     """Returns the steps of all parts that add most to a training step, the largest first."""
-    priced = breakdown.priced
+    priced, exchange, between_islands = breakdown.priced, breakdown.priced.exchange, _between_islands(breakdown.priced)
     cost_runs = [(cost, float(cost.here)) for cost in priced.costs.all]
     cost_runs += [(cost, float(priced.pipeline.num_sends) / 2) for cost in priced.costs.boundary]
     cost_runs.sort(key=lambda pair: -float(pair[0].time_s) * pair[1])
-    steps = [
-        LargestStep(
-            text=str(cost.step),
-            block=cost.step.block or "",
-            phase=cost.step.phase,
-            runs=num_runs,
-            alone_s=float(cost.time_s) * num_runs,
-            added_s=breakdown.added_s(cost),
-        )
-        for cost, num_runs in cost_runs[: 4 * count]  # a step adds about what it takes, or less
+    steps = [  # a step adds about what it takes, or less
+        LargestStep(str(c.step), c.step.block or "", c.step.phase, n, float(c.time_s) * n, breakdown.added_s(c))
+        for c, n in cost_runs[: 4 * count]
     ]
+    if exchange is not None and between_islands is not None and exchange.serial_s:
+        added_share = priced.exchange_s / exchange.serial_s
+        steps_s = [(line, line.time_s / exchange.period) for line in between_islands.lines]
+        runs = 1 / exchange.period
+        steps += [LargestStep(x.text, "islands", x.phase, runs, s, s * added_share) for x, s in steps_s]
     return tuple(sorted(steps, key=lambda step: -step.added_s)[:count])
 
 
