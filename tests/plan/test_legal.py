@@ -110,10 +110,10 @@ def test_positions_and_width():
 def test_devices_that_are_too_many_or_too_few():
     found = refusals({"fsdp": 1024, "tensor": 4})
     assert found["devices"] == (
-        "mesh fsdp=1024 x tensor=4 needs 4096 devices, but v5p:16x16x32 has 8192. "
-        "Make the product of the axes 8192, or name a cluster of 4096."
+        "mesh fsdp=1024 x tensor=4 needs 4,096 devices, but v5p:16x16x32 has 8,192. "
+        "Make the product of the axes 8,192, or name a cluster of 4,096."
     )
-    assert refusals({})["devices"].startswith("a mesh of one device needs 1 device, but v5p:16x16x32 has 8192. ")
+    assert refusals({})["devices"].startswith("a mesh of one device needs 1 device, but v5p:16x16x32 has 8,192. ")
 
 
 def test_a_mesh_that_cannot_be_laid_as_it_says():

@@ -287,7 +287,7 @@ def _devices_message(facts: StrategySizes) -> str:
     num_devices = int(product(facts.mesh.values()))
     return (
         f"{facts.mesh_text} needs {counted(num_devices, 'device')}, but {facts.cluster} has "
-        f"{facts.num_chips}. Make the product of the axes {facts.num_chips}, or name a cluster of {num_devices}."
+        f"{facts.num_chips:,}. Make the product of the axes {facts.num_chips:,}, or name a cluster of {num_devices:,}."
     )
 
 
