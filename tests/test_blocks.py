@@ -44,7 +44,7 @@ def test_sections_and_calls():
 def test_a_run_prints_what_is_so_now(tmp_path):
     one, _ = read_sections(PAGE)
     bound, refused = run_section(one, tmp_path)
-    assert bound == "bound by        hbm"
+    assert bound == "bound by          hbm: 0.9981 FLOPs/byte, compute-bound from 240.5"
     assert refused.startswith("meshwright: 'nothing' is no model, chip or cluster.")
     assert (tmp_path / "own.json").exists()
 
@@ -52,7 +52,7 @@ def test_a_run_prints_what_is_so_now(tmp_path):
 def test_refreshing_writes_it_in_and_leaves_the_rest():
     new = refreshed(PAGE)
     assert "old words" not in new
-    assert read_sections(new)[0].calls[0].said == "bound by        hbm"
+    assert read_sections(new)[0].calls[0].said == "bound by          hbm: 0.9981 FLOPs/byte, compute-bound from 240.5"
     assert refreshed(new) == new
     assert new.split("## Two")[1].split("## Three")[0] == PAGE.split("## Two")[1].split("## Three")[0]
 

@@ -96,7 +96,7 @@ def test_fused_projections_share_an_adapter():
     names = [row.name for row in weight_table(phi) if row.part == "adapter"]
     assert [n for n in names if n.endswith("_a")] == [f"layers.{w}_lora_a" for w in ("wq", "wo", "w_gate", "w_down")]
     assert len([n for n in names if n.endswith("_b")]) == 7
-    with pytest.raises(InputError, match=r"stores wq, wk, wv as one\. Target all of them"):
+    with pytest.raises(InputError, match=r"stores wq, wk, wv as one array\. Target all of them"):
         weight_table(replace(phi, lora=Lora(targets="q,v")))
 
 

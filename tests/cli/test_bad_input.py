@@ -54,7 +54,7 @@ CASES = [
     ),
     # sizes of the job
     (2, swapped(PLAN, "128seq", "4097"), "a whole number of sequences of 4096 (1, remainder 1). Use 4Ki (1 sequence)."),
-    (2, swapped(PLAN, "128seq", "4M"), "Use 4Mi (1024 sequences)."),
+    (2, swapped(PLAN, "128seq", "4M"), "Use 4Mi (1,024 sequences)."),
     (2, swapped(PLAN, "128seq", "-4Mi"), "batch '-4Mi' is below 1. Give a number of at least 1."),
     (2, swapped(PLAN, "128seq", "0seq"), "batch '0' is below 1"),
     (2, swapped(PLAN, "128seq", "1000"), "less than one sequence of 4096. Use at least 4096 tokens."),

@@ -268,7 +268,7 @@ def test_what_can_never_run_is_refused(engine_of):
         with pytest.raises(InputError, match=words):
             engine.submit(wrong)
     assert_whole(engine)
-    with pytest.raises(InputError, match="the step has"):
+    with pytest.raises(InputError, match="differ from the step's"):
         engine_of(num_pages=7)
 
 

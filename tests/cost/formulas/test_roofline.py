@@ -83,7 +83,7 @@ def test_tiles():
     assert anatomy.padded_shape((3, 5), (2, 2)) == (4, 6)
     assert anatomy.tile_expansion((3, 5), (2, 2)) == 1.6
     assert anatomy.padded_shape((7, 3, 5), (8, 128)) == (7, 8, 128)
-    with pytest.raises(InputError, match="does not fit"):
+    with pytest.raises(InputError, match="needs sizes of 1 or more"):
         anatomy.padded_shape((3,), (2, 2))
 
 

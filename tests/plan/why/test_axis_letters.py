@@ -156,7 +156,7 @@ def test_a_plan_for_each_case(case, batch_seqs, seq_len, axes, helps):
     assert found.case == case
     assert (found.chips > found.sequences) == (case in (2, 4))
     assert (found.comms_s > found.compute_s) == (case in (3, 4))
-    assert helps in found.advice
+    assert helps in found.words
     assert found.follows
     assert f"case {case} of 4" in found.words
 

@@ -55,7 +55,7 @@ def test_weights_hide_and_activations_do_not():
     told = explain(planned(fsdp=4, tensor=4))
     lines = {line.text.split(" = ")[0]: line for line in told.forward.lines if line.op == "all_gather"}
     assert lines["w_up[D, F_tensor]"].overlaps == "can overlap, prefetched"
-    assert lines["h[B_fsdp, T, D]"].overlaps == "exposed"
+    assert lines["h[B_fsdp, T, D]"].overlaps == "on the critical path"
     assert not lines["w_up[D, F_tensor]"].critical
     assert lines["h[B_fsdp, T, D]"].critical
 

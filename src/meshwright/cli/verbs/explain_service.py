@@ -203,8 +203,8 @@ def algorithm_text(part: Algorithm) -> Iterator[PlainPiece]:
     if part.num_left_out:
         yield Paragraph(f"     ({counted(part.num_left_out, 'small local step')} not listed)", None)
     yield Paragraph(
-        f"     compute {format_seconds(part.compute_s)}; communication {format_seconds(part.critical_s)} exposed, "
-        f"{format_seconds(part.hidden_s)} that can overlap",
+        f"     compute {format_seconds(part.compute_s)}; communication {format_seconds(part.critical_s)} on the "
+        f"critical path, {format_seconds(part.hidden_s)} that can overlap",
         indent=5,
     )
 

@@ -370,4 +370,4 @@ def _overlap(cost: StepCost) -> str:
         return "can overlap with its products"
     if cost.hides:
         return "can overlap" + ", prefetched" * cost.gathers_weights + ", once per step" * (step.scope == "step")
-    return "exposed"
+    return "on the critical path"

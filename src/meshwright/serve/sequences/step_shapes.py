@@ -19,8 +19,10 @@ class StepShapes:
 
     def __init__(self, step: PackedStep, limits: SchedulerLimits) -> None:
         step_sizes = step.max_seqs, step.storage.page_len, step.cache_sizes["Pg"]
-        if (limits.max_requests, limits.page_len, limits.num_pages) != step_sizes:
-            raise InputError(f"the limits (max_requests, page_len, num_pages) must be the step's, {step_sizes}.")
+        given_sizes = limits.max_requests, limits.page_len, limits.num_pages
+        if given_sizes != step_sizes:
+            names = "limits (max_requests, page_len, num_pages)"
+            raise InputError(f"{names} = {given_sizes} differ from the step's, {step_sizes}. Give limits with the latter.")
         if step.mask_fields and (limits.prefix_cache or limits.policy == "chunked"):
             raise InputError(
                 f"attention_mask={step.model.attention_mask!r} lets positions of a prompt see later ones. Give limits "
