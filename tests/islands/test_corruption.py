@@ -33,7 +33,7 @@ def test_where_two_differ_both_go_back_and_the_losses_are_those_without_a_fault(
     with TrainedRun(folder, ["-n", "2"], steps=STEPS, settings=SETTINGS) as run:
         run.until_step(60)
         run.kill(0, number=signal.SIGUSR1)
-        run.until("islands 0 and 1 hold different states, and nobody knows which is right: all go back")
+        run.until("the states of islands 0 and 1 differ without a majority: all return to an earlier step")
         run.end()
         assert losses(run) == calm
         assert "may hold a damaged state" not in run.text()
@@ -44,7 +44,7 @@ def test_checkpoints_since_states_were_last_alike_are_not_trusted(folder: Path):
     with TrainedRun(folder, ["-n", "2"], steps=STEPS, settings=settings) as run:
         run.until_step(55)
         run.kill(0, number=signal.SIGUSR1)
-        run.until("nobody knows which is right: all go back")
+        run.until("differ without a majority: all return to an earlier step")
         run.until("checkpoint 80 may hold a damaged state and is kept as 80.damaged")
         run.end()
         losses(run)
@@ -57,10 +57,10 @@ def test_of_three_the_odd_one_takes_the_state_of_the_others(folder: Path):
     with TrainedRun(folder, ["-n", "3"], steps=STEPS, settings=SETTINGS) as run:
         run.until_step(60)
         run.kill(1, number=signal.SIGUSR1)
-        run.until("the state of island 1 is not that of the others: it takes theirs")
+        run.until("the state of island 1 differs from the others: it copies theirs")
         run.end()
         losses(run)
-        assert run.text().count("is not that of the others") == 1
+        assert run.text().count("differs from the others") == 1
 
 
 @pytest.mark.parametrize("policy", ["rollback", "skip", "stop"])

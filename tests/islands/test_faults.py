@@ -45,7 +45,7 @@ def test_a_killed_island_is_dropped_and_a_new_start_of_it_comes_back(four: ToyRu
 def test_a_stopped_island_is_dropped_and_comes_back_without_its_state(four: ToyRun):
     four.until_step(20)
     four.kill(1, signal.SIGSTOP)
-    four.until("island 1 is out: no sign of life")
+    four.until("island 1 is out: no heartbeat")
     time.sleep(0.3)
     four.kill(1, signal.SIGCONT)
     four.until("island 1 is in")
@@ -129,7 +129,7 @@ def test_another_setting_is_refused_in_one_line(four: ToyRun):
     four.kill(2)
     four.until("island 2 is out")
     four.start(2, settings={"code": "2"})
-    four.until("island 2 may not join: its code is 2, and that of island 0 is 1. Start it with the same.")
+    four.until("island 2 may not join: its code is 2, island 0 has 1. Start all islands alike.")
     four.wait(0, 1, 3)
     four.require_whole()
 
@@ -141,7 +141,7 @@ def test_with_all_islands_required_a_step_waits_and_the_batch_stays_whole(tmp_pa
             run.start(island)
         run.until_step(20)
         run.kill(0)
-        run.until("2 islands are there and at least 3 train; waiting for more")
+        run.until("2 islands are present and at least 3 are needed; waiting for more")
         run.start(0)
         run.wait()
         run.require_whole()

@@ -19,11 +19,11 @@ def test_an_island_that_lost_a_shard_is_dropped_and_started_again(tmp_path: Path
         run.until_step(25)
         run.kill(1, process=1)
         run.until("island 1 is out: its process ended")
-        run.until("island 1 was killed by SIGKILL; it is started again in 0.4 s")
+        run.until("island 1 was killed by SIGKILL; it restarts in 0.4 s")
         run.until("island 1 is in; 2 of 2 islands train", timeout_s=120)
         run.end()
         assert [record["step"] for record in run.records()] == list(range(1, 601))
-        assert "is not that of the others" not in run.text(), "shards were taken over bit by bit"
+        assert "differs from the others" not in run.text(), "shards were taken over bit by bit"
         alone = [record for record in run.records() if len(record["islands"]) == 1]
         assert alone
 
@@ -58,7 +58,7 @@ def test_a_single_island_goes_on_from_its_checkpoint_to_the_same_losses(single: 
     with TrainedRun(single, launched, steps=STEPS, settings=SETTINGS) as run:
         run.until_step(50)
         run.kill(0, process=1)
-        run.until("island 0 was killed by SIGKILL; it is started again")
+        run.until("island 0 was killed by SIGKILL; it restarts")
         result = run.end()
         assert [record["step"] for record in run.records()] == list(range(1, STEPS + 1))
     np.testing.assert_allclose(result["losses"], calm, rtol=1e-5)
@@ -71,7 +71,7 @@ def test_a_single_island_goes_on_from_a_state_in_the_memory_of_its_machine(singl
     with TrainedRun(single, ["-n", "2", "--islands", "1"], steps=600, settings=settings) as run:
         run.until_step(50)
         run.kill(0, process=1)
-        run.until("island 0 was killed by SIGKILL; it is started again")
+        run.until("island 0 was killed by SIGKILL; it restarts")
         run.until("going on from the state of step")
         result = run.end()
         assert [record["step"] for record in run.records()] == list(range(1, 601))

@@ -59,7 +59,7 @@ def test_an_island_that_is_asked_to_stop_leaves_and_the_others_train_on(folder: 
         run.until_step(20)
         run.kill(0, number=signal.SIGTERM)
         run.until("island 0 was asked to stop, and leaves")
-        run.until("island 0 ended with exit code 75; it is started again")
+        run.until("island 0 ended with exit code 75; it restarts")
         run.until("island 0 is in; 2 of 2 islands train")
         run.end()
         assert [record["step"] for record in run.records()] == list(range(1, 801))

@@ -43,8 +43,8 @@ def test_a_slow_island_is_named_once_and_again_when_it_is_not():
         is_slow = 50 <= step < 100 or step == 120
         lines += [f"{step}: {line}" for line in stragglers.seen({0: 1.0, 1: 1.6 if is_slow else 1.1, 2: 0.9})]
     assert lines == [
-        f"{49 + SLOW_STEPS}: island 1 is slow: it works 1.6 s a step and the others 0.95 s",
-        f"{99 + SLOW_STEPS}: island 1 is no longer slow: it works 1.1 s a step and the others 0.95 s",
+        f"{49 + SLOW_STEPS}: island 1 is slow: it works 1.6 s a step, the others 0.95 s",
+        f"{99 + SLOW_STEPS}: island 1 is no longer slow: it works 1.1 s a step, the others 0.95 s",
     ]
 
 
@@ -72,10 +72,10 @@ def test_the_odd_one_out_is_named_and_takes_the_state_of_the_others(tmp_path: Pa
             run.start(island)
         run.until_step(20)
         run.kill(1, signal.SIGUSR1)
-        run.until("the state of island 1 is not that of the others: it takes theirs")
+        run.until("the state of island 1 differs from the others: it copies theirs")
         step = run.lines()[-1]["step"]
         run.kill(0, signal.SIGUSR1)  # the one that decides
-        run.until("the state of island 0 is not that of the others")
+        run.until("the state of island 0 differs from the others")
         run.wait()
         run.require_whole()
         assert len({line["generation"] for line in run.lines() if line["step"] >= step}) == 1, "nobody had to leave"
@@ -101,7 +101,7 @@ def test_two_that_differ_go_back_to_what_was_saved(tmp_path: Path):
             run.start(island, every=25)
         run.until_step(32)
         run.kill(1, signal.SIGUSR1)
-        run.until("islands 0 and 1 hold different states, and nobody knows which is right: all go back")
+        run.until("the states of islands 0 and 1 differ without a majority: all return to an earlier step")
         run.wait()
         run.require_whole()
         steps = [line["step"] for line in run.lines() if line["leads"]]
@@ -116,7 +116,7 @@ def test_a_slow_island_is_named_while_it_is(tmp_path: Path):
             run.start(island)
         run.until_step(20)
         run.kill(2, signal.SIGHUP)
-        run.until("island 2 is slow: it works 0.09 s a step and the others 0.03 s")
+        run.until("island 2 is slow: it works 0.09 s a step, the others 0.03 s")
         run.kill(2, signal.SIGHUP)
         run.until("island 2 is no longer slow")
         run.wait()
@@ -140,10 +140,10 @@ def test_one_that_hangs_is_named_killed_and_started_again(tmp_path: Path):
 
     assert asyncio.run(supervise()) == 0
     text = "\n".join(lines)
-    assert re.search("island 1 is out: island [02] waited for it in vain; 2 of 3 islands train", text)
-    assert "island 1 has not come back in 8 s and is killed" in text
-    assert "island 1 was killed by SIGKILL; it is started again" in text
-    assert text.index("island 1 is in") > text.index("is started again")
+    assert re.search("island 1 is out: island [02] waited for it too long; 2 of 3 islands train", text)
+    assert "island 1 has not rejoined in 8 s and is killed" in text
+    assert "island 1 was killed by SIGKILL; it restarts" in text
+    assert text.index("island 1 is in") > text.index("it restarts")
 
 
 async def _after(is_time: Callable[[], bool], child: Callable[[], asyncio.subprocess.Process]) -> None:

@@ -1,1 +1,1 @@
-"""Runtimes that train together without sharing one: who is there, and sums of arrays over TCP. Does not import JAX."""
+"""Training over several runtimes (islands): membership, and sums of arrays over TCP. Does not import JAX."""

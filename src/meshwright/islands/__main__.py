@@ -1,4 +1,4 @@
-"""Runs the membership service: ``python -m meshwright.islands HOST:PORT BOUNDS``, with bounds as JSON, and a key."""
+"""Runs the membership service: ``python -m meshwright.islands HOST:PORT BOUNDS``, where bounds are JSON."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from meshwright.islands.service import Bounds, Membership
 
 
 def main(address: str, bounds: str = '{"count": 1}', quiet: str = "") -> None:
-    """Serves at an address until it is stopped; says what happens on standard error unless told to be ``quiet``."""
+    """Serves at an address until interrupted; prints each change to standard error if ``quiet`` is ""."""
     service = Membership(
         msgspec.json.decode(bounds, type=Bounds),
         key=os.environ.get(KEY, ""),

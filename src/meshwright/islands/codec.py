@@ -1,6 +1,6 @@
-"""How arrays are written for the link between islands: as float32, or in blocks of 8- or 4-bit integers with a scale.
+"""Encodes arrays for the links between islands: as float32, or in blocks of 8- or 4-bit integers with a scale.
 
-The bytes depend on the values alone. A member that decodes what another encoded has its bits, whatever its machine.
+The bytes depend only on the values. Decoding gives the same bits on every machine.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ FlatFloats = np.ndarray[tuple[int], np.dtype[np.float32]]
 Encoded = bytes | bytearray | memoryview
 
 BLOCK = 64
-"""Values that share a scale of two bytes: 8.25 and 4.25 bits a value."""
+"""Values that share a two-byte scale, which makes 8.25 or 4.25 bits a value."""
 
 _TILE = 1 << 16
-"""Values that are encoded at a time: their temporary arrays stay in a core's cache."""
+"""Values encoded at a time, so that temporary arrays fit in a core's cache."""
 
 _MOST, _LEAST = np.float32(2.0**127), np.float32(2.0**-126)
-"""The smallest value that is too large for a block, and the smallest scale."""
+"""The smallest magnitude that turns a block into NaNs, and the smallest scale."""
 
 _TO_INTEGER = np.float32(1.5 * 2**23)
 """Added to a float32 below 2**22 it leaves the nearest integer, ties to even, in the low bits of the sum."""
@@ -30,41 +30,41 @@ class Codec(Protocol):
     """Writes one-dimensional float32 arrays as bytes and reads them back."""
 
     def num_bytes(self, size: int) -> int:
-        """Returns the bytes of ``size`` values."""
+        """Returns the number of bytes of ``size`` encoded values."""
         ...
 
     def encode(self, values: FlatFloats) -> Encoded:
-        """Returns the bytes of the values, which may share their memory."""
+        """Returns the encoded values, which may share memory with ``values``."""
         ...
 
     def decode(self, buffer: Encoded, size: int) -> FlatFloats:
-        """Returns the values, which may share the memory of the buffer, and may then be read-only."""
+        """Returns ``size`` values, which may share memory with ``buffer``, and may then be read-only."""
         ...
 
 
 class PlainCodec:
-    """Writes float32 as it is, little-endian."""
+    """Writes values as little-endian float32."""
 
     def num_bytes(self, size: int) -> int:
         """Returns four bytes a value."""
         return 4 * size
 
     def encode(self, values: FlatFloats) -> Encoded:
-        """Returns the memory of the values."""
+        """Returns a view of the values' memory as bytes."""
         return np.ascontiguousarray(values, "<f4").data.cast("B")
 
     def decode(self, buffer: Encoded, size: int) -> FlatFloats:
-        """Returns the buffer's memory as values."""
+        """Returns a view of the buffer as values."""
         return np.frombuffer(buffer, "<f4", size)
 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """Writes integers of 8 or 4 bits, -levels to levels in each block of `BLOCK`, times the scale of the block.
+    """Quantises each block of `BLOCK` values to 8- or 4-bit integers, -levels to levels, times a scale.
 
     A scale is the upper half of a float32 (bfloat16), max|x| / levels rounded up: any block below 1.7e38 has one.
-    Values are rounded to nearest, so that none is off by more than max|x| / levels / 2, and 1/128 of that. A block of
-    which the largest value is below levels * 2**-126 becomes zeros. A block with a NaN, an infinity or a value of
+    Values are rounded to nearest, so that no error exceeds max|x| / levels / 2 by more than 1/128 of it. A block
+    whose largest value is below levels * 2**-126 becomes zeros. A block with a NaN, an infinity or a value of
     2**127 becomes NaNs. The bytes are the scales, then the integers in tiles of 65,536: with 4 bits, the first half of
     a tile is in the lower halves of its bytes.
     """
@@ -77,11 +77,11 @@ class BlockCodec:
         return (1 << (self.bits - 1)) - 1
 
     def num_bytes(self, size: int) -> int:
-        """Returns the bytes of whole blocks, the last one padded: 66 or 34 each."""
+        """Returns 66 (8 bits) or 34 (4 bits) bytes per block, the last block padded."""
         return -(-size // BLOCK) * (2 + BLOCK * self.bits // 8)
 
     def encode(self, values: FlatFloats) -> Encoded:
-        """Returns the scales and the integers of the values."""
+        """Returns the scales, then the integers."""
         num_blocks = -(-values.size // BLOCK)
         encoded = np.empty(self.num_bytes(values.size), np.uint8)
         scales, integers = encoded[: 2 * num_blocks].view("<u2"), encoded[2 * num_blocks :]
@@ -94,7 +94,7 @@ class BlockCodec:
             scaled = np.abs(blocks)
             scale_bits, inverse = self._scales(scaled.max(axis=1))
             scales[start:stop] = scale_bits
-            with np.errstate(invalid="ignore", over="ignore"):  # in blocks that become NaNs
+            with np.errstate(invalid="ignore", over="ignore"):  # expected in blocks that become NaNs
                 np.multiply(blocks, inverse[:, None], out=scaled)
             scaled += shifted
             low_bytes = scaled.reshape(-1).view(np.uint32).astype(np.uint8)
@@ -105,7 +105,7 @@ class BlockCodec:
         return encoded.data
 
     def decode(self, buffer: Encoded, size: int) -> FlatFloats:
-        """Returns integers times scales."""
+        """Returns the integers times their scales."""
         num_blocks = -(-size // BLOCK)
         encoded = np.frombuffer(buffer, np.uint8, self.num_bytes(size))
         integers = encoded[2 * num_blocks :]
@@ -146,7 +146,7 @@ _CODECS: dict[Bits, Codec] = {32: FP32, 8: BlockCodec(8), 4: BlockCodec(4)}
 
 
 def codec_of(bits: Bits) -> Codec:
-    """Returns the codec that writes a value in so many bits, without its share of a scale."""
+    """Returns the codec with this many bits a value, not counting scales; 32 is float32."""
     return _CODECS[bits]
 
 

@@ -1,7 +1,7 @@
-"""Connections between the islands of one world, and what goes over them: sums, states, meetings at the leader.
+"""Connections between the islands of one world (islands that train together), for sums, states and messages.
 
-Every process is connected with its like in each other island (its lanes), and with the first process of the leader.
-Every wait has an end: `Timeouts.step_s` until another begins to send, `Timeouts.sum_s` without a byte after that.
+Every process connects to the process of the same number in each other island (lanes), and to the leader's first one.
+Every wait has a timeout: `Timeouts.step_s` until the other side starts to send, `Timeouts.sum_s` between bytes later.
 """
 
 import selectors
@@ -20,16 +20,16 @@ from meshwright.islands.messages import Hello, IslandProcess, Spoken, World, hos
 
 _Body = TypeVar("_Body")
 ALIGNED = 64
-"""Values of which every part of a sum has a multiple, so that blocks of a codec are whole."""
+"""Each island's part of a sum has a multiple of this many values, so that the codec's blocks are whole."""
 CONNECT_S = 2.0
 POLL_S = 0.2
 BUFFER_BYTES = 1 << 20
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that a process waits: for the next bytes of a sum, for another's part of a step, for a world.
+    """Seconds to wait for the next bytes of a sum, for another island's part of a step, and for a world to begin.
 
-    Each contains the one before, so that the innermost fault is the one that is named.
+    Each should exceed the one before it, so that the innermost fault is reported first.
     """
 
     sum_s: float = 10.0
@@ -38,11 +38,11 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorldChangedError(Exception):
-    """A newer world is there, and what was under way is void."""
+    """A newer world has begun, and the exchange in progress is void."""
 
 
 class LostIslandsError(Exception):
-    """These islands are cut off, or ``late``."""
+    """The connection to ``islands`` is broken, or (``late``) they sent nothing before a timeout."""
 
     def __init__(self, islands: Sequence[int], *, late: bool) -> None:
         super().__init__(f"islands {', '.join(map(str, islands))} {'are late' if late else 'are cut off'}")
@@ -50,7 +50,7 @@ class LostIslandsError(Exception):
 
 
 class Listener:
-    """Takes the connections that other islands open to this process, and keeps them until they are asked for."""
+    """Accepts the connections that other islands open to this process, and keeps them until `take`."""
 
     def __init__(self, host: str, *, key: str) -> None:
         self._socket = socket.create_server((host, 0))
@@ -85,7 +85,7 @@ class Listener:
     def take(
         self, generation: int, place: IslandProcess, kind: str, until: Callable[[], bool], timeout_s: float
     ) -> socket.socket:
-        """Returns the connection that a process opens in a generation. Raises WorldChangedError once ``until``."""
+        """Waits for a process's connection. Raises WorldChangedError once ``until()``, LostIslandsError if late."""
         name, end = (generation, place.island, place.process, kind), time.monotonic() + timeout_s
         with self._arrived:
             while name not in self._kept:
@@ -97,17 +97,17 @@ class Listener:
             return self._kept.pop(name)
 
     def wake(self) -> None:
-        """Lets those who wait look again."""
+        """Makes waiting `take` calls check ``until`` at once."""
         with self._arrived:
             self._arrived.notify_all()
 
     def close(self) -> None:
-        """Ends."""
+        """Closes the listening socket."""
         self._socket.close()
 
 
 class Links:
-    """The connections of one process in one world. `abort` from another thread ends every exchange under way."""
+    """The connections of one process in one world. Another thread may `abort` every exchange in progress."""
 
     def __init__(self, world: World, place: IslandProcess, listener: Listener, timeouts: Timeouts, *, key: str) -> None:
         self.world, self.place, self.timeouts = world, place, timeouts
@@ -120,16 +120,16 @@ class Links:
 
     @property
     def is_leader(self) -> bool:
-        """True for all processes of the leading island."""
+        """True in all processes of the leading island."""
         return self.place.island == self._leader.island
 
     @property
     def decides(self) -> bool:
-        """True for the one process at which the others meet."""
+        """True in the leader's first process, which gathers the messages of `meet`."""
         return self.place == self._leader
 
     def connect(self) -> None:
-        """Makes all connections. Raises what exchanges raise."""
+        """Makes all connections. Raises WorldChangedError, or LostIslandsError for an island that cannot be reached."""
         for rank, processes in enumerate(self.world.islands):
             if rank != self.rank:
                 self._lanes[rank] = self._connection(processes[self.place.process], "lane", opens=rank > self.rank)
@@ -154,7 +154,7 @@ class Links:
         return connection
 
     def abort(self) -> None:
-        """Ends every exchange under way, here and in the others; may be called by any thread."""
+        """Ends every exchange in progress, here and in the connected islands; any thread may call it."""
         self._closed = True
         for connection in [*self._lanes.values(), *self._star.values()]:
             with suppress(OSError):
@@ -162,7 +162,7 @@ class Links:
         self._listener.wake()
 
     def close(self) -> None:
-        """Ends these links; called by the thread that uses them."""
+        """Closes all connections; only the thread that uses them may call it."""
         self.abort()
         for connection in [*self._lanes.values(), *self._star.values()]:
             connection.close()
@@ -171,22 +171,22 @@ class Links:
         if self._closed:
             raise WorldChangedError
 
-    # -- meetings ------------------------------------------------------------------------------------
+    # -- all-gathers of messages ---------------------------------------------------------------------
 
     def meet(self, own: _Body, *, patience: float = 0.0) -> list[_Body]:
-        """Returns what each of all processes says, in the order of islands and processes, once all have said it.
+        """All-gathers a message of each process: returns them in the order of islands and processes.
 
-        ``own`` is of a type that msgspec knows. The leader's first process gathers and sends the list: who has it knows
-        that everyone has come here. The wait may be longer than that for a step with ``patience``.
+        ``own`` has a type that msgspec can encode. The leader's first process gathers and sends the list, so it is also
+        a barrier. ``patience`` replaces the timeout of a step (s). Raises WorldChangedError, LostIslandsError.
         """
-        self._require_open()  # an island alone waits for nobody, and may be out
+        self._require_open()  # a single island waits for nobody, so would not notice that it is out
         wait_s = patience or self.timeouts.step_s
         said = {self.place: own}
         other = self._leader
         try:
             if not self.decides:
                 send(self._star[other], Spoken(msgspec.Raw(msgspec.msgpack.encode(own))), self.timeouts.sum_s)
-                # the leader may wait as long for others
+                # the leader may wait as long for other processes
                 return self._heard(self._star[other], list[type(own)], 2 * wait_s)  # type: ignore[misc, no-any-return]
             for other, connection in self._star.items():
                 said[other] = self._heard(connection, type(own), wait_s)
@@ -209,10 +209,9 @@ class Links:
     # -- arrays --------------------------------------------------------------------------------------
 
     def sum(self, arrays: Sequence[np.ndarray], *, codec: Codec = FP32) -> list[np.ndarray]:
-        """Returns the float32 sums of arrays over all islands, the same bits in each: added in the order of islands.
+        """All-reduces arrays over islands: returns float32 sums, added in island order, so bit-equal everywhere.
 
-        Each island gets its part of all arrays from every other one, adds, and sends the sum to all: a reduce-scatter
-        and an all-gather of 2 (R - 1) / R of the bytes.
+        A reduce-scatter, then an all-gather: each of R islands sends 2 (R - 1) / R of the bytes.
         """
         flat = np.concatenate([np.asarray(array, np.float32).ravel() for array in arrays] or [np.zeros(0, np.float32)])
         ends = [min(flat.size, -(-flat.size * (i + 1) // (self.size * ALIGNED)) * ALIGNED) for i in range(self.size)]
@@ -236,15 +235,15 @@ class Links:
         return [part.reshape(shape) for part, shape in zip(np.split(flat, cuts), shapes, strict=True)]
 
     def give(self, ranks: Sequence[int], buffers: Sequence[memoryview]) -> None:
-        """Sends buffers to these islands."""
+        """Sends the buffers to each of the islands ``ranks``."""
         self._transfer({rank: list(buffers) for rank in ranks}, {})
 
     def take(self, rank: int, buffers: Sequence[memoryview]) -> None:
-        """Fills buffers with what an island gives."""
+        """Fills the buffers with the bytes that island ``rank`` sends by `give`."""
         self._transfer({}, {rank: list(buffers)})
 
     def _transfer(self, outgoing: Mapping[int, list[memoryview]], incoming: Mapping[int, list[memoryview]]) -> None:
-        """Sends and receives at once, until all is done."""
+        """Sends and receives concurrently until all buffers are done. Raises WorldChangedError, LostIslandsError."""
         to_send = {rank: [b.cast("B") for b in buffers if b.nbytes] for rank, buffers in outgoing.items()}
         to_read = {rank: [b.cast("B") for b in buffers if b.nbytes] for rank, buffers in incoming.items()}
         last = dict.fromkeys(self._lanes, time.monotonic())
@@ -294,7 +293,7 @@ class Links:
 
 
 def _move_some(move: Callable[[memoryview], int], buffers: list[memoryview]) -> int:
-    """Reads into the first buffer, or sends it; returns the number of bytes. Raises ConnectionError at the end."""
+    """Reads into, or sends, the first buffer; returns the number of bytes. Raises ConnectionError if closed."""
     try:
         count = move(buffers[0][:BUFFER_BYTES])
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The islands that exchange arrays at a time, as those who need sums see them; `islands.exchange` has them over TCP."""
+"""The interface of a group of islands that sum arrays; `islands.exchange` implements it over TCP."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,11 +9,11 @@ from meshwright.islands.codec import FP32, Codec
 
 
 class IslandGroup(Protocol):
-    """One process of each island that is there. All members call `sum` in the same order."""
+    """A group with one process of each present island. All members must call `sum` in the same order."""
 
     @property
     def rank(self) -> int:
-        """This member, from 0."""
+        """This member's index, from 0."""
         ...
 
     @property
@@ -22,9 +22,9 @@ class IslandGroup(Protocol):
         ...
 
     def sum(self, arrays: Sequence[np.ndarray], *, codec: Codec = FP32) -> list[np.ndarray]:
-        """Returns new float32 arrays, the sums over the members in the order of their ranks: the same bits in each.
+        """Returns new float32 arrays: the sums over members, added in order of rank, so bit-equal in all members.
 
-        With a codec, each member encodes chunk j for member j, who decodes and adds all, and encodes the sum for all.
-        Raises an error of the transport if a member is lost; some of the others may have their sums then.
+        With a codec, each member encodes part j for member j, which decodes and adds all, and encodes the sum for all.
+        Raises an error of the transport if a member is lost; some other members may have their sums then.
         """
         ...

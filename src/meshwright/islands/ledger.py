@@ -1,22 +1,22 @@
-"""Which samples each island takes in a step: none is lost, and none is taken twice."""
+"""Assigns samples to islands for each step, so that no sample is lost or used twice."""
 
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 SampleBlock = tuple[tuple[int, int], ...]
-"""Samples of a run: first and number of each range."""
+"""Samples of a run as ranges: (first sample, number of samples) each."""
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """All samples before ``samples`` are done but the ``postponed`` ones, which come first."""
+    """The samples done so far: all before ``samples`` except ``postponed`` ones, which are dealt next."""
 
     samples: int = 0
     postponed: SampleBlock = ()
 
 
 def deal(ledger: Ledger, sizes: Mapping[int, int]) -> tuple[dict[int, SampleBlock], Ledger]:
-    """Returns the block of each island, with as many samples as ``sizes`` says, and the ledger after these."""
+    """Returns the next block of ``sizes[island]`` samples for each island, and the ledger after them."""
     ranges, samples = list(ledger.postponed), ledger.samples
     blocks = {}
     for island, size in sizes.items():
@@ -35,7 +35,7 @@ def deal(ledger: Ledger, sizes: Mapping[int, int]) -> tuple[dict[int, SampleBloc
 
 
 def postponed(ledger: Ledger, blocks: Sequence[SampleBlock]) -> Ledger:
-    """Returns the ledger with blocks that nobody has done."""
+    """Returns the ledger with the samples of undone blocks added to its postponed ones."""
     ranges = sorted([*ledger.postponed, *(one for block in blocks for one in block)])
     return Ledger(samples=ledger.samples, postponed=_merged(ranges))
 
@@ -43,9 +43,9 @@ def postponed(ledger: Ledger, blocks: Sequence[SampleBlock]) -> Ledger:
 def handed_over(
     blocks: Mapping[int, SampleBlock], sizes: Mapping[int, int], ledger: Ledger
 ) -> tuple[dict[int, SampleBlock], Ledger]:
-    """Returns the blocks of an unfinished step for those who are there, by their ``sizes``, and the ledger after it.
+    """Returns the blocks of an unfinished step for the present islands (``sizes``), and the ledger after the step.
 
-    Who has a block keeps it; those who came since take over blocks of their size of those who left, or have none.
+    An island with a block keeps it; a new one takes over a departed island's block of its size, or gets an empty one.
     """
     kept = {island: block for island, block in blocks.items() if num_samples(block) == sizes.get(island)}
     left = [block for island, block in blocks.items() if island not in kept and block]
@@ -57,7 +57,7 @@ def handed_over(
 
 
 def num_samples(block: SampleBlock) -> int:
-    """Returns how many samples a block has."""
+    """Returns the number of samples of a block."""
     return sum(count for _, count in block)
 
 

@@ -1,4 +1,4 @@
-"""One process as a member: its control connection to the membership service, and its links to the others."""
+"""One process as a member: its control connection to the membership service, and its links to other islands."""
 
 import os
 import select
@@ -22,11 +22,11 @@ SILENT_MS = 3000
 
 
 class OutError(Exception):
-    """This process is no longer in the world. It may join again, without its state."""
+    """This process was dropped from the world. It may join again, but its state is void."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Which island of how many this process belongs to, and where the membership service listens."""
+    """The island of this process, the number of islands, the membership service's HOST:PORT and the run's key."""
 
     service: str
     island: int
@@ -35,7 +35,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_identity(env: Mapping[str, str] = os.environ) -> Identity | None:
-    """Returns what `launch --elastic` or a job's script has set; None for a run without islands."""
+    """Reads the variables of `launch --elastic` or a job script; None without islands. Raises InputError if invalid."""
     if SERVICE not in env:
         return None
     for name in (ISLANDS, ISLAND):
@@ -50,7 +50,7 @@ def find_identity(env: Mapping[str, str] = os.environ) -> Identity | None:
 
 
 class Member:
-    """A process that may join worlds. A thread speaks with the service; `links` are those of the present world."""
+    """A process that joins worlds. A thread talks to the service; `links` are the connections of the present world."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Member:
         self.place = messages.IslandProcess(identity.island, process, self._listener.address, uuid.uuid4().hex[:8])
         self.step = self._settled = 0
         self.links: Links | None = None
-        self._world: messages.World | None = None  # the newest that this process belongs to
+        self._world: messages.World | None = None  # the newest world with this process
         self._refused, self._out, self._is_ready, self._ended = "", "", False, False
         self._heard_at = time.monotonic()
         threading.Thread(target=self._speak, name="islands-member", daemon=True).start()
@@ -80,20 +80,19 @@ class Member:
     # -- what a run calls --------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Says that this process can train from the next boundary on."""
+        """Tells the service that this process can train from the next step boundary on."""
         with self._changed:
             self._is_ready, self._out = True, ""
         self._tell(messages.IsReady())
 
     @property
     def newest(self) -> int:
-        """The number of the newest world that this process belongs to, 0 before the first."""
+        """The generation of the newest world with this process, 0 before the first."""
         return self._world.generation if self._world else 0
 
     def join(self) -> Links:
-        """Returns the links of a newer world than that of the present ones, connected; waits for it.
-
-        Raises OutError if this process was dropped, CannotRunError if it is refused or no world comes.
+        """Waits for a world newer than that of `links`, connects to it, returns its links. Raises OutError if dropped,
+        CannotRunError if refused or after `Timeouts.start_s`, StoppedError if stopped.
         """
         after = 0
         if self.links:
@@ -118,22 +117,22 @@ class Member:
             after = world.generation
 
     def lost(self, error: LostIslandsError) -> None:
-        """Reports a failed exchange; `join` then returns the world that follows."""
+        """Reports a failed exchange to the service; call `join` next."""
         if self.links:
             self._tell(messages.Lost(self.links.world.generation, error.islands, error.late))
 
     def settled(self) -> None:
-        """Says that the present world trains; until all its members have, nobody new comes in."""
+        """Tells the service that this process trains in the present world; new islands wait until all members do."""
         if self.links:
             self._settled = self.links.world.generation
         self._tell(messages.Beat(self.step, self._settled))
 
     def note_run(self, run: str) -> None:
-        """Lets those who join later know the folder of the run."""
+        """Tells the service the run's folder, for islands that join later."""
         self._tell(messages.Note(run))
 
     def leave(self) -> None:
-        """Ends the membership, after the last step."""
+        """Ends the membership after the last step, and closes all connections."""
         self._ended = True
         self._tell(messages.Leave())
         if self.links:
@@ -153,7 +152,7 @@ class Member:
                     told_at = end
                 if self._refused:
                     raise CannotRunError(
-                        f"island {self.place.island} may not join: {self._refused}. Start it with the same."
+                        f"island {self.place.island} may not join: {self._refused}. Start all islands alike."
                     )
                 if self._out:
                     raise OutError(self._out)
@@ -190,7 +189,7 @@ class Member:
 
     def _connection(self) -> socket.socket:
         connection = socket.create_connection(messages.host_and_port(self.identity.service), 2.0)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a network that is gone says nothing
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a broken network sends no error
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
         return connection
 
@@ -221,7 +220,7 @@ class Member:
             self._tell(messages.IsReady())
 
     def _listen(self) -> None:
-        """Obeys the service until the connection ends."""
+        """Sends heartbeats and handles messages of the service until the connection ends."""
         beat_at = 0.0
         while not self._ended:
             if time.monotonic() - beat_at >= BEAT_EVERY_S:
@@ -243,6 +242,6 @@ class Member:
                 self._changed.notify_all()
             if isinstance(message, messages.Refused | messages.Dropped):
                 self._abort()
-                raise ConnectionError  # joins anew, as another start
+                raise ConnectionError  # join again, as a new start of the process
             if isinstance(message, messages.World) and message.urgent and is_newer:
                 self._abort()

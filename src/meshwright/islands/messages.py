@@ -1,4 +1,4 @@
-"""Messages between islands and their membership service: four bytes of length, then MessagePack."""
+"""Messages between islands and the membership service: four bytes of length, then MessagePack."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ MOST_MESSAGE_BYTES = 1 << 24
 
 
 class IslandProcess(msgspec.Struct, frozen=True):
-    """One process of an island: its numbers, the address that it listens at, and which start of it this is."""
+    """One process of an island: both numbers, its listening address, and an id of this start of it."""
 
     island: int
     process: int
@@ -22,9 +22,9 @@ class IslandProcess(msgspec.Struct, frozen=True):
 class World(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The islands that train together from this ``generation`` on, in the order in which their arrays are added.
 
-    It is ``urgent`` where an island of the generation before is missing: exchanges under way end at once. ``new``
-    islands hold no state. ``run`` is the folder of the run, "" before there is one. The ``leader`` decides, writes
-    files and prints: the one before, while it is there, else the first island that holds a state.
+    ``urgent``: exchanges in progress must end at once, as an island left or lost a connection. ``new`` islands have no
+    state. ``run`` is the run's folder, "" before it exists. The ``leader`` decides, writes files and prints: the
+    previous leader if still present, else the first island with a state.
     """
 
     generation: int
@@ -36,16 +36,16 @@ class World(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of the islands, in order."""
+        """The numbers of the islands, in the order of ``islands``."""
         return tuple(processes[0].island for processes in self.islands)
 
     def has(self, place: IslandProcess) -> bool:
-        """True if this very start of a process belongs to the world."""
+        """True if this process, with the same start id, belongs to the world."""
         return any(place in processes for processes in self.islands)
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A process is there. ``settings`` are compared with those of the others; ``world`` is the one it is in, if any."""
+    """A process joins. ``settings`` must equal the other processes'; ``world`` is the world that it is in, if any."""
 
     place: IslandProcess
     processes: int
@@ -55,18 +55,18 @@ class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class IsReady(msgspec.Struct, frozen=True, tag=True):
-    """The process has compiled its programs, and waits to be in a world."""
+    """The process has compiled its programs, and waits for a world."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The process lives; it has done ``step`` steps, and is at one with the others of ``generation``."""
+    """A heartbeat: the process has done ``step`` steps, and trains in the world ``generation``."""
 
     step: int
     generation: int = 0
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """An exchange of a generation failed since these islands are cut off, or ``late``: connected, and silent."""
+    """An exchange failed, as the connection to ``islands`` broke or (``late``) they are connected but silent."""
 
     generation: int
     islands: tuple[int, ...]
@@ -74,24 +74,24 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """The process has ended its work."""
+    """The process has finished the run."""
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
-    """The folder of the run, for those who join later."""
+    """The folder of the run, for islands that join later."""
 
     run: str
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Asks for events."""
+    """A watcher subscribes to `Event` messages."""
 
     key: str
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
-    """A line that says what happened, "" for a sign of life; the islands that are out since, those that train, and the
-    folder of their run."""
+    """A line on what happened ("": a heartbeat), the islands dropped by it, the islands that train, and the run's
+    folder."""
 
     line: str
     dropped: tuple[int, ...] = ()
@@ -100,13 +100,13 @@ class Event(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Why a process may not join."""
+    """A process may not join, for ``reason``."""
 
     reason: str
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):
-    """The process is no longer in the world; it may join again, without its state."""
+    """The process is dropped from the world; it may join again, but its state is void."""
 
     reason: str
 
@@ -121,7 +121,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Spoken(msgspec.Struct, frozen=True, tag=True):
-    """What a process says to the leader at a meeting, or the leader's answer."""
+    """A message of `Links.meet`: to the leader, or the leader's list of all messages."""
 
     body: msgspec.Raw
 
@@ -137,20 +137,20 @@ def packed(message: MemberMessage) -> bytes:
 
 
 def send(connection: socket.socket, message: MemberMessage, timeout_s: float = 5.0) -> None:
-    """Sends a message. Raises OSError if that is not possible within the time."""
+    """Sends a message. Raises OSError if sending fails or takes longer than ``timeout_s``."""
     connection.settimeout(timeout_s)
     connection.sendall(packed(message))
 
 
 def receive(connection: socket.socket, timeout_s: float) -> MemberMessage:
-    """Returns the next message. Raises TimeoutError, ConnectionError at the end, or ValueError for other bytes."""
+    """Returns the next message. Raises TimeoutError, ConnectionError if closed, ValueError for invalid bytes."""
     connection.settimeout(timeout_s)
     length = _length(_exactly(connection, _LENGTH.size))
     return _decoded(_exactly(connection, length))
 
 
 async def read(reader: asyncio.StreamReader) -> MemberMessage:
-    """Returns the next message of a stream. Raises IncompleteReadError at the end, ValueError for other bytes."""
+    """Returns the next message of a stream. Raises IncompleteReadError if closed, ValueError for invalid bytes."""
     length = _length(await reader.readexactly(_LENGTH.size))
     return _decoded(await reader.readexactly(length))
 
@@ -181,6 +181,6 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Returns the parts of ``host:port``; an IPv6 host may be in brackets."""
+    """Returns (host, port) of ``host:port``; an IPv6 host may be in brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)

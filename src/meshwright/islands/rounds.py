@@ -1,9 +1,9 @@
-"""Steps that islands do together: work, a sum, a meeting; and how those who remain go on after a fault.
+"""Runs training steps over several islands (compute, sum, all-gather of messages), and recovers from lost islands.
 
-A step is done once its process knows that every process has its sums: then it updates its state. When a world ends in
-between, those of the next one meet. If one of them has done the step, all hold its sums, and those who have not yet
-done it do so. If none has, they keep what they have computed and add it again without those who left. Who holds no
-state, or an older one, gets that of another island over its lane. So states stay the same bits everywhere.
+A process commits a step, which updates its state, once it knows that every process has the sums. If a world ends during
+a step, the members of the next world compare. If one of them has committed the step, all have its sums, and the rest
+commit it too. If none has, they keep their computed arrays and sum them again without the lost islands. A process with
+no state, or an older one, receives the state of another island. So all states stay bit-equal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +21,15 @@ from meshwright.islands.member import Member, OutError
 from meshwright.islands.watch import GoBackError, StepTimeouts, Stragglers, odd_islands
 
 MOST_ODD = 3
-"""How often an island's state may differ from that of the others before it ends."""
+"""The number of times an island's state differs from the others' after which the island ends with an error."""
 ROUNDS_OF_NOTICE = 3
-"""Rounds in which an island that was asked to stop sees whether all others were too, which ends the run."""
+"""Steps that an island asked to stop waits for all others to be asked too, which ends the run for all."""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says once it has the sums of a step.
-
-    ``numbers`` are added over islands; ``work_s`` are the seconds of its own work. ``switches`` is True where it knows
-    of a newer world; that of the leader counts. ``digest`` is that of its state before the step, "" if none is due.
+    """The message of a process that has the sums of a step. ``numbers`` are summed over islands; ``work_s`` are its
+    seconds of compute; ``stops``: it was asked to stop; ``switches``: it knows of a newer world (the leader's value
+    decides); ``digest`` hashes its state before the step ("": not due).
     """
 
     island: int
@@ -43,7 +42,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that is not done: the samples of each island as they were ``dealt``, whose ``blocks`` they are now, and
+    """An uncommitted step: the samples of each island as first ``dealt``, the ``blocks`` of the present islands, and
     the ledger ``after`` it."""
 
     dealt: dict[int, SampleBlock]
@@ -52,7 +51,7 @@ class OpenStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says when a world begins; ``step`` is None without a state, ``samples`` are those of a batch."""
+    """A process's message at the start of a world; ``step`` is None without a state, ``samples`` is its batch size."""
 
     island: int
     step: int | None
@@ -66,7 +65,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that is done: who did which samples, the ledger after it, and what all said."""
+    """A committed step: the samples of each island, the ledger after it, and the messages of all processes."""
 
     step: int
     generation: int
@@ -76,17 +75,17 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def firsts(self) -> list[Said]:
-        """What the first process of each island said."""
+        """The messages of each island's first process."""
         return [one for one in self.said if one.process == 0]
 
     def total(self, name: str) -> float:
-        """Returns a number summed over islands."""
+        """Returns the number ``name`` of the messages, summed over islands."""
         return float(sum(one.numbers.get(name, 0.0) for one in self.firsts))
 
 
 class IslandWork(Protocol):
-    """What an island does. ``sizes`` are the samples of a step, by those of each island's batch; ``compute`` returns
-    the arrays to add."""
+    """Interface of an island's training. ``sizes`` maps each island's batch size to its samples of a step; ``compute``
+    returns the arrays to sum, ``nothing`` zeros of their shapes; ``give`` and ``take`` transfer the state."""
 
     @property
     def samples(self) -> int: ...
@@ -104,9 +103,9 @@ class IslandWork(Protocol):
 
 
 class Rounds:
-    """Runs steps with the others until the last; ``on_done`` is called after each, ``on_world`` when one begins.
+    """Runs steps with the other islands. Calls ``on_done`` after each step and ``on_world`` when a world begins.
 
-    ``on_done`` may raise GoBackError, in all islands or in none. ``say`` gets lines in the process that decides.
+    ``on_done`` may raise GoBackError, in all islands or in none. The leader's first process passes lines to ``say``.
     """
 
     def __init__(
@@ -122,10 +121,10 @@ class Rounds:
         self._on_done, self._on_world = on_done, on_world
         self.asks_stop: Callable[[], bool] = lambda: False
         self.say: Callable[[str], None] = lambda line: None
-        self.is_long: Callable[[int], bool] = lambda step: False  # what follows a step, such as an evaluation
+        self.is_long: Callable[[int], bool] = lambda step: False  # a long task follows the step, such as an evaluation
         self._stragglers, self._pace, self._times_odd = Stragglers(), StepTimeouts(member.timeouts), 0
         self.step: int | None = None
-        self.agreed, self.trusted = 0, -1  # the last step known to be alike in all; if >= 0, files after it are suspect
+        self.agreed, self.trusted = 0, -1  # last step with equal states; if >= 0, later files are suspect
         self.ledger = Ledger()
         self._open: OpenStep | None = None
         self._arrays: Sequence[np.ndarray] | None = None
@@ -139,12 +138,12 @@ class Rounds:
 
     @property
     def links(self) -> Links:
-        """The connections of the present world."""
+        """The connections of this process in the present world."""
         assert self.member.links
         return self.member.links
 
     def run(self, steps: int) -> bool:
-        """Runs steps up to this number; False if all were asked to stop before. Raises StoppedError if this one was."""
+        """Runs up to step ``steps``; False if all islands were asked to stop, StoppedError if only this one was."""
         self.member.ready()
         self._together(self._settle)
         while self.step is not None and self.step < steps:
@@ -155,15 +154,15 @@ class Rounds:
             number = self.member.place.island
             self._rounds_asked = self._rounds_asked + 1 if number in asked else 0
             if self._rounds_asked > ROUNDS_OF_NOTICE:
-                raise StoppedError(f"island {number} was asked to stop, and leaves; the others train on.")
+                raise StoppedError(f"island {number} was asked to stop, and leaves; the other islands continue.")
         return True
 
     def begin_sum(self, arrays: Sequence[np.ndarray]) -> None:
-        """Begins to add, beside it, what the present `compute` is to return; after a fault it is added again."""
+        """Starts the sum of `compute`'s arrays in a thread before it returns; after a fault they are summed again."""
         self._early = self._thread.submit(self.links.sum, arrays, codec=self.codec)
 
     def conclude(self, finish: Callable[[], None]) -> None:
-        """The leader finishes the run while the others wait; if it dies, another does so."""
+        """Runs ``finish`` in the leading island while others wait (if it dies, in the next leader); then leaves."""
         is_over = False
 
         def act() -> None:
@@ -178,7 +177,7 @@ class Rounds:
         self.member.leave()
 
     def _together(self, act: Callable[[], None]) -> None:
-        """Acts; after a fault in it, or in the world that follows, settles with those who remain."""
+        """Calls ``act``; after a fault joins the next world and agrees on its state, until that succeeds."""
         while True:
             try:
                 return act()
@@ -249,7 +248,7 @@ class Rounds:
         self._on_done(done)
 
     def _compare(self, said: list[Said]) -> None:
-        """Who does not hold what the others hold takes their state; if nobody knows who is right, all go back."""
+        """An island whose state differs from the majority copies theirs; without a majority all raise GoBackError."""
         assert self.step is not None
         odd = odd_islands([(one.island, one.digest) for one in said])
         if not odd:
@@ -259,13 +258,13 @@ class Rounds:
             self.trusted = self.agreed
         names = " and ".join(map(str, sorted(odd)))
         if odd == {one.island for one in said}:
-            self._tell(f"islands {names} hold different states, and nobody knows which is right: all go back")
+            self._tell(f"the states of islands {names} differ without a majority: all return to an earlier step")
             raise GoBackError
-        self._tell(f"the state of island {names} is not that of the others: it takes theirs")
+        self._tell(f"the state of island {names} differs from the others: it copies theirs")
         if self.member.place.island in odd:
             self._times_odd += 1
             if self._times_odd >= MOST_ODD:
-                raise CannotRunError(f"the state of this island has differed {MOST_ODD} times. See to its hardware.")
+                raise CannotRunError(f"the state of this island has differed {MOST_ODD} times. Check its hardware.")
             self._forget()
         self._agree()
 
@@ -279,26 +278,26 @@ class Rounds:
     # -- a new world -----------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Joins the next world, and agrees with it."""
+        """Joins the next world and agrees on its state."""
         self.member.join()
         self._agree()
 
     def _agree(self) -> None:
-        """Agrees on the state: afterwards all hold that of the newest step."""
+        """Brings all islands of the world to the state of the newest step."""
         statuses = self.links.meet(self._status())
         if all(status.step is None for status in statuses):
-            if self.links.is_leader:  # the others get its state
+            if self.links.is_leader:  # the other islands copy its state
                 self.step, self.ledger = self.work.start()
                 self.agreed = self.step
             statuses = self.links.meet(self._status(), patience=self.member.timeouts.start_s)
         newest = max(status.step for status in statuses if status.step is not None)
         if self.step == newest - 1 and self._sums is not None:
             self._commit(next(status.last for status in statuses if status.step == newest))
-        self._sums = None  # added by fewer, or by more
+        self._sums = None  # summed over another set of islands
         statuses = self.links.meet(self._status())
         behind = {status.island for status in statuses if status.step != newest}
         source = next(status for status in statuses if status.island not in behind)
-        self._wait(self._pace.long if behind else self._pace.now)  # for a state
+        self._wait(self._pace.long if behind else self._pace.now)  # time to transfer a state
         numbers, samples_by_island = self.links.world.numbers, {one.island: one.samples for one in statuses}
         self._samples = {number: samples_by_island[number] for number in numbers}
         if self.member.place.island in behind:
@@ -311,7 +310,7 @@ class Rounds:
         if self._open:
             blocks, after = handed_over(self._open.blocks, self.work.sizes(self._samples), self._open.after)
             if blocks[self.member.place.island] != self._open.blocks.get(self.member.place.island):
-                self._arrays = None  # of no sample
+                self._arrays = None  # computed from other samples
             self._open = msgspec.structs.replace(self._open, blocks=blocks, after=after)
         self.agreed = max(status.agreed for status in statuses if status.step == newest)
         self.member.settled()

@@ -1,10 +1,9 @@
-"""The membership service: who trains together. It holds nothing that the islands cannot give back.
+"""The membership service, which decides which islands train together. The islands can restore all of its state.
 
-One world follows another, by number. An island is out once no beat of one of its processes comes for `Bounds.beat_s`,
-or its connection has ended and it does not come back in half of that, or others have lost it too; they get the next
-world at once. Islands that are ready come in at the next boundary of a step. A service that starts again takes the
-newest world that its members name, and gives those that it has not heard of `Bounds.beat_s` to come back, so that two
-worlds never grow from one.
+Worlds follow one another, by generation. An island is dropped if a process sends no heartbeat for `Bounds.beat_s`, or
+does not reconnect in half of that, or other islands have lost it too; the rest get the next world at once. Islands that
+are ready join at the next step boundary. A restarted service adopts the newest world that members report, and gives
+absent members `Bounds.beat_s` to reconnect, so that one world never has two successors.
 """
 
 import asyncio
@@ -18,14 +17,14 @@ from meshwright.islands import messages
 
 TICK_S = 0.05
 RETRY_S = 10.0
-"""Islands that lose each other twice within this time cannot train together: the later one is out."""
+"""If two islands lose their connection twice within this time, the island with the higher number is dropped."""
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """How many islands train: ``count`` at the start, never less than ``least`` or more than ``most``.
+    """The number of islands: ``count`` at the start, then at least ``least`` and at most ``most`` (0: ``count``).
 
-    A member is gone after ``beat_s`` without a sign of life. After ``start_s`` a first world begins without those that
-    have not come. ``restarted`` says that members of an earlier service may still come; ``run`` is their folder.
+    A member is lost after ``beat_s`` without a heartbeat. After ``start_s`` the first world begins without absent
+    islands. ``restarted``: members of an earlier service may still connect; ``run`` is their folder.
     """
 
     count: int
@@ -38,19 +37,19 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def room(self) -> int:
-        """The most islands of a world."""
+        """The maximum islands of a world."""
         return self.most or self.count
 
 
 class _Peer:
-    """A connection of a process."""
+    """The connection of a process to the service."""
 
     def __init__(self, join: messages.Join, writer: asyncio.StreamWriter) -> None:
         self.join, self.writer = join, writer
         self.beat_at = time.monotonic()
         self.is_ready = join.world is not None
-        self.settled = 0  # the newest world in which it trains
-        self.fault = ""  # why it is out, though it is connected
+        self.settled = 0  # the generation in which it trains
+        self.fault = ""  # why it is dropped, though connected
 
     def tell(self, message: messages.MemberMessage) -> None:
         if not self.writer.is_closing():
@@ -58,7 +57,7 @@ class _Peer:
 
 
 class Membership:
-    """Decides who trains together; ``say`` gets a line for each change."""
+    """Decides which islands train together; calls ``say`` with a line for each change."""
 
     def __init__(self, bounds: Bounds, *, key: str, say: Callable[[str], None] = lambda line: None) -> None:
         self.bounds, self.key, self._say = bounds, key, say
@@ -67,14 +66,14 @@ class Membership:
         self._watchers: list[asyncio.StreamWriter] = []
         self._lost: list[tuple[float, int, messages.Lost]] = []
         self._retried: dict[frozenset[int], float] = {}
-        self._absent: dict[tuple[int, int], float] = {}  # members whose connection has ended: since when
+        self._absent: dict[tuple[int, int], float] = {}  # disconnected members: since when
         self._waits_since = time.monotonic()
         self._adopted_at = -bounds.beat_s
         self._told_waits = ""
         self._is_done = False
 
     async def serve(self, host: str, port: int, *, opened: Callable[[int], None] = lambda port: None) -> None:
-        """Serves until it is cancelled; ``opened`` gets the port."""
+        """Serves until cancelled; calls ``opened`` with the port."""
         server = await asyncio.start_server(self._connected, host, port)
         async with server:
             opened(server.sockets[0].getsockname()[1])
@@ -112,7 +111,7 @@ class Membership:
     def _joined(self, join: messages.Join, writer: asyncio.StreamWriter) -> _Peer | None:
         peer = _Peer(join, writer)
         if self.world and not any(self.world.has(other.join.place) for other in self._peers.values()):
-            self._is_done = False  # who had left was killed before it ended, and starts again
+            self._is_done = False  # all had left, and one of them starts again
         reason = self._fault(join)
         if reason:
             self._tell_all(f"island {join.place.island} is refused: {reason}")
@@ -121,12 +120,12 @@ class Membership:
         if join.world and (self.world is None or join.world.generation > self.world.generation):
             self.world, self._adopted_at = join.world, time.monotonic()
         if join.world and self.world and not self.world.has(join.place):
-            peer.fault = "the others went on without it"
+            peer.fault = "the others continued without it"
             peer.tell(messages.Dropped(peer.fault))
         if join.world and self.world and self.world.has(join.place):
             peer.tell(self.world)
         if join.world and not self._peers:
-            self._adopted_at = time.monotonic()  # all were cut off, and come back
+            self._adopted_at = time.monotonic()  # all members were disconnected and reconnect
         earlier = self._peers.get(_number(join.place))
         if earlier and earlier.join.place.address != join.place.address:
             earlier.tell(messages.Refused("a later process has its number"))
@@ -134,7 +133,7 @@ class Membership:
         return peer
 
     def _fault(self, join: messages.Join) -> str:
-        """Returns why a process may not join, "" if it may."""
+        """Returns the reason why a process may not join, "" if it may."""
         if join.key != self.key:
             return "it belongs to another run"
         for _, other in sorted(self._peers.items()):
@@ -142,7 +141,7 @@ class Membership:
             for name in sorted(names, key=lambda name: (not name.startswith("strategy."), name)):
                 own, theirs = join.settings.get(name, "nothing"), other.join.settings.get(name, "nothing")
                 if own != theirs and _number(other.join.place) != _number(join.place):
-                    return f"its {name} is {own}, and that of island {other.join.place.island} is {theirs}"
+                    return f"its {name} is {own}, island {other.join.place.island} has {theirs}"
         return ""
 
     def _heard(self, peer: _Peer, message: messages.MemberMessage) -> None:
@@ -155,7 +154,7 @@ class Membership:
                 self._lost.append((peer.beat_at, peer.join.place.island, message))
         elif isinstance(message, messages.Note) and self.world:
             self.world = msgspec.structs.replace(self.world, run=message.run)
-            for other in self._peers.values():  # who tells the next service
+            for other in self._peers.values():  # which report it to a restarted service
                 if self.world.has(other.join.place):
                     other.tell(self.world)
             self._tell_all("")
@@ -170,7 +169,7 @@ class Membership:
     # -- worlds --------------------------------------------------------------------------------------
 
     def _review(self) -> None:
-        """Makes the next world if one is due."""
+        """Begins the next world if islands left or joined, or connections must be remade."""
         if self._is_done:
             return
         now = time.monotonic()
@@ -182,12 +181,12 @@ class Membership:
         if not present and not self._may_begin(fresh, now):
             return
         if self.world and present and not gone and not self._is_settled():
-            fresh = []  # else some members could miss the world between
+            fresh = []  # else some members could miss the present world
         islands = sorted([*present, *fresh[: self.bounds.room - len(present)]], key=lambda island: island[0].island)
         if self.world and not gone and not apart and len(islands) == len(self.world.islands):
             return
         if len(islands) < self.bounds.least:
-            text = f"{len(islands)} islands are there and at least {self.bounds.least} train; waiting for more"
+            text = f"{len(islands)} islands are present and at least {self.bounds.least} are needed; waiting for more"
             if text != self._told_waits:
                 self._tell_all(text, tuple(gone))
             self._told_waits = text
@@ -223,17 +222,17 @@ class Membership:
         self._tell_all("; ".join([*words, count]), tuple(gone))
         for number, reason in gone.items():
             for peer in self._of(number):
-                if before.has(peer.join.place):  # not a new start of it, which has come at once
+                if before.has(peer.join.place):  # not a new start of it, which is connected already
                     peer.fault = reason
                     peer.tell(messages.Dropped(reason))
         for island in islands:
             for place in island:
-                peer_there = self._peers.get(_number(place))  # else it comes back, and gets the world then
+                peer_there = self._peers.get(_number(place))  # else it gets the world when it reconnects
                 if peer_there:
                     peer_there.tell(self.world)
 
     def _present(self, now: float) -> tuple[list[tuple[messages.IslandProcess, ...]], dict[int, str]]:
-        """Returns the islands of the world that live, and why each other one does not."""
+        """Returns the live islands of the world, and island -> reason for each lost one."""
         present, gone = list[tuple[messages.IslandProcess, ...]](), dict[int, str]()
         waits_for_return = now - self._adopted_at < self.bounds.beat_s
         for island in self.world.islands if self.world else ():
@@ -243,13 +242,13 @@ class Membership:
                 if peer is None:
                     absent_s = now - self._absent.get(_number(place), 0.0)
                     if not waits_for_return and absent_s > self.bounds.beat_s / 2:
-                        reasons.append("its process ended or was cut off")
+                        reasons.append("its process ended or was disconnected")
                 elif peer.join.place.start != place.start:
                     reasons.append("its process ended")
                 elif peer.fault:
                     reasons.append(peer.fault)
                 elif now - peer.beat_at > self.bounds.beat_s:
-                    reasons.append(f"no sign of life for {now - peer.beat_at:.1f} s")
+                    reasons.append(f"no heartbeat for {now - peer.beat_at:.1f} s")
             if reasons:
                 gone[island[0].island] = reasons[0]
             else:
@@ -257,14 +256,14 @@ class Membership:
         return present, gone
 
     def _is_settled(self) -> bool:
-        """True if all members train in the present world."""
+        """True if all members report that they train in the present world."""
         assert self.world
         places = [place for island in self.world.islands for place in island]
         peers = [self._peers.get(_number(place)) for place in places]
         return all(peer and peer.settled == self.world.generation for peer in peers)
 
     def _fresh(self, exclude: set[int], now: float) -> list[tuple[messages.IslandProcess, ...]]:
-        """Returns the islands outside the world, all of whose processes are ready and alive."""
+        """Returns the islands outside the world whose processes are all connected, ready and alive."""
         fresh = []
         for number in sorted({number for number, _ in self._peers} - exclude):
             peers = self._of(number)
@@ -275,16 +274,16 @@ class Membership:
         return fresh
 
     def _may_begin(self, fresh: Sequence[tuple[messages.IslandProcess, ...]], now: float) -> bool:
-        """True if a world of new islands alone may begin: all are there, or the time to wait for them is over."""
+        """True if the first world may begin: ``count`` islands are ready, or after ``start_s`` at least ``least``."""
         waited_s = now - self._waits_since
         if self.bounds.restarted and self.world is None and waited_s < 2 * self.bounds.beat_s:
             return False
         return len(fresh) >= self.bounds.count or (waited_s > self.bounds.start_s and len(fresh) >= self.bounds.least)
 
     def _judge(self, now: float) -> bool:
-        """Marks islands that others wait for in vain while they say nothing, and the later of two that have lost each
-        other twice. Returns True if members have lost connections that may be made anew."""
-        heard = [one for one in self._lost if now - one[0] >= TICK_S]  # until then connections of the dead have ended
+        """Evaluates reports of lost islands: marks as faulty an island that is late and reports nothing itself, and
+        the higher number of two that lost each other twice. Returns True if connections should be remade."""
+        heard = [one for one in self._lost if now - one[0] >= TICK_S]  # by then dead connections have ended
         complaining = {accuser for _, accuser, _ in heard}
         pairs = {(frozenset((accuser, n)), lost.late) for _, accuser, lost in heard for n in lost.islands}
         apart = False
@@ -294,9 +293,9 @@ class Membership:
             if absent:
                 self._absent |= dict.fromkeys(absent, -RETRY_S)
             elif late and silent:
-                self._mark(min(silent), f"island {min(pair - silent)} waited for it in vain")
+                self._mark(min(silent), f"island {min(pair - silent)} waited for it too long")
             elif now - self._retried.get(pair, -RETRY_S) < RETRY_S:
-                self._mark(max(pair), f"it and island {min(pair)} do not reach each other")
+                self._mark(max(pair), f"it and island {min(pair)} cannot reach each other")
             else:
                 self._retried[pair], apart = now, True
         self._lost = [one for one in self._lost if one not in heard]

@@ -1,4 +1,4 @@
-"""Keeps islands and their membership service alive on one machine: what ends or hangs is started again."""
+"""Runs islands and their membership service on one machine, and restarts processes that end or hang."""
 
 import asyncio
 import signal
@@ -18,23 +18,23 @@ from meshwright.islands.messages import Event, Watch, packed, read
 from meshwright.islands.service import Bounds
 
 MOST_STARTS = 10
-"""Starts of an island without a `GOOD_S` of life between them, after which it is given up."""
+"""An island is given up after this many starts in a row that each ended within `GOOD_S` seconds."""
 GOOD_S = 60.0
 FIRST_DELAY_S, MOST_DELAY_S = 0.2, 30.0
 HUNG_S = 8.0
-"""How long an island that is out has to come back by itself before it is killed."""
+"""An island that was dropped and does not rejoin within this time is killed."""
 SILENT_S = 3.0
 ENDING_S = 15.0
 LONGEST_LINE = 1 << 30
 _WRONG = (2, 3)
-"""Exit codes of a wrong input, and of what cannot run: starting again would not help."""
+"""Exit codes of InputError and CannotRunError, after which a restart would not help."""
 
 Pass = Callable[[int, int, bytes, bool], None]
-"""Gets the island, the process, a line, and whether it came on standard output."""
+"""Called with island, process, a line of output, and True if it is from standard output, False from error."""
 
 
 class Programs(msgspec.Struct, frozen=True, kw_only=True):
-    """What is started: the programs, and the environment of process ``p`` of ``n`` of an island."""
+    """Commands of an island and of the service; ``environment(process, port)`` are a process's variables."""
 
     island: Sequence[str]
     service: Sequence[str]
@@ -44,7 +44,7 @@ class Programs(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _Kept:
-    """An island as it is kept: its present processes, and how often it was started in vain."""
+    """The state of a supervised island: its processes, and its short-lived starts in a row."""
 
     number: int
     children: list[Process] = field(default_factory=list)
@@ -55,7 +55,7 @@ class _Kept:
 
 
 class Supervisor:
-    """Runs islands until one has finished the run; ``say`` gets one line for each thing that happens."""
+    """Runs islands until one has finished the run; calls ``say`` with a line per event, ``show`` per output line."""
 
     def __init__(
         self, programs: Programs, bounds: Bounds, *, islands: int, key: str, say: Callable[[str], None], show: Pass
@@ -66,12 +66,12 @@ class Supervisor:
         self.port = free_port()
         self._received: list[int] = []
         self._is_over = False
-        self._present: set[int] = set()  # those that train, by the service's last word
+        self._present: set[int] = set()  # islands that train, by the service's last event
         self._run = ""
         self._heard_at = time.monotonic()
 
     async def run(self) -> int:
-        """Returns the exit code of the run: 0, 75 if it was asked to stop and did, or that of what cannot run."""
+        """Runs to the end; returns 75 if an island was stopped, else 0 if one finished, else the least exit code."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._forward, number)
         keepers = [asyncio.create_task(self._keep_service()), asyncio.create_task(self._watch())]
@@ -108,15 +108,15 @@ class Supervisor:
                 island.status = status if status >= 0 else 128 - status
                 return
             if island.starts >= MOST_STARTS:
-                self._say(f"island {island.number} {ending}, for the {MOST_STARTS}th time; it is given up")
+                self._say(f"island {island.number} {ending}, for the {MOST_STARTS}th time; it is not restarted")
                 island.status = status if status > 0 else 128 - status
                 return
             delay_s = min(MOST_DELAY_S, FIRST_DELAY_S * 2**island.starts)
-            self._say(f"island {island.number} {ending}; it is started again in {delay_s:.1f} s")
+            self._say(f"island {island.number} {ending}; it restarts in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
 
     async def _live(self, island: _Kept) -> int:
-        """Starts an island; when one of its processes ends badly, ends the others. Returns the first's exit code."""
+        """Runs an island; if a process fails, kills the rest. Returns the first failure's exit code, else 0."""
         island.children, island.out_since, island.began = [], 0.0, time.monotonic()
         port = free_port()
         for process in range(self.programs.processes):
@@ -179,12 +179,12 @@ class Supervisor:
             self.service = await asyncio.create_subprocess_exec(*words, env=env, stdin=DEVNULL, start_new_session=True)
             self._heard_at = time.monotonic()
             await self.service.wait()
-            self._say("the membership service ended; it is started again")
+            self._say("the membership service ended; it restarts")
             is_restarted = True
             await asyncio.sleep(FIRST_DELAY_S)
 
     async def _watch(self) -> None:
-        """Shows the service's lines; kills it when it is silent, and islands that are out and do not come back."""
+        """Shows the service's lines; kills the service if silent, and dropped islands that do not rejoin."""
         while True:
             with suppress(OSError, ValueError, asyncio.IncompleteReadError, TimeoutError):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -196,7 +196,7 @@ class Supervisor:
                         if isinstance(event, Event):
                             self._heed(event)
             if self.service and time.monotonic() - self._heard_at > 2 * SILENT_S:
-                self._say(f"the membership service is silent for {2 * SILENT_S:g} s")
+                self._say(f"the membership service has been silent for {2 * SILENT_S:g} s")
                 with suppress(ProcessLookupError):
                     self.service.kill()
             await asyncio.sleep(FIRST_DELAY_S)
@@ -215,19 +215,19 @@ class Supervisor:
             if island.out_since and now - island.out_since > HUNG_S:
                 island.out_since = 0.0
                 if any(child.returncode is None for child in island.children):
-                    self._say(f"island {island.number} has not come back in {HUNG_S:g} s and is killed")
+                    self._say(f"island {island.number} has not rejoined in {HUNG_S:g} s and is killed")
                 for child in island.children:
                     with suppress(ProcessLookupError):
                         child.kill()
 
 
 def service_program() -> list[str]:
-    """Returns the words that start a membership service, to be followed by its address and bounds."""
+    """Returns the command of a membership service, without its arguments (address and bounds)."""
     return [sys.executable, "-m", "meshwright.islands"]
 
 
 def free_port() -> int:
-    """Returns a port of this machine that nothing listens at now."""
+    """Returns a port of 127.0.0.1 that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

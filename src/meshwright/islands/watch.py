@@ -1,4 +1,4 @@
-"""What is seen in what all islands say of their steps: states that differ, slow islands, and how long to wait."""
+"""Evaluates the messages of all islands: states that differ, slow islands, and timeouts of steps."""
 
 import statistics
 import time
@@ -10,18 +10,18 @@ import msgspec
 from meshwright.islands.exchange import Timeouts
 
 SLOW, SLOW_STEPS = 1.5, 20
-"""An island is slow whose work takes this many times the median of the others' for so many steps in a row."""
+"""An island is slow if its work takes over SLOW times the median of the others for SLOW_STEPS steps in a row."""
 LEAST_STEP_S, STEPS_TO_WAIT, PACED_STEPS = 30.0, 10, 5
-"""Others are waited for as long as this many steps take, at least so many seconds; known after so many steps."""
+"""The timeout of a step is STEPS_TO_WAIT median steps, at least LEAST_STEP_S seconds, once PACED_STEPS are timed."""
 
 
 class GoBackError(Exception):
-    """The run goes back to its newest checkpoint, in all islands alike."""
+    """All islands return to the newest checkpoint."""
 
 
 def odd_islands(digests: Sequence[tuple[int, str]]) -> frozenset[int]:
-    """Returns the islands whose digests, one of each process, are not those of most; all islands if nobody knows whose
-    are right. "" is no digest."""
+    """Returns the islands whose state digests, (island, digest) per process, differ from the most frequent ones; all
+    islands if two states are equally frequent. Islands with a "" digest are ignored."""
     by_island: dict[int, list[str]] = {}
     for island, digest in digests:
         by_island.setdefault(island, []).append(digest)
@@ -34,14 +34,14 @@ def odd_islands(digests: Sequence[tuple[int, str]]) -> frozenset[int]:
 
 
 class Stragglers:
-    """Follows the seconds that islands work in each step."""
+    """Detects slow islands from their seconds of work in each step."""
 
     def __init__(self) -> None:
         self._slow: set[int] = set()
         self._steps: Counter[int] = Counter()
 
     def seen(self, work_s: dict[int, float]) -> list[str]:
-        """Returns lines on islands that have become slow, and on those that no longer are."""
+        """Adds a step, island -> seconds; returns a line for each island that has become slow or is no longer slow."""
         lines = []
         for island, own_s in work_s.items():
             others_s = statistics.median([s for other, s in work_s.items() if other != island] or [own_s])
@@ -50,13 +50,13 @@ class Stragglers:
             if self._steps[island] == SLOW_STEPS:
                 self._steps[island] = 0
                 self._slow ^= {island}
-                figures = f"it works {own_s:.3g} s a step and the others {others_s:.3g} s"
+                figures = f"it works {own_s:.3g} s a step, the others {others_s:.3g} s"
                 lines.append(f"island {island} is {'slow' if is_slow else 'no longer slow'}: {figures}")
         return lines
 
 
 class StepTimeouts:
-    """Derives timeouts from the seconds that steps take, each longer than the one that it contains: those ``now``."""
+    """Derives timeouts (``now``) from the median time of the last 50 steps; each timeout exceeds inner ones."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._first, self.now, self._since = timeouts, timeouts, 0.0
@@ -64,12 +64,12 @@ class StepTimeouts:
 
     @property
     def long(self) -> Timeouts:
-        """The timeouts of a step before which others have more to do, such as an evaluation; it is no measure."""
+        """The timeouts of a step that follows a long task, such as an evaluation; that step is not timed."""
         self._since = 0.0
         return msgspec.structs.replace(self.now, step_s=self.now.start_s / 2)
 
     def step_done(self) -> None:
-        """Counts the time since the last step."""
+        """Adds the time since the last step to the statistics and updates ``now``."""
         since, self._since = self._since, time.monotonic()
         if since:
             self._step_s.append(self._since - since)

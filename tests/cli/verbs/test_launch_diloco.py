@@ -155,7 +155,7 @@ def test_an_island_that_is_killed_in_a_period_comes_back_and_a_run_without_islan
     assert all(step % 8 == 0 for step in held_steps)
     assert np.mean([line["loss"] for line in lines[-8:]]) < lines[0]["loss"] - 0.5
     text = (plan / "said.txt").read_text()
-    assert "island 0 is out: its process ended or was cut off; 2 of 3 islands train" in text
+    assert "island 0 is out: its process ended or was disconnected; 2 of 3 islands train" in text
     assert "island 0 is in" in text
 
 

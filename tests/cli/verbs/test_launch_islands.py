@@ -109,8 +109,8 @@ def test_islands_have_the_losses_of_one_mesh_and_outlive_their_leader(plan: Path
     lines = records(plan)
     require_once(lines)
     text = (plan / "said.txt").read_text()
-    assert "island 0 is out: its process ended or was cut off; 2 of 3 islands train" in text
-    assert "island 0 was killed by SIGKILL; it is started again" in text
+    assert "island 0 is out: its process ended or was disconnected; 2 of 3 islands train" in text
+    assert "island 0 was killed by SIGKILL; it restarts" in text
     assert "[1] island 1 leads" in text
     words = ("plan", "config.json", "--on", "cpu:3", *PLAN, "--set", "strategy.data=3", "-o", "mesh.toml")
     assert meshwright(plan, *words).wait(120) == 0
