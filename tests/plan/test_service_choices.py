@@ -207,7 +207,7 @@ def test_chunks_longer_than_a_prompt_cut_nothing():
 def test_refusals():
     with pytest.raises(InputError, match="chunk_len=0 must be above 0"):
         msgspec.structs.replace(LONG, chunk_len=0)
-    with pytest.raises(CannotRunError, match="chunks are planned, not written to files"):
+    with pytest.raises(CannotRunError, match="cannot be written to a file yet"):
         save_plan(planned(chunk_len=512).plans[0], "service.toml")
 
 

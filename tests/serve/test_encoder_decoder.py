@@ -176,7 +176,7 @@ async def test_a_file_of_features_over_http_is_the_source():
             (texts[0][:-8], "float32"),
             (base64.b64encode(npy(values[:, 1:])).decode(), "reads features"),
             (base64.b64encode(npy(np.tile(values, 2))).decode(), "reads features"),
-            (base64.b64encode(b"RIFF....WAVE").decode(), "no NumPy file"),
+            (base64.b64encode(b"RIFF....WAVE").decode(), "not a NumPy file"),
             (base64.b64encode(npy(np.full(shape, np.nan))).decode(), "not finite"),
         ):
             refused = await client.post("/v1/completions", json=body | {"prompt": prompt})
@@ -209,7 +209,7 @@ def test_a_file_of_features_is_a_prompt(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt}))
     (line,) = read_prompts(opened, lambda _: None, tmp_path / "a.jsonl", USUAL)
     assert line.request.source == SourceFeatures(values)
-    for name, words in (("b.npy", "No such file"), ("config.json", "no NumPy file")):
+    for name, words in (("b.npy", "No such file"), ("config.json", "not a NumPy file")):
         with pytest.raises(InputError, match=words):
             opened.encode(str(tmp_path / name))
 

@@ -33,7 +33,7 @@ HELP_ALL = "meshwright.help_all"
 PRINTED: dict[str, tuple[str, str, Facts]] = {
     "--notes": ("more_notes", "Print every condition that the answer rests on.", {}),
     "--symbols": ("more_symbols", "Print what each symbol stands for.", {}),
-    "--all": ("more_all", "Print every row, step and part.", {}),
+    "--all": ("more_all", "Print every row, step, part and condition.", {}),
     "--format": ("form", "How to print: text by default.", {"type": click.Choice(FORMATS)}),
     "--json": ("as_json", "One JSON object on standard output.", {}),
 }

@@ -243,7 +243,7 @@ def as_text(pieces: Iterable[Piece], width: int, more: Collection[str] = MORE) -
             printed += _piece_lines(piece, width)
     yield from printed
     note_texts = [filled(note.text, width, 2) for note in notes]
-    shown_texts = note_texts if "notes" in more else _within(note_texts, NOTE_LINES)
+    shown_texts = note_texts if {"notes", "all"} & {*more} else _within(note_texts, NOTE_LINES)
     yield from shown_texts
     occurring = {name: text for name, text in meanings.items() if _occurs(name, [*printed, *shown_texts])}
     if "symbols" in more:

@@ -36,7 +36,7 @@ BROKEN = [
     ("0: F0 F1 B0\n\n1: F0 B0 F1 B1\n", "B1 is missing on device 0."),
     ("0: F0 B0 F2 B2\n", "microbatch 1 is missing. Number them from 0 without a gap."),
     ("placement = v\n0: F0 B0\n1: F0 B0\n", "F0/1 is missing on device 1"),
-    ("placement = bidirectional\n0: F0 B0\n1: F0/1 B0/1\n", ":3: F0/1 cannot run on device 1: microbatch 0 passes no"),
+    ("placement = bidirectional\n0: F0 B0\n1: F0/1 B0/1\n", ":3: F0/1 cannot run on device 1: microbatch 0 does"),
     ("0: F0 B0 F1 B1\n1: F0 F1 B0 B1\n", "devices wait for each other (device 0 before B0, device 1 before F1)"),
     ("# nothing\n", "0 ops; a schedule has between 1 and 100,000"),
 ]

@@ -270,7 +270,7 @@ def test_jobs_that_generate_are_not_planned_or_trained(plan_file, call, tmp_path
     path = tmp_path / "decode.toml"
     path.write_text(plan_file.read_text().replace('kind = "train"', 'kind = "decode"').partition("\n")[2])
     for verb in (("train", str(path)), ("explain", str(path)), ("plan", "tiny", *SMALL, "--set", "job.kind=decode")):
-        message = f"{verb[0]} takes jobs of kind train, and this one is of kind decode"
+        message = f"{verb[0]} takes jobs of kind train, but this job is of kind decode"
         call(*verb).assert_refused(2, message)
 
 

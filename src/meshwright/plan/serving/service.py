@@ -118,7 +118,7 @@ def parse_load(text: str, *, what: str = "rate") -> float:
 
 
 def parse_target(text: str, *, what: str = "target") -> float:
-    """Returns the seconds in text such as ``"20ms"``. Raises InputError for 0, a number without a unit and other text."""
+    """Returns the seconds in text such as ``"20ms"``. Raises InputError for 0, and for text without a unit of time."""
     seconds = parse_seconds(text, what=what)
     if text.strip()[-1:].isdigit() or text.strip().endswith("."):
         raise InputError(f"{what} {text!r} has no unit. Write {text.strip()}ms or {text.strip()}s.")

@@ -22,7 +22,7 @@ class StepShapes:
         given_sizes = limits.max_requests, limits.page_len, limits.num_pages
         if given_sizes != step_sizes:
             names = "limits (max_requests, page_len, num_pages)"
-            raise InputError(f"{names} = {given_sizes} differ from the step's, {step_sizes}. Give limits with the latter.")
+            raise InputError(f"{names} = {given_sizes} differ from the step's {step_sizes}. Give limits like these.")
         if step.mask_fields and (limits.prefix_cache or limits.policy == "chunked"):
             raise InputError(
                 f"attention_mask={step.model.attention_mask!r} lets positions of a prompt see later ones. Give limits "
