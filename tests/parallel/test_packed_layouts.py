@@ -159,7 +159,7 @@ def test_an_int8_cache_holds_what_a_float_one_holds_but_for_rounding():
     [
         ({"tensor": 6}, {}, InputError, r"N=8 of .* does not divide by tensor=6"),
         ({"pipeline": 2}, {}, CannotRunError, "pipeline=2 trains but does not generate"),
-        ({"data": 8}, {}, InputError, "max_seqs=4 and num_pages=24 must divide over the 8 places"),
+        ({"data": 8}, {}, InputError, "max_seqs=4 and num_pages=24 must divide over the 8 shards of sequences"),
         ({}, {"cache_dtype": "fp9"}, InputError, "cache dtype 'fp9' is not known"),
         ({}, {"weights": "int5"}, InputError, "weight dtype 'int5' is not known"),
     ],

@@ -76,7 +76,7 @@ def test_the_algorithm(explained):
     assert product["flops"] == 2 * 2048 * 8192 * 28672 / 4
     assert [line["number"] for line in found["forward"]["lines"]] == list(range(1, len(forward) + 1))
     assert any("ReduceScatter_{fsdp,context}(dw_up" in line["text"] for line in found["backward"]["lines"])
-    for text in ("Forward pass of one layer", "Backward pass of one layer", "Once per step", "us, exposed",
+    for text in ("Forward pass of one layer", "Backward pass of one layer", "Once per step", "us, on the critical path",
                  "can overlap, prefetched", "can overlap, once per step"):  # fmt: skip
         assert text in said.out
     numbers = re.findall(r"^ *(\d+)\. ", said.out.split("Backward")[0], flags=re.MULTILINE)

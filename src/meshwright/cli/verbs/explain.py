@@ -117,10 +117,7 @@ def _text(told: Explanation) -> Iterator[Piece]:
         f"{plan.job.seq_len:,} in {microbatch_words(plan.strategy)}"
     )
     lower_text, upper_text = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
-    step_text = (
-        f"{format_seconds(estimate.step_s)}; {lower_text} if compute, memory and network overlap perfectly, "
-        f"{upper_text} if none of them does"
-    )
+    step_text = f"{format_seconds(estimate.step_s)}; {lower_text} if all work overlaps, {upper_text} if none does"
     yield Fact("step", step_text)
     yield from _matters_text(told)
     memory_text = memory_words(estimate.memory, estimate.hbm_bytes_per_chip, plan.setting.memory_limit)
