@@ -120,7 +120,7 @@ def _backward(block: Block, shardings: Shardings, forward: Tape, saved_arrays: l
 
 
 def _both_passes(block: Block, shardings: Shardings) -> list[Step]:
-    """Returns the forward and backward steps of a block if no forward result is kept."""
+    """Returns the forward and backward steps of a block that keeps no forward result, with the recomputation."""
     forward = forward_pass(block, shardings)
     return [*forward.steps, *_backward(block, shardings, forward, []).steps]
 

@@ -22,7 +22,8 @@ MOST_BYTES_PER_S = 1e15
 
 
 def measure_collectives(runner: Runner) -> CollectivesPart:
-    """Measures all kinds of collectives over all groups, largest first, so that a short budget has a rate of each."""
+    """Measures every kind of collective over every group of devices. Groups of most devices come first, so that a short
+    budget still has a rate of every kind."""
     groups = groups_of(len(runner.bench.devices), runner.bench.axes)
     if not groups:
         runner.left_out.append("collectives: one device has none")

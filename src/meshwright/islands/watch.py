@@ -1,4 +1,4 @@
-"""Evaluates the messages of all islands: states that differ, slow islands, and timeouts of steps."""
+"""Judges islands by their messages: which states differ, which islands are slow. Sets timeouts by past steps' times."""
 
 import statistics
 import time

@@ -145,7 +145,8 @@ class _Sums:
         )
 
     def ops(self, shares: int) -> tuple[OpTime, ...]:
-        """Returns each instruction's sums over ``shares``, the steps times devices; most wall time first."""
+        """Returns each instruction's mean times and count per step and device, the most wall time first. ``shares`` is
+        the number of steps times that of devices, by which sums are divided."""
         op_times = []
         for op in self.wall_s.keys() | self.own_s.keys():
             op_fact, mean_count = self.program.fact(op), self.count[op] / shares

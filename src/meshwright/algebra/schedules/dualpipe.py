@@ -50,7 +50,9 @@ def dual_order(distance: int, depth: int, per_stream: int, streams: DeviceStream
 
 
 def dual_bubble_seconds(hops: Number, f: Number, b: Number, w: Number) -> Number:
-    """Returns the bubble of one stream that turns back after ``hops`` sends, for times per virtual stage."""
+    """Returns the seconds of a step beyond the passes themselves, for seconds per virtual stage: ``b`` is of gradients
+    of inputs only, ``w`` of weights. ``hops`` are the sends from the device where a stream of microbatches enters to
+    the one where two streams cross or, in a V, it turns back."""
     longest_s = np.maximum(hops * f, hops * (f + b - w))
     longest_s = np.maximum(longest_s, hops * (2 * f - w - np.minimum(b, w)))
     return np.maximum(longest_s, hops * (b + np.maximum(b - w, 0)) - f)

@@ -95,7 +95,8 @@ def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, N
 
 @functools.lru_cache(maxsize=4096)
 def _simulated_lockstep(definition: ScheduleDefinition, size: Size) -> dict[str, Number]:
-    """Returns the values of `LockstepForms` by name, and ``paths`` as in `_simulated_stages`."""
+    """Simulates one size. Returns ``ticks``, the counts of `Slots` by name, and ``paths`` [n, 3]: the F, B and W of each
+    longest path beyond the passes of all microbatches, in passes over all layers of a device."""
     tables = tick_tables(_rows(definition, size))
 
     def step(f: int, b: int, w: int) -> int:

@@ -221,8 +221,8 @@ class HeldArrays:
         return layers_by_cache | repeats | {scale_name(name): repeat for name, repeat in repeats.items()}
 
     def by_layer(self, given: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Returns stacked arrays, or their PartitionSpecs, in memory order; if unrolled, as tuples with an item per
-        layer."""
+        """Returns stacked arrays, or their PartitionSpecs, with their dims in the order in which devices hold them; if
+        unrolled, an array with layers becomes a tuple with an item per layer."""
         num_layers_of = self._num_layers if self.unrolled else {}
         return {
             name: tuple(self._in_order(name, array, layer_index) for layer_index in range(num_layers_of[name]))
