@@ -95,7 +95,7 @@ def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, N
 
 @functools.lru_cache(maxsize=4096)
 def _simulated_lockstep(definition: ScheduleDefinition, size: Size) -> dict[str, Number]:
-    """Simulates one size. Returns ``ticks``, the counts of `Slots` by name, and ``paths`` [n, 3]: the F, B and W of each
+    """Simulates one size. Returns ``ticks``, the counts of `Slots` by name, and ``paths`` [n, 3]: F, B and W of each
     longest path beyond the passes of all microbatches, in passes over all layers of a device."""
     tables = tick_tables(_rows(definition, size))
 
