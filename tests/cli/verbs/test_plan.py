@@ -193,7 +193,7 @@ def test_overlap_that_matters_is_said(call):
     assert found["exposed_step_s"] == pytest.approx(step_s + found["hidden_s"])
     words = f"a step takes {1e3 * found['exposed_step_s']:.0f} ms (MFU {found['exposed_mfu']:.0%})"
     assert f"without it {words}" in said.words
-    assert f"with no overlap {words}" in call("explain", "plan.toml").words
+    assert f"with all of it exposed {words}" in call("explain", "plan.toml").words
     assert "overlap" not in call("plan", "llama3-8b", "--on", "v5p:4x4x4", "--batch", "2Mi", "--seq", "4096").words
 
 
